@@ -1,0 +1,78 @@
+"""Every exception flintmq raises.
+
+FlintError
+├── ProtocolError      the peer broke the NSQ protocol; the text is what goes on the wire
+├── PublishError       a publish was refused: the topic is going away, the disk is full, a write failed
+├── NotFoundError      no such topic or channel
+├── OptionError        a flag, a config file key or a value is wrong
+├── StartError         the broker cannot start: the data path is locked, an address is taken, …
+└── StorageError       a file is not what it should be
+    ├── FormatError    written by a newer or an unknown version
+    └── DamageError    a checksum does not fit; carries the seqs that cannot be read
+"""
+
+from __future__ import annotations
+
+__all__ = [
+    "DamageError",
+    "FlintError",
+    "FormatError",
+    "NotFoundError",
+    "OptionError",
+    "ProtocolError",
+    "PublishError",
+    "StartError",
+    "StorageError",
+]
+
+
+class FlintError(Exception):
+    """The root of the tree."""
+
+    #: Would the same call have a chance later?
+    retriable = False
+
+
+class ProtocolError(FlintError):
+    """The peer broke the protocol. Sent as ``"<code> <text>"``; a fatal one also closes the connection."""
+
+    def __init__(self, code: str, text: str = "", *, fatal: bool = True) -> None:
+        self.code = code
+        self.text = text
+        self.fatal = fatal
+        super().__init__(f"{code} {text}" if text else code)
+
+
+class PublishError(FlintError):
+    """A publish was refused; the text is the reason alone, as in ``E_PUB_FAILED PUB failed <reason>``."""
+
+    retriable = True
+
+
+class NotFoundError(FlintError):
+    """No such topic or channel."""
+
+
+class OptionError(FlintError):
+    """A flag, a config file key or a value is wrong; the text says which and what would be right."""
+
+
+class StartError(FlintError):
+    """The broker cannot start; the text says why."""
+
+
+class StorageError(FlintError):
+    """A file is not what it should be."""
+
+
+class FormatError(StorageError):
+    """A file was written by a version that this one does not know."""
+
+
+class DamageError(StorageError):
+    """Some records do not match their checksums. The messages ``first`` … ``stop - 1`` cannot be read."""
+
+    def __init__(self, text: str, first: int, stop: int) -> None:
+        self.first = first
+        self.stop = stop
+        super().__init__(text)
