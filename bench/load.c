@@ -1,0 +1,719 @@
+/* The load generator: one thread, one epoll, and little CPU of its own, so that the daemon is what gets measured.
+ *
+ * It speaks NSQ's V2 protocol to one daemon on the loopback address. One process runs one mode:
+ *
+ *   mpub     publish batches; each connection sends the next one when the last is answered
+ *   pub      the same with single messages
+ *   sub      subscribe, finish every message, and note when 95 % of the expected ones had arrived
+ *   latency  publish at a fixed rate with the time in the body, and consume it in the same process
+ *   idle     open connections, and only answer heartbeats
+ *
+ * Standard output carries JSON lines: sub and idle print {"event":"ready"} once every connection stands, and every mode
+ * ends with {"event":"done", ...}. All times are CLOCK_MONOTONIC in seconds, so those of two processes can be compared.
+ * An error frame, a closed connection or a missing answer ends the program with a message and status 1.
+ * SIGTERM ends sub and idle early; they still report.
+ */
+#define _GNU_SOURCE
+#include <arpa/inet.h>
+#include <errno.h>
+#include <fcntl.h>
+#include <getopt.h>
+#include <netinet/in.h>
+#include <netinet/tcp.h>
+#include <signal.h>
+#include <stdarg.h>
+#include <stdbool.h>
+#include <stdint.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/epoll.h>
+#include <sys/prctl.h>
+#include <sys/resource.h>
+#include <sys/socket.h>
+#include <sys/time.h>
+#include <sys/timerfd.h>
+#include <time.h>
+#include <unistd.h>
+
+enum mode { MODE_MPUB, MODE_PUB, MODE_SUB, MODE_LATENCY, MODE_IDLE };
+enum frame_type { FRAME_RESPONSE = 0, FRAME_ERROR = 1, FRAME_MESSAGE = 2 };
+
+/* A message frame: size (4), type (4), timestamp (8), attempts (2), id (16), body. */
+enum { FRAME_HEADER = 8, ATTEMPTS_OFFSET = FRAME_HEADER + 8, ID_OFFSET = FRAME_HEADER + 10, ID_SIZE = 16 };
+enum { BODY_OFFSET = ID_OFFSET + ID_SIZE };
+enum { FIN_SIZE = 4 + ID_SIZE + 1 };
+
+enum { ANSWER_TIMEOUT = 10, PUBLISH_GRACE = 60, LATENCY_GRACE = 10, MARK_PERCENT = 95, MAX_EVENTS = 64 };
+
+struct connection {
+    int fd;
+    bool watching_writes;
+    uint64_t messages;
+    /* Received and not yet parsed. */
+    unsigned char *in;
+    size_t in_len;
+    /* What the socket would not take at once; empty nearly always. */
+    unsigned char *out;
+    size_t out_len, out_cap;
+};
+
+static struct {
+    enum mode mode;
+    const char *topic, *channel;
+    bool numbered_channels;
+    int port, connections, batch, size, rdy, rate;
+    uint64_t messages; /* 0: no limit but the time */
+    double seconds;
+} options = {.topic = "bench", .channel = "bench", .connections = 1, .batch = 200, .size = 200, .rdy = 2500,
+             .rate = 1000, .seconds = 5};
+
+static struct connection *connections;
+static size_t in_cap;
+static int epoll_fd, timer_fd = -1;
+static volatile sig_atomic_t asked_to_stop;
+
+/* Publishing: the request is the same every time. */
+static unsigned char *request;
+static size_t request_len;
+static uint64_t sent, answered;
+static int outstanding;
+
+/* Consuming. */
+static unsigned char *fins;
+static uint64_t received, redelivered, marked_messages;
+static double first_at, marked_at;
+static int closing; /* connections that have not answered CLS yet */
+static bool closed_for_good;
+
+/* Latency. */
+static uint64_t *latencies;
+
+static double started_at, finished_at, cpu_at_start;
+
+static void die(const char *format, ...) __attribute__((noreturn, format(printf, 1, 2)));
+
+static void die(const char *format, ...)
+{
+    va_list arguments;
+    va_start(arguments, format);
+    fputs("load: ", stderr);
+    vfprintf(stderr, format, arguments);
+    fputc('\n', stderr);
+    va_end(arguments);
+    exit(1);
+}
+
+static void *allocate(size_t size)
+{
+    void *memory = malloc(size);
+    if (memory == NULL)
+        die("out of memory");
+    return memory;
+}
+
+static uint64_t now_ns(void)
+{
+    struct timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
+}
+
+static double now(void)
+{
+    return (double)now_ns() * 1e-9;
+}
+
+static double own_cpu(void)
+{
+    struct rusage u;
+    getrusage(RUSAGE_SELF, &u);
+    return (double)(u.ru_utime.tv_sec + u.ru_stime.tv_sec) + (double)(u.ru_utime.tv_usec + u.ru_stime.tv_usec) * 1e-6;
+}
+
+static void put32(unsigned char *p, uint32_t value)
+{
+    value = htonl(value);
+    memcpy(p, &value, 4);
+}
+
+static uint32_t get32(const unsigned char *p)
+{
+    uint32_t value;
+    memcpy(&value, p, 4);
+    return ntohl(value);
+}
+
+static void on_sigterm(int signal_number)
+{
+    (void)signal_number;
+    asked_to_stop = 1;
+}
+
+/* ---- sending ---- */
+
+static void watch(struct connection *c, bool writes)
+{
+    if (c->watching_writes == writes)
+        return;
+    struct epoll_event event = {.events = EPOLLIN | (writes ? EPOLLOUT : 0), .data.ptr = c};
+    if (epoll_ctl(epoll_fd, EPOLL_CTL_MOD, c->fd, &event) < 0)
+        die("epoll_ctl: %s", strerror(errno));
+    c->watching_writes = writes;
+}
+
+/* How many bytes the socket took; fewer than len when its buffer is full. */
+static size_t send_some(struct connection *c, const unsigned char *data, size_t len)
+{
+    size_t done = 0;
+    while (done < len) {
+        ssize_t n = send(c->fd, data + done, len - done, MSG_NOSIGNAL);
+        if (n < 0) {
+            if (errno == EINTR)
+                continue;
+            if (errno == EAGAIN || errno == EWOULDBLOCK)
+                break;
+            die("send: %s", strerror(errno));
+        }
+        done += (size_t)n;
+    }
+    return done;
+}
+
+/* Waiting for a full socket here could lock up with a daemon that does not read while it writes: keep the rest. */
+static void send_bytes(struct connection *c, const void *data, size_t len)
+{
+    const unsigned char *rest = data;
+    if (c->out_len == 0) {
+        size_t done = send_some(c, rest, len);
+        rest += done;
+        len -= done;
+    }
+    if (len == 0)
+        return;
+    if (c->out_len + len > c->out_cap) {
+        c->out_cap = 2 * (c->out_len + len);
+        c->out = realloc(c->out, c->out_cap);
+        if (c->out == NULL)
+            die("out of memory");
+    }
+    memcpy(c->out + c->out_len, rest, len);
+    c->out_len += len;
+    watch(c, true);
+}
+
+static void flush_rest(struct connection *c)
+{
+    size_t done = send_some(c, c->out, c->out_len);
+    memmove(c->out, c->out + done, c->out_len - done);
+    c->out_len -= done;
+    if (c->out_len == 0)
+        watch(c, false);
+}
+
+static void send_text(struct connection *c, const char *text)
+{
+    send_bytes(c, text, strlen(text));
+}
+
+/* ---- opening a connection: blocking, with a time limit on each answer ---- */
+
+static bool is_heartbeat(const unsigned char *data, size_t len)
+{
+    return len == 11 && memcmp(data, "_heartbeat_", 11) == 0;
+}
+
+/* Read exactly one frame and no byte beyond it. Returns why not, or NULL. */
+static const char *await_response(struct connection *c)
+{
+    for (;;) {
+        unsigned char header[FRAME_HEADER];
+        ssize_t n = recv(c->fd, header, sizeof header, MSG_WAITALL);
+        if (n != (ssize_t)sizeof header)
+            return n < 0 ? strerror(errno) : "connection closed by the server";
+        uint32_t size = get32(header);
+        if (size < 4 || size - 4 > in_cap)
+            return "frame size out of range";
+        size_t len = size - 4;
+        n = recv(c->fd, c->in, len, MSG_WAITALL);
+        if (n != (ssize_t)len)
+            return n < 0 ? strerror(errno) : "connection closed by the server";
+        if (get32(header + 4) == FRAME_ERROR)
+            die("the server answered: %.*s", (int)len, (const char *)c->in);
+        if (!is_heartbeat(c->in, len))
+            return NULL;
+        send_text(c, "NOP\n");
+    }
+}
+
+/* Connect and IDENTIFY with the defaults. Returns why not, or NULL. */
+static const char *open_connection(struct connection *c)
+{
+    static const char identify_body[] = "{\"feature_negotiation\":true}";
+    unsigned char hello[64];
+    size_t len = 0;
+    struct timeval limit = {.tv_sec = ANSWER_TIMEOUT};
+    struct sockaddr_in address = {.sin_family = AF_INET,
+                                  .sin_port = htons((uint16_t)options.port),
+                                  .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
+    int one = 1;
+
+    c->in = allocate(in_cap);
+    c->fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC, 0);
+    if (c->fd < 0)
+        return strerror(errno);
+    setsockopt(c->fd, SOL_SOCKET, SO_RCVTIMEO, &limit, sizeof limit);
+    setsockopt(c->fd, SOL_SOCKET, SO_SNDTIMEO, &limit, sizeof limit);
+    setsockopt(c->fd, IPPROTO_TCP, TCP_NODELAY, &one, sizeof one);
+    if (connect(c->fd, (struct sockaddr *)&address, sizeof address) < 0)
+        return strerror(errno);
+
+    memcpy(hello, "  V2IDENTIFY\n", 13);
+    len = 13;
+    put32(hello + len, sizeof identify_body - 1);
+    len += 4;
+    memcpy(hello + len, identify_body, sizeof identify_body - 1);
+    len += sizeof identify_body - 1;
+    if (send_some(c, hello, len) != len)
+        return "the server does not read";
+    return await_response(c);
+}
+
+static void subscribe(struct connection *c, int number)
+{
+    char line[256];
+    if (options.numbered_channels)
+        snprintf(line, sizeof line, "SUB %s %s-%d\n", options.topic, options.channel, number);
+    else
+        snprintf(line, sizeof line, "SUB %s %s\n", options.topic, options.channel);
+    send_text(c, line);
+    const char *why = await_response(c);
+    if (why != NULL)
+        die("SUB: %s", why);
+}
+
+/* From here on the connection belongs to the event loop. */
+static void hand_to_loop(struct connection *c)
+{
+    struct epoll_event event = {.events = EPOLLIN, .data.ptr = c};
+    if (fcntl(c->fd, F_SETFL, O_NONBLOCK) < 0)
+        die("fcntl: %s", strerror(errno));
+    if (epoll_ctl(epoll_fd, EPOLL_CTL_ADD, c->fd, &event) < 0)
+        die("epoll_ctl: %s", strerror(errno));
+}
+
+static void open_all(int count)
+{
+    for (int i = 0; i < count; i++) {
+        const char *why = open_connection(&connections[i]);
+        if (why != NULL) {
+            /* Idle connections: as many as the limits of this machine allow, and the report says how many. */
+            if (options.mode == MODE_IDLE && i > 0) {
+                fprintf(stderr, "load: opened %d of %d connections: %s\n", i, count, why);
+                options.connections = i;
+                return;
+            }
+            die("connection %d: %s", i + 1, why);
+        }
+        if (options.mode == MODE_SUB || (options.mode == MODE_LATENCY && i == 0))
+            subscribe(&connections[i], i);
+        hand_to_loop(&connections[i]);
+    }
+}
+
+/* ---- publishing ---- */
+
+static void build_request(void)
+{
+    size_t body = (size_t)options.size;
+    size_t batch = options.mode == MODE_MPUB ? (size_t)options.batch : 1;
+    request = allocate(300 + batch * (4 + body));
+    if (options.mode == MODE_MPUB) {
+        request_len = (size_t)sprintf((char *)request, "MPUB %s\n", options.topic);
+        put32(request + request_len, (uint32_t)(4 + batch * (4 + body)));
+        put32(request + request_len + 4, (uint32_t)batch);
+        request_len += 8;
+    } else {
+        request_len = (size_t)sprintf((char *)request, "PUB %s\n", options.topic);
+    }
+    for (size_t i = 0; i < batch; i++) {
+        put32(request + request_len, (uint32_t)body);
+        memset(request + request_len + 4, 'a' + (int)(i % 26), body);
+        request_len += 4 + body;
+    }
+}
+
+static uint64_t request_messages(void)
+{
+    return options.mode == MODE_MPUB ? (uint64_t)options.batch : 1;
+}
+
+static void publish_next(struct connection *c)
+{
+    if (options.messages > 0 && sent >= options.messages)
+        return;
+    if (now() >= started_at + options.seconds)
+        return;
+    send_bytes(c, request, request_len);
+    sent += request_messages();
+    outstanding++;
+}
+
+/* Send what the timer says is due. The stamp is the time of sending: a late wake-up of ours is not the daemon's. */
+static void publish_due(void)
+{
+    uint64_t due, stamp;
+    if (read(timer_fd, &due, sizeof due) != (ssize_t)sizeof due)
+        return;
+    while (due-- > 0 && sent < options.messages) {
+        stamp = now_ns();
+        memcpy(request + request_len - (size_t)options.size, &stamp, sizeof stamp);
+        send_bytes(&connections[1], request, request_len);
+        sent++;
+    }
+}
+
+static void start_timer(void)
+{
+    long interval = 1000000000L / options.rate;
+    struct timespec step = {.tv_sec = interval / 1000000000L, .tv_nsec = interval % 1000000000L};
+    struct itimerspec timer = {.it_interval = step, .it_value = step};
+    struct epoll_event event = {.events = EPOLLIN, .data.ptr = NULL};
+    timer_fd = timerfd_create(CLOCK_MONOTONIC, TFD_NONBLOCK | TFD_CLOEXEC);
+    if (timer_fd < 0 || timerfd_settime(timer_fd, 0, &timer, NULL) < 0)
+        die("timerfd: %s", strerror(errno));
+    if (epoll_ctl(epoll_fd, EPOLL_CTL_ADD, timer_fd, &event) < 0)
+        die("epoll_ctl: %s", strerror(errno));
+}
+
+/* ---- receiving ---- */
+
+static void on_response(struct connection *c, const unsigned char *data, size_t len)
+{
+    if (is_heartbeat(data, len)) {
+        send_text(c, "NOP\n");
+        return;
+    }
+    if (len == 10 && memcmp(data, "CLOSE_WAIT", 10) == 0) {
+        closing--;
+        return;
+    }
+    if (options.mode == MODE_MPUB || options.mode == MODE_PUB) {
+        answered += request_messages();
+        outstanding--;
+        finished_at = now();
+        publish_next(c);
+    }
+}
+
+static void on_message_body(const unsigned char *body, size_t len)
+{
+    uint64_t stamp;
+    if (len != (size_t)options.size || received >= options.messages)
+        die("a message that was not published");
+    memcpy(&stamp, body, sizeof stamp);
+    latencies[received] = now_ns() - stamp;
+}
+
+/* Parse every whole frame in the buffer; all FINs of one read go out in one write. */
+static void handle_frames(struct connection *c)
+{
+    size_t at = 0, fins_len = 0;
+    while (c->in_len - at >= FRAME_HEADER) {
+        const unsigned char *frame = c->in + at;
+        size_t total = 4 + (size_t)get32(frame);
+        if (total < FRAME_HEADER || total > in_cap)
+            die("frame size out of range: %zu", total);
+        if (c->in_len - at < total)
+            break;
+        switch (get32(frame + 4)) {
+        case FRAME_RESPONSE:
+            on_response(c, frame + FRAME_HEADER, total - FRAME_HEADER);
+            break;
+        case FRAME_ERROR:
+            die("the server answered: %.*s", (int)(total - FRAME_HEADER), (const char *)(frame + FRAME_HEADER));
+        case FRAME_MESSAGE:
+            if (total < BODY_OFFSET)
+                die("message frame too short: %zu", total);
+            if (closed_for_good)
+                break;
+            if (options.mode == MODE_LATENCY)
+                on_message_body(frame + BODY_OFFSET, total - BODY_OFFSET);
+            received++;
+            if (frame[ATTEMPTS_OFFSET] != 0 || frame[ATTEMPTS_OFFSET + 1] > 1)
+                redelivered++;
+            c->messages++;
+            memcpy(fins + fins_len, "FIN ", 4);
+            memcpy(fins + fins_len + 4, frame + ID_OFFSET, ID_SIZE);
+            fins[fins_len + FIN_SIZE - 1] = '\n';
+            fins_len += FIN_SIZE;
+            break;
+        default:
+            die("unknown frame type %u", get32(frame + 4));
+        }
+        at += total;
+    }
+    memmove(c->in, c->in + at, c->in_len - at);
+    c->in_len -= at;
+    if (fins_len == 0)
+        return;
+    finished_at = now();
+    if (first_at == 0)
+        first_at = finished_at;
+    if (marked_at == 0 && options.messages > 0 && received * 100 >= options.messages * MARK_PERCENT) {
+        marked_at = finished_at;
+        marked_messages = received;
+    }
+    send_bytes(c, fins, fins_len);
+}
+
+static void receive(struct connection *c)
+{
+    ssize_t n = recv(c->fd, c->in + c->in_len, in_cap - c->in_len, 0);
+    if (n < 0) {
+        if (errno == EAGAIN || errno == EWOULDBLOCK || errno == EINTR)
+            return;
+        die("recv: %s", strerror(errno));
+    }
+    if (n == 0)
+        die("connection closed by the server");
+    c->in_len += (size_t)n;
+    handle_frames(c);
+}
+
+/* ---- the loop ---- */
+
+static void turn(void)
+{
+    struct epoll_event events[MAX_EVENTS];
+    int n = epoll_wait(epoll_fd, events, MAX_EVENTS, 50);
+    if (n < 0 && errno != EINTR)
+        die("epoll_wait: %s", strerror(errno));
+    for (int i = 0; i < n; i++) {
+        struct connection *c = events[i].data.ptr;
+        if (c == NULL) {
+            publish_due();
+            continue;
+        }
+        if (events[i].events & EPOLLOUT)
+            flush_rest(c);
+        if (events[i].events & (EPOLLIN | EPOLLERR | EPOLLHUP))
+            receive(c);
+    }
+}
+
+/* CLS is answered after every command before it, so its answer says that all our FINs were handled. */
+static void close_consumers(void)
+{
+    double limit = now() + ANSWER_TIMEOUT;
+    closed_for_good = true;
+    closing = options.connections;
+    for (int i = 0; i < options.connections; i++)
+        send_text(&connections[i], "CLS\n");
+    while (closing > 0) {
+        if (now() > limit)
+            die("CLS was not answered");
+        turn();
+    }
+}
+
+static void announce_ready(void)
+{
+    printf("{\"event\":\"ready\",\"connections\":%d}\n", options.connections);
+    fflush(stdout);
+}
+
+static void begin(void)
+{
+    cpu_at_start = own_cpu();
+    started_at = now();
+    finished_at = started_at;
+}
+
+/* The part of the report that every mode has; the caller closes the object. */
+static void report_common(uint64_t messages)
+{
+    printf("{\"event\":\"done\",\"connections\":%d,\"messages\":%llu,\"started\":%.6f,\"finished\":%.6f,\"cpu\":%.6f",
+           options.connections, (unsigned long long)messages, started_at, finished_at, own_cpu() - cpu_at_start);
+}
+
+static void run_publish(void)
+{
+    build_request();
+    open_all(options.connections);
+    begin();
+    for (int i = 0; i < options.connections; i++)
+        publish_next(&connections[i]);
+    while (outstanding > 0) {
+        if (now() > started_at + options.seconds + PUBLISH_GRACE)
+            die("a publish was not answered");
+        turn();
+    }
+    report_common(answered);
+    puts("}");
+}
+
+static void run_sub(void)
+{
+    char line[32];
+    uint64_t least = UINT64_MAX, most = 0;
+    open_all(options.connections);
+    snprintf(line, sizeof line, "RDY %d\n", options.rdy);
+    begin();
+    for (int i = 0; i < options.connections; i++)
+        send_text(&connections[i], line);
+    announce_ready();
+    while (!asked_to_stop && now() < started_at + options.seconds) {
+        if (options.messages > 0 && received >= options.messages)
+            break;
+        turn();
+    }
+    report_common(received); /* before the closing, so that the CPU is that of the messages alone */
+    for (int i = 0; i < options.connections; i++) {
+        least = connections[i].messages < least ? connections[i].messages : least;
+        most = connections[i].messages > most ? connections[i].messages : most;
+    }
+    printf(",\"redelivered\":%llu,\"first\":%.6f,\"marked\":%.6f,\"marked_messages\":%llu,\"least\":%llu,\"most\":%llu",
+           (unsigned long long)redelivered, first_at, marked_at, (unsigned long long)marked_messages,
+           (unsigned long long)least, (unsigned long long)most);
+    close_consumers();
+    puts("}");
+}
+
+static int compare_latencies(const void *left, const void *right)
+{
+    uint64_t a = *(const uint64_t *)left, b = *(const uint64_t *)right;
+    return (a > b) - (a < b);
+}
+
+/* The smallest latency that at least this share of the messages did not exceed, in seconds. */
+static double quantile(double share)
+{
+    double exact = share * (double)received;
+    uint64_t rank = (uint64_t)exact;
+    if ((double)rank < exact)
+        rank++;
+    return (double)latencies[rank > 0 ? rank - 1 : 0] * 1e-9;
+}
+
+static void run_latency(void)
+{
+    options.connections = 2; /* the consumer, then the publisher */
+    options.messages = (uint64_t)(options.rate * options.seconds);
+    if (options.messages == 0)
+        die("nothing to publish at this rate in this time");
+    latencies = allocate(options.messages * sizeof *latencies);
+    build_request();
+    open_all(options.connections);
+    char line[32];
+    snprintf(line, sizeof line, "RDY %d\n", options.rdy);
+    send_text(&connections[0], line);
+    begin();
+    start_timer();
+    while (received < options.messages) {
+        if (now() > started_at + options.seconds + LATENCY_GRACE)
+            die("%llu of %llu messages arrived", (unsigned long long)received, (unsigned long long)options.messages);
+        turn();
+    }
+    qsort(latencies, received, sizeof *latencies, compare_latencies);
+    report_common(received);
+    printf(",\"p50\":%.9f,\"p99\":%.9f,\"p999\":%.9f,\"max\":%.9f}\n", quantile(0.5), quantile(0.99), quantile(0.999),
+           quantile(1.0));
+}
+
+static void run_idle(void)
+{
+    open_all(options.connections);
+    begin();
+    announce_ready();
+    while (!asked_to_stop && now() < started_at + options.seconds)
+        turn();
+    finished_at = now();
+    report_common(0);
+    puts("}");
+}
+
+/* ---- the command line ---- */
+
+static long number(const char *name, const char *text, long lowest, long highest)
+{
+    char *end;
+    errno = 0;
+    long value = strtol(text, &end, 10);
+    if (errno != 0 || *end != '\0' || end == text || value < lowest || value > highest)
+        die("--%s: %s is not a number from %ld to %ld", name, text, lowest, highest);
+    return value;
+}
+
+static enum mode mode_named(const char *name)
+{
+    static const char *const names[] = {"mpub", "pub", "sub", "latency", "idle"};
+    for (size_t i = 0; i < sizeof names / sizeof *names; i++)
+        if (strcmp(name, names[i]) == 0)
+            return (enum mode)i;
+    die("unknown mode %s", name);
+}
+
+static void parse_options(int argc, char **argv)
+{
+    static const struct option known[] = {
+        {"mode", required_argument, NULL, 'm'},       {"port", required_argument, NULL, 'p'},
+        {"topic", required_argument, NULL, 't'},      {"channel", required_argument, NULL, 'C'},
+        {"connections", required_argument, NULL, 'c'}, {"batch", required_argument, NULL, 'b'},
+        {"size", required_argument, NULL, 's'},       {"rdy", required_argument, NULL, 'r'},
+        {"rate", required_argument, NULL, 'R'},       {"messages", required_argument, NULL, 'n'},
+        {"seconds", required_argument, NULL, 'd'},    {"numbered-channels", no_argument, NULL, 'N'},
+        {NULL, 0, NULL, 0}};
+    bool mode_given = false;
+    int option;
+    while ((option = getopt_long(argc, argv, "", known, NULL)) != -1) {
+        switch (option) {
+        case 'm': options.mode = mode_named(optarg); mode_given = true; break;
+        case 'p': options.port = (int)number("port", optarg, 1, 65535); break;
+        case 't': options.topic = optarg; break;
+        case 'C': options.channel = optarg; break;
+        case 'N': options.numbered_channels = true; break;
+        case 'c': options.connections = (int)number("connections", optarg, 1, 1000000); break;
+        case 'b': options.batch = (int)number("batch", optarg, 1, 10000); break;
+        case 's': options.size = (int)number("size", optarg, (long)sizeof(uint64_t), 65536); break;
+        case 'r': options.rdy = (int)number("rdy", optarg, 1, 1000000); break;
+        case 'R': options.rate = (int)number("rate", optarg, 1, 1000000); break;
+        case 'n': options.messages = (uint64_t)number("messages", optarg, 0, 1L << 40); break;
+        case 'd': options.seconds = (double)number("seconds", optarg, 1, 86400); break;
+        default: exit(2);
+        }
+    }
+    if (!mode_given || options.port == 0)
+        die("--mode and --port are needed");
+    if (strlen(options.topic) > 64 || strlen(options.channel) > 64)
+        die("the names of topics and channels have at most 64 characters");
+    if (options.mode == MODE_MPUB && options.messages % (uint64_t)options.batch != 0)
+        die("--messages must be a multiple of --batch");
+}
+
+int main(int argc, char **argv)
+{
+    parse_options(argc, argv);
+    /* Never outlive the benchmark, however it ended. */
+    prctl(PR_SET_PDEATHSIG, SIGKILL);
+    struct sigaction on_term = {.sa_handler = on_sigterm};
+    sigaction(SIGTERM, &on_term, NULL);
+
+    /* An idle connection receives nothing but heartbeats; 10,000 of them must not cost gigabytes here. */
+    in_cap = options.mode == MODE_IDLE ? 4096 : 1 << 18;
+    epoll_fd = epoll_create1(EPOLL_CLOEXEC);
+    connections = calloc(options.mode == MODE_LATENCY ? 2 : (size_t)options.connections, sizeof *connections);
+    if (epoll_fd < 0 || connections == NULL)
+        die("start: %s", strerror(errno));
+    /* A FIN is shorter than the smallest message frame, so the FINs of one full buffer always fit. */
+    fins = allocate(in_cap);
+
+    switch (options.mode) {
+    case MODE_MPUB:
+    case MODE_PUB: run_publish(); break;
+    case MODE_SUB: run_sub(); break;
+    case MODE_LATENCY: run_latency(); break;
+    case MODE_IDLE: run_idle(); break;
+    }
+    return 0;
+}

@@ -1,0 +1,7 @@
+"""`python -m flintmq <command>`."""
+
+import sys
+
+from flintmq.cli import main
+
+sys.exit(main())

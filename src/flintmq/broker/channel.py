@@ -1,0 +1,706 @@
+"""Who gets which message: a channel is a cursor on its topic's log.
+
+A Channel owns which messages are waiting, in flight, deferred or put back, and which sessions may be sent more. A
+message is in exactly one of these states, or finished. It reads frames from the log and hands them to sessions; how
+they are stored or sent is not its business. Seqs from ``SIDE`` on are those of messages for this channel alone.
+
+    waiting      ranges of seqs, never sent
+    in flight    first delivery: the ring, and one entry per run in a FIFO of deadlines
+                 anything else: a dict, and a heap of deadlines
+    put back     a deque (at once) or a heap by due time (deferred); attempts in a dict
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from array import array
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Iterable, Iterator
+from heapq import heappop, heappush
+from itertools import chain
+from typing import TYPE_CHECKING
+
+from flintmq.broker.journal import NEVER, SIDE
+from flintmq.broker.ranges import Ranges
+from flintmq.errors import DamageError, ProtocolError
+from flintmq.kernel import Block, Heap, Ring
+from flintmq.wire import format_id, is_ephemeral
+
+if TYPE_CHECKING:
+    from flintmq.broker.session import Session
+    from flintmq.broker.topic import Topic
+
+__all__ = ["Channel"]
+
+log = logging.getLogger(__name__)
+
+#: A run of frames in one send, at most.
+RUN_BYTES = 256 << 10
+#: What a pump may send before it hands the loop back.
+PUMP_BYTES = 2 << 20
+#: Deadlines of first deliveries are rounded up to this (8.4 ms), so that one entry serves many small runs.
+QUANTUM = 1 << 23
+#: The ring's window is kept to this, or to eight times what it holds; older deliveries move to the dict.
+WINDOW = 1 << 16
+#: Messages put back that one scan of a channel handles before it hands the loop back.
+EXPIRE_AT_ONCE = 5_000
+_MOST_ATTEMPTS = 65_535
+
+
+class Runs:
+    """Deadlines of first deliveries with one timeout: runs of seqs in the order they were sent."""
+
+    __slots__ = ("_deadlines", "_firsts", "_head", "_stops", "timeout")
+
+    def __init__(self, timeout: int) -> None:
+        self.timeout = timeout
+        self._firsts: list[int] = []
+        self._stops: list[int] = []
+        self._deadlines: list[int] = []
+        self._head = 0
+
+    def __bool__(self) -> bool:
+        return self._head < len(self._firsts)
+
+    def add(self, first: int, stop: int, deadline: int) -> None:
+        if self and self._stops[-1] == first and self._deadlines[-1] == deadline:
+            self._stops[-1] = stop
+        else:
+            self._firsts.append(first)
+            self._stops.append(stop)
+            self._deadlines.append(deadline)
+
+    @property
+    def deadline(self) -> int:
+        return self._deadlines[self._head]
+
+    def pop(self) -> tuple[int, int]:
+        run = self._firsts[self._head], self._stops[self._head]
+        self._drop()
+        return run
+
+    def _drop(self) -> None:
+        self._head += 1
+        if self._head == len(self._firsts):
+            self._firsts.clear()
+            self._stops.clear()
+            self._deadlines.clear()
+            self._head = 0
+        elif self._head > 512 and self._head * 2 > len(self._firsts):
+            del self._firsts[: self._head], self._stops[: self._head], self._deadlines[: self._head]
+            self._head = 0
+
+    def prune(self, lo: int) -> None:
+        """Forget runs that lie wholly before ``lo``: all of them is finished."""
+        while self._head < len(self._stops) and self._stops[self._head] <= lo:
+            self._drop()
+
+    def find(self, seq: int) -> int:
+        """The deadline of the run that holds ``seq``, 0 if none does."""
+        i = bisect_right(self._firsts, seq, self._head) - 1
+        return self._deadlines[i] if i >= self._head and seq < self._stops[i] else 0
+
+
+class Unusual:
+    """A message in flight that is not an ordinary first delivery."""
+
+    __slots__ = ("attempts", "deadline", "delivered", "owner")
+
+    def __init__(self, owner: int, attempts: int, delivered: int, deadline: int) -> None:
+        self.owner = owner
+        self.attempts = attempts
+        self.delivered = delivered
+        self.deadline = deadline
+
+
+class Channel:
+    def __init__(self, topic: Topic, name: str, ident: int, start: int) -> None:
+        self.topic = topic
+        self.broker = topic.broker
+        self.name = name
+        self.id = ident
+        self.ephemeral = is_ephemeral(name)
+        self.paused = False
+        self.exiting = False
+        # Waiting: of what lies before ``seen``, the ranges; of what lies beyond, everything the topic has pumped.
+        self.waiting = Ranges()
+        self.seen = start
+        self.side = Ranges()
+        # In flight.
+        self.ring = Ring()
+        self.ring.reset(start)
+        self._runs: dict[int, Runs] = {}
+        self.unusual: dict[int, Unusual] = {}
+        self._deadlines: list[tuple[int, int]] = []
+        # Put back: at once, or when due; and how often those were delivered before.
+        self.requeued: deque[int] = deque()
+        self.deferred = Heap()
+        self.attempts: dict[int, int] = {}
+        # Consumers; those in ``_ready`` may be able to take more.
+        self.sessions: dict[int, Session] = {}
+        self._ready: deque[Session] = deque()
+        self._put_back_next = False
+        # Counters.
+        self._handed = 0
+        self.requeue_count = 0
+        self.timeout_count = 0
+        self.dropped_count = 0
+        # For the journal: rows of what was put back since it last asked.
+        self._back = array("q")
+        #: The deadline at which the scan will look here; only it assigns.
+        self.scheduled = NEVER << 8
+
+    # --- What the numbers are --------------------------------------------------------------------------------------
+
+    @property
+    def message_count(self) -> int:
+        """Messages handed over by the topic."""
+        return self._handed + self.topic.pumped - self.seen
+
+    @property
+    def depth(self) -> int:
+        return self.waiting.total + self.topic.pumped - self.seen + self.side.total + len(self.requeued)
+
+    @property
+    def backend_depth(self) -> int:
+        """The part of the depth that is not in memory."""
+        memory = self.topic.log.blocks[0].base if self.topic.log.blocks else self.topic.log.end
+        count = self.side.total
+        for first, stop in self.waiting:
+            if first >= memory:
+                break
+            count += min(stop, memory) - first
+        if self.seen < self.topic.pumped:
+            count += max(0, min(memory, self.topic.pumped) - self.seen)
+        return count
+
+    @property
+    def in_flight_count(self) -> int:
+        return self.ring.count + len(self.unusual)
+
+    # --- From the topic --------------------------------------------------------------------------------------------
+
+    def catch_up(self, seq: int) -> None:
+        """Everything up to ``seq`` that the topic pumped is waiting here."""
+        if self.seen < seq:
+            self.waiting.add(self.seen, seq)
+            self._handed += seq - self.seen
+            self.seen = seq
+
+    def hand_deferred(self, seq: int, due: int) -> None:
+        """The topic pumps a deferred message: it is not waiting, it waits for its time."""
+        self.catch_up(seq)
+        self._handed += 1
+        self.seen = seq + 1
+        if due <= self.broker.clock.now():
+            self.requeued.append(seq)
+        else:
+            self.deferred.push(due, seq)
+            self._watch(due)
+
+    def skip(self, first: int, stop: int) -> None:
+        """The topic's backlog was emptied before it was pumped: these were never handed over."""
+        self.catch_up(first)
+        self.seen = stop
+
+    def drop_excess(self) -> None:
+        """An ephemeral channel holds no more than ``--mem-queue-size``: the newest are dropped."""
+        self.catch_up(self.topic.pumped)
+        excess = self.depth - self.broker.options.mem_queue_size
+        if excess <= 0 or (self._ready and not self.paused):
+            return
+        self.dropped_count += excess
+        for first, stop in reversed(list(self.waiting)):
+            if excess <= 0:
+                break
+            n = min(excess, stop - first)
+            self.waiting.remove(stop - n, stop)
+            excess -= n
+        while excess > 0 and self.requeued:
+            self.attempts.pop(self.requeued.pop(), None)
+            excess -= 1
+
+    # --- Consumers -------------------------------------------------------------------------------------------------
+
+    def add(self, session: Session) -> None:
+        self.sessions[session.ident] = session
+
+    def remove(self, session: Session) -> None:
+        """The session is gone. What it holds stays in flight until its deadline, as in NSQ."""
+        if self.sessions.pop(session.ident, None) is None:
+            return
+        if session.listed:
+            self._ready.remove(session)
+            session.listed = False
+        if self.ephemeral and not self.sessions and not self.exiting:
+            self.broker.later(self._vanish)
+
+    def _vanish(self) -> None:
+        if not self.sessions and not self.exiting:
+            self.topic.delete_channel(self.name)
+
+    def wake(self, session: Session) -> None:
+        """The session may be able to take more: RDY, FIN, REQ, a timeout, a peer that reads again."""
+        if not session.listed and session.room > 0:
+            session.listed = True
+            self._ready.append(session)
+
+    # --- Sending ---------------------------------------------------------------------------------------------------
+
+    def pump(self) -> None:
+        """Send what is waiting to the sessions that can take it, in turns."""
+        ready = self._ready
+        if not ready or self.paused or self.exiting:
+            return
+        if self.seen < self.topic.pumped:
+            self.catch_up(self.topic.pumped)
+        budget = PUMP_BYTES
+        while ready:
+            available = self.waiting.total + len(self.requeued) + self.side.total
+            if not available:
+                return
+            session = ready[0]
+            room = session.room
+            if room > 0:
+                # Share what there is: one of three ready clients must not take a whole burst.
+                sent = self._send(session, min(room, -(-available // len(ready))))
+                if sent < 0:
+                    # Not in memory: the log calls pump again when it has been read.
+                    return
+                budget -= sent
+            ready.popleft()
+            if session.room > 0:
+                ready.append(session)
+            else:
+                session.listed = False
+            if budget <= 0 and ready:
+                self.broker.pump_later(self)
+                return
+
+    def _send(self, session: Session, limit: int) -> int:
+        """Send up to ``limit`` messages; the bytes sent, or -1 if everything must be read from the disk first."""
+        sent = -1
+        if self.requeued and (self._put_back_next or not self.waiting):
+            sent = self._send_singly(session, self.requeued, max(1, limit // 2) if self.waiting else limit)
+        if sent < 0 and self.side:
+            sent = self._send_side(session, limit)
+        if sent < 0 and self.waiting:
+            sent = self._send_run(session, limit)
+        if sent < 0 and self.requeued:
+            sent = self._send_singly(session, self.requeued, limit)
+        # Neither may starve the other: a message that is put back for ever, or a stream of new ones.
+        self._put_back_next = not self._put_back_next
+        return sent
+
+    def _send_run(self, session: Session, limit: int) -> int:
+        waiting = self.waiting
+        first = waiting.first
+        try:
+            block = self.topic.log.block(first)
+        except DamageError as exc:
+            self._lose(exc)
+            return 0
+        if block is None:
+            return -1
+        count = block.cut(first, min(limit, waiting.first_stop - first), RUN_BYTES)
+        start, stop = block.start, block.stop
+        waiting.take(count)
+        if session.sample_rate:
+            return self._send_sample(session, block, first, count)
+        ring = self.ring
+        if ring.count and (first - ring.hi > WINDOW or first + count - ring.lo > max(WINDOW, 8 * ring.count)):
+            self._unburden(first + count)
+        elif ring.count == 0 and first < ring.hi:
+            # After a restart or a hole the cursor may stand before the old window.
+            ring.reset(first)
+        ring.deliver(first, count, session.ident)
+        timeout = session.deliver_timeout
+        deadline = (self.broker.clock.now() + timeout + QUANTUM - 1) & -QUANTUM
+        runs = self._runs.get(timeout)
+        if runs is None:
+            runs = self._runs[timeout] = Runs(timeout)
+        runs.add(first, first + count, deadline)
+        if deadline < self.scheduled:
+            self._watch(deadline)
+        session.in_flight += count
+        session.message_count += count
+        session.send_run(block.view[start:stop])
+        return stop - start
+
+    def _send_sample(self, session: Session, block: Block, first: int, count: int) -> int:
+        """A client that wants a sample: what it does not get is gone for the whole channel."""
+        sent = 0
+        for seq in range(first, first + count):
+            # NSQ's own rule: rate + 1 in a hundred pass.
+            if random.randrange(100) > session.sample_rate:
+                self._finished(seq, seq + 1)
+                continue
+            block.find(seq)
+            self._hold(session, seq, 1)
+            session.send_run(block.view[block.start : block.stop])
+            sent += block.stop - block.start
+        return sent
+
+    def _send_side(self, session: Session, limit: int) -> int:
+        """Messages for this channel alone; how often each was delivered is in its frame."""
+        batch: deque[int] = deque()
+        first, stop = self.side.first, self.side.first_stop
+        batch.extend(range(first, min(stop, first + limit)))
+        count = len(batch)
+        sent = self._send_singly(session, batch, limit)
+        self.side.take(count - len(batch))
+        return sent
+
+    def _send_singly(self, session: Session, seqs: deque[int], limit: int) -> int:
+        """Send from the front of ``seqs`` what can be sent; the bytes, or -1 if the first one must be read."""
+        frames: list[bytearray] = []
+        size = 0
+        while seqs and len(frames) < limit and size < RUN_BYTES:
+            seq = seqs[0]
+            try:
+                frame = self.topic.frame(seq)
+            except DamageError as exc:
+                seqs.popleft()
+                log.error("CHANNEL(%s): message %d cannot be read - %s", self.name, seq, exc)
+                self.attempts.pop(seq, None)
+                self._finished(seq, seq + 1)
+                continue
+            if frame is None:
+                break
+            seqs.popleft()
+            before = self.attempts.pop(seq, -1)
+            if before < 0:
+                # Never delivered by us: a deferred message, or one of the side log that brings its own count.
+                before = int.from_bytes(frame[16:18], "big") - 1
+            if session.sample_rate and random.randrange(100) > session.sample_rate:
+                self._finished(seq, seq + 1)
+                continue
+            attempts = min(before + 1, _MOST_ATTEMPTS)
+            frame[16:18] = attempts.to_bytes(2, "big")
+            self._hold(session, seq, attempts)
+            frames.append(frame)
+            size += len(frame)
+        if frames:
+            session.send_run(memoryview(b"".join(frames)))
+            return size
+        return -1 if seqs else 0
+
+    def _hold(self, session: Session, seq: int, attempts: int) -> None:
+        now = self.broker.clock.now()
+        deadline = now + session.deliver_timeout
+        self.unusual[seq] = Unusual(session.ident, attempts, now, deadline)
+        heappush(self._deadlines, (deadline, seq))
+        self._watch(deadline)
+        session.in_flight += 1
+        session.message_count += 1
+
+    def _unburden(self, stop: int) -> None:
+        """The ring would span too much: its oldest deliveries become unusual ones."""
+        ring = self.ring
+        for seq, _ in ring.held(ring.lo, max(ring.lo, stop - WINDOW // 2)):
+            self._make_unusual(seq)
+
+    def _make_unusual(self, seq: int) -> Unusual:
+        owner = self.ring.owner(seq)
+        deadline = delivered = 0
+        for runs in self._runs.values():
+            deadline = runs.find(seq)
+            if deadline:
+                delivered = deadline - runs.timeout
+                break
+        self.ring.release(seq)
+        message = self.unusual[seq] = Unusual(owner, 1, delivered, deadline)
+        heappush(self._deadlines, (deadline, seq))
+        return message
+
+    def _lose(self, damage: DamageError) -> None:
+        log.error("CHANNEL(%s): messages %d to %d are lost - %s", self.name, damage.first, damage.stop - 1, damage)
+        self.waiting.remove(damage.first, damage.stop)
+        self._finished(damage.first, damage.stop)
+
+    # --- Answers ---------------------------------------------------------------------------------------------------
+
+    def finish_run(self, session: Session, data: bytearray, pos: int, stop: int) -> int:
+        """Apply consecutive FINs of the usual kind; where the first other command stands."""
+        ring = self.ring
+        pos = ring.finish_run(data, pos, stop, session.ident, self.broker.prefix)
+        count = ring.finished
+        if count:
+            session.in_flight -= count
+            session.finish_count += count
+            for runs in self._runs.values():
+                runs.prune(ring.lo)
+            self.broker.journal.touch(self)
+            self.broker.soon(self)
+            self.wake(session)
+        return pos
+
+    def finish(self, session: Session, seq: int) -> None:
+        self._take(session, seq, "FIN")
+        self._finished(seq, seq + 1)
+        session.finish_count += 1
+        self.wake(session)
+
+    def requeue(self, session: Session, seq: int, delay: int) -> None:
+        attempts = self._take(session, seq, "REQ")
+        self.requeue_count += 1
+        session.requeue_count += 1
+        self._put_back(seq, attempts, self.broker.clock.now() + delay if delay > 0 else 0)
+        self.wake(session)
+
+    def touch(self, session: Session, seq: int) -> None:
+        message = self._owned(session, seq, "TOUCH") or self._make_unusual(seq)
+        longest = message.delivered + self.broker.options.max_msg_timeout
+        # Only the deadline moves: the heap's entry is pushed on when it comes up.
+        message.deadline = min(self.broker.clock.now() + session.msg_timeout, longest)
+        if message.deadline < self._deadlines[0][0]:
+            heappush(self._deadlines, (message.deadline, seq))
+        self._watch(message.deadline)
+
+    def _owned(self, session: Session, seq: int, verb: str) -> Unusual | None:
+        """The message if it is an unusual one; ProtocolError if ``session`` does not hold it."""
+        message = self.unusual.get(seq)
+        owner = message.owner if message is not None else self.ring.owner(seq)
+        if owner != session.ident:
+            reason = "client does not own message" if owner else "ID not in flight"
+            text = format_id(self.broker.prefix, seq).decode()
+            raise ProtocolError(f"E_{verb}_FAILED", f"{verb} {text} failed {reason}", fatal=False)
+        return message
+
+    def _take(self, session: Session, seq: int, verb: str) -> int:
+        """It is no longer in flight; how often it was delivered."""
+        message = self._owned(session, seq, verb)
+        session.in_flight -= 1
+        if message is not None:
+            del self.unusual[seq]
+            return message.attempts
+        self.ring.release(seq)
+        for runs in self._runs.values():
+            runs.prune(self.ring.lo)
+        return 1
+
+    def _finished(self, first: int, stop: int) -> None:
+        self.ring.add_done(first, stop)
+        self.broker.journal.touch(self)
+        self.broker.soon(self)
+
+    def _put_back(self, seq: int, attempts: int, due: int) -> None:
+        self.attempts[seq] = attempts
+        wall = 0
+        if due:
+            wall = self.broker.clock.wall() + due - self.broker.clock.now()
+            self.deferred.push(due, seq)
+            self._watch(due)
+        else:
+            self.requeued.append(seq)
+        self._back.extend((seq, attempts, due, wall))
+        self.broker.journal.touch(self)
+        self.broker.soon(self)
+
+    # --- Time ------------------------------------------------------------------------------------------------------
+
+    def _watch(self, deadline: int) -> None:
+        if deadline < self.scheduled:
+            self.broker.scan.watch(self, deadline)
+
+    def next_deadline(self) -> int:
+        """When the scan has to look here again; very late if never."""
+        deadline = NEVER << 8
+        for runs in self._runs.values():
+            if runs and runs.deadline < deadline:
+                deadline = runs.deadline
+        if self._deadlines and self._deadlines[0][0] < deadline:
+            deadline = self._deadlines[0][0]
+        if len(self.deferred) and self.deferred.first_due() < deadline:
+            deadline = self.deferred.first_due()
+        return deadline
+
+    def expire(self, now: int) -> bool:
+        """Put back what timed out and what is due; was there anything?"""
+        left = EXPIRE_AT_ONCE
+        for runs in list(self._runs.values()):
+            while left > 0 and runs and runs.deadline <= now:
+                first, stop = runs.pop()
+                for seq, owner in self.ring.held(first, stop):
+                    self.ring.release(seq)
+                    self._timed_out(seq, owner, 1)
+                    left -= 1
+            if not runs and len(self._runs) > 4:
+                # A client may ask for any timeout: do not keep a FIFO for each ever seen.
+                del self._runs[runs.timeout]
+        while left > 0 and self._deadlines and self._deadlines[0][0] <= now:
+            _, seq = heappop(self._deadlines)
+            message = self.unusual.get(seq)
+            if message is None:
+                continue
+            if message.deadline > now:
+                heappush(self._deadlines, (message.deadline, seq))
+                continue
+            del self.unusual[seq]
+            self._timed_out(seq, message.owner, message.attempts)
+            left -= 1
+        while left > 0 and len(self.deferred) and self.deferred.first_due() <= now:
+            self.requeued.append(self.deferred.pop())
+            left -= 1
+        if left == EXPIRE_AT_ONCE:
+            return False
+        self.pump()
+        if self.ephemeral:
+            self.drop_excess()
+        return True
+
+    def _timed_out(self, seq: int, owner: int, attempts: int) -> None:
+        self.timeout_count += 1
+        session = self.sessions.get(owner)
+        if session is not None:
+            session.in_flight -= 1
+            self.wake(session)
+        self._put_back(seq, attempts, 0)
+
+    # --- Operators -------------------------------------------------------------------------------------------------
+
+    def pause(self, paused: bool) -> None:
+        if self.paused != paused:
+            self.paused = paused
+            if not (self.ephemeral or self.topic.ephemeral):
+                self.broker.journal.note("channel_pause", self.id, paused)
+        if not paused:
+            for session in self.sessions.values():
+                self.wake(session)
+            self.pump()
+
+    def empty(self) -> None:
+        """Drop everything: waiting, in flight, deferred. Consumers stay."""
+        self.catch_up(self.topic.pumped)
+        self.broker.journal.note("empty", self.id, self.seen, self.topic.side_end)
+        self.waiting.clear()
+        self.side.clear()
+        self.ring.reset(self.seen)
+        self._runs.clear()
+        self.unusual.clear()
+        self._deadlines.clear()
+        self.requeued.clear()
+        self.deferred.clear()
+        self.attempts.clear()
+        del self._back[:]
+        self.broker.soon(self)
+        for session in self.sessions.values():
+            session.in_flight = 0
+            self.wake(session)
+
+    def close(self) -> list[Session]:
+        """The channel is going: its consumers, to be disconnected by the caller."""
+        self.exiting = True
+        self._ready.clear()
+        sessions = list(self.sessions.values())
+        for session in sessions:
+            session.listed = False
+        return sessions
+
+    # --- What must survive -----------------------------------------------------------------------------------------
+
+    def take_done(self) -> bytes:
+        done = self.ring.take_done()
+        return b"" if self.ephemeral or self.topic.ephemeral else done
+
+    def take_back(self) -> bytes:
+        back = self._back.tobytes()
+        if back:
+            del self._back[:]
+        return b"" if self.ephemeral or self.topic.ephemeral else back
+
+    def settle(self) -> None:
+        """A clean stop: what is in flight was delivered once more, and comes back with its count."""
+        for seq, _ in self.ring.held(self.ring.lo, self.ring.hi):
+            self._back.extend((seq, 1, 0, 0))
+        for seq, message in self.unusual.items():
+            self._back.extend((seq, message.attempts, 0, 0))
+        self.broker.journal.touch(self)
+
+    def _put_back_seqs(self) -> Iterator[int]:
+        return chain(self.requeued, self.unusual, (seq for _, seq in self.deferred.items()))
+
+    def snapshot(self) -> tuple[bytes, bytes]:
+        """What is outstanding, as pairs, and what of it was delivered before, as rows: see ``ChannelState``."""
+        singles: Iterable[int] = chain(
+            (seq for seq, _ in self.ring.held(self.ring.lo, self.ring.hi)), self._put_back_seqs()
+        )
+        parts = sorted(chain(self.waiting, self.side, ((seq, seq + 1) for seq in singles)))
+        pairs = array("q")
+
+        def add(first: int, stop: int) -> None:
+            if pairs and pairs[-1] == first:
+                pairs[-1] = stop
+            elif first < stop:
+                pairs.extend((first, stop))
+
+        for first, stop in parts:
+            if first < SIDE:
+                add(first, stop)
+        add(self.seen, SIDE)
+        for first, stop in parts:
+            if first >= SIDE:
+                add(first, stop)
+        add(self.topic.side_end, NEVER)
+        rows = array("q")
+        now, wall = self.broker.clock.now(), self.broker.clock.wall()
+        for seq in self.requeued:
+            if self.attempts.get(seq):
+                rows.extend((seq, self.attempts[seq], 0, 0))
+        for due, seq in self.deferred.items():
+            # A deferred publish is known from the log; one that was put back is known here alone.
+            if seq in self.attempts:
+                rows.extend((seq, self.attempts[seq], due, wall + due - now))
+        for seq, message in self.unusual.items():
+            if message.attempts > 1:
+                rows.extend((seq, message.attempts - 1, 0, 0))
+        return pairs.tobytes(), rows.tobytes()
+
+    def restore(
+        self, outstanding: Ranges, back: dict[int, tuple[int, int, int]], deferrals: Iterable[tuple[int, int]]
+    ) -> None:
+        """Take up what the journal and the log know. ``outstanding`` holds only seqs that exist."""
+        now = self.broker.clock.now()
+        for seq, due in deferrals:
+            if due > now and seq in outstanding and seq not in back:
+                outstanding.remove(seq, seq + 1)
+                self.deferred.push(due, seq)
+        for seq in sorted(back):
+            attempts, due, _ = back[seq]
+            if outstanding.remove(seq, seq + 1):
+                self.attempts[seq] = attempts
+                if due > now:
+                    self.deferred.push(due, seq)
+                else:
+                    self.requeued.append(seq)
+        for first, stop in outstanding:
+            (self.waiting if first < SIDE else self.side).add(first, stop)
+        self._handed = 0
+        self._watch(self.next_deadline())
+
+    def first_needed(self) -> int:
+        """The lowest seq of the log that this channel may still send."""
+        lowest = self.seen
+        if self.waiting:
+            lowest = min(lowest, self.waiting.first)
+        if self.ring.count:
+            lowest = min(lowest, self.ring.lo)
+        if self.requeued:
+            lowest = min(lowest, min(self.requeued))
+        if self.unusual:
+            lowest = min(lowest, min(self.unusual))
+        if len(self.deferred):
+            lowest = min(lowest, self.deferred.first_seq())
+        return lowest
+
+    def needs(self, first: int, stop: int) -> bool:
+        """May any of these seqs still be sent to somebody?"""
+        if self.seen < stop or self.waiting.meets(first, stop):
+            return True
+        if self.ring.count and self.ring.lo < stop and self.ring.hi > first and self.ring.held(first, stop):
+            return True
+        if not (self.requeued or self.unusual or len(self.deferred)):
+            return False
+        return any(first <= seq < stop for seq in self._put_back_seqs())

@@ -1,0 +1,859 @@
+"""The broker: topics, listeners, metadata, start and stop.
+
+A Broker owns everything that lives as long as the process: the data path and its lock, the journal, the topics, the
+sessions' table, the timers. It decides when a loop turn's work is written, and when files may go. Messages are its
+topics' business.
+
+The data path holds, beside ``nsqd.dat`` for those who read it, one folder ``flintmq``:
+
+    flintmq/format.json        format version, the node's random identity
+    flintmq/journal/           what happened (journal.py)
+    flintmq/topics/NAME@N/     a topic's segment files (log.py); N is its incarnation; ``side`` its side log
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import fcntl
+import functools
+import logging
+import os
+import secrets
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import msgspec
+
+from flintmq.broker import takeover
+from flintmq.broker.channel import Channel
+from flintmq.broker.disk import Clock, Disk, SystemClock
+from flintmq.broker.journal import SIDE, Journal, TopicState
+from flintmq.broker.log import Log, Store
+from flintmq.broker.scan import Scan
+from flintmq.broker.session import Session
+from flintmq.broker.topic import RESERVE, Topic
+from flintmq.errors import FlintError, FormatError, NotFoundError, StartError, StorageError
+from flintmq.options import NsqdOptions
+from flintmq.wire import NSQ_VERSION, valid_name
+
+__all__ = ["Broker"]
+
+log = logging.getLogger(__name__)
+
+FORMAT = 1
+#: Finished messages reach the journal's file within this time, if nothing else writes it sooner.
+JOURNAL_DELAY = 0.005
+#: What one read takes from a socket.
+RECEIVE_BYTES = 256 << 10
+#: How often free space is looked at.
+SPACE_INTERVAL = 1.0
+
+
+class Broker:
+    """``async with Broker(data_path=…) as broker`` runs an nsqd in this process; ``tcp_address`` says where."""
+
+    def __init__(
+        self,
+        options: NsqdOptions | None = None,
+        *,
+        disk: Disk | None = None,
+        clock: Clock | None = None,
+        **overrides: Any,
+    ) -> None:
+        if options is None:
+            # Inside somebody's process: only loopback, any free port, unless said otherwise.
+            overrides = {"tcp_address": "127.0.0.1:0", "http_address": "", "https_address": "", **overrides}
+            overrides["data_path"] = str(overrides.get("data_path", ""))
+            options = NsqdOptions(**overrides)
+        elif overrides:
+            raise TypeError("give options, or single ones by keyword, not both")
+        options.validate()
+        self.options = options
+        self.clock: Clock = clock or SystemClock()
+        self.disk = disk or Disk()
+        self.prefix = options.id << 54
+        self.store = Store(self.disk, self.clock, options, fatal=self._fatal, relieved=self._relieved)
+        self.topics: dict[str, Topic] = {}
+        self.sessions: dict[int, Session] = {}
+        self.start_time = 0
+        #: Why publishes are refused; empty when they are not.
+        self.refusing = ""
+        self._illness = ""
+        # One buffer that every session receives into, one after the other.
+        self.receive_buffer = bytearray(RECEIVE_BYTES)
+        self.receive_view = memoryview(self.receive_buffer)
+        # The work of this loop turn.
+        self._turn: dict[Topic, None] = {}
+        self._flush_due = False
+        self._touched: dict[Topic, None] = {}
+        self._housekeeping_due = False
+        self._pumps: dict[Channel, None] = {}
+        self._stalled: list[Callable[[], None]] = []
+        self._syncing = False
+        # Numbers.
+        self._last_ident = 0
+        self._next_incarnation = 1
+        self._next_channel = 1
+        self._floor = 0
+        self.node = b""
+        self.stopping = False
+        self._closed: asyncio.Future[None] | None = None
+        self._server: asyncio.Server | None = None
+        self._lock = -1
+        self._timers: dict[str, asyncio.TimerHandle] = {}
+        self._metadata_due = False
+        self._metadata_busy = False
+
+    # --- Start and stop --------------------------------------------------------------------------------------------
+
+    async def __aenter__(self) -> Broker:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.stop()
+
+    async def start(self) -> None:
+        """Open the data path and listen. StartError says why it cannot."""
+        self._loop = asyncio.get_running_loop()
+        self._closed = self._loop.create_future()
+        self.later = self._loop.call_soon
+        self.disk.attach(self._loop.call_soon_threadsafe)
+        self.path = Path(self.options.data_path or os.getcwd())
+        self.journal = Journal(
+            self.disk,
+            self.clock,
+            self.path / "flintmq" / "journal",
+            fatal=self._fatal,
+            later=self.later,
+            snapshot=self._snapshot,
+        )
+        self.scan = Scan(lambda: self.options, self.later)
+        self._check_options()
+        self._lock_path()
+        try:
+            self._open_path()
+            await self._listen()
+        except (OSError, FlintError) as exc:
+            await self._abandon()
+            if isinstance(exc, FlintError):
+                raise exc if isinstance(exc, StartError) else StartError(str(exc)) from exc
+            raise StartError(f"{exc}") from exc
+        self.start_time = self.clock.wall() // 1_000_000_000
+        self._every("scan", self.options.queue_scan_interval / 1e9, lambda: self.scan.tick(self.clock.now))
+        self._every("sync", self.options.sync_timeout / 1e9, self._sync)
+        self._every("space", SPACE_INTERVAL, self._look_at_space)
+        self._look_at_space()
+        self.structure_changed(False)
+
+    def _check_options(self) -> None:
+        for flag in ("tls_cert", "tls_key", "tls_client_auth_policy"):
+            if getattr(self.options, flag):
+                raise StartError(f"--{flag.replace('_', '-')}: TLS is not supported by this version")
+        if self.options.tls_required not in ("", "false", "0"):
+            raise StartError("--tls-required: TLS is not supported by this version")
+
+    def _lock_path(self) -> None:
+        try:
+            fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+        except OSError as exc:
+            raise StartError(f"failed to lock data-path: open {self.path}: {_reason(exc)}") from exc
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError as exc:
+            os.close(fd)
+            raise StartError(
+                f"failed to lock data-path: cannot flock directory {self.path} - {_reason(exc)} "
+                "(possibly in use by another instance of nsqd)"
+            ) from exc
+        self._lock = fd
+
+    async def _listen(self) -> None:
+        address = self.options.tcp_address
+        try:
+            host, port = split_address(address)
+            if host is None:
+                self._server = await self._loop.create_unix_server(self._new_session, address, backlog=1024)
+            else:
+                self._server = await self._loop.create_server(
+                    self._new_session, host or None, port, backlog=1024, reuse_address=True
+                )
+        except (OSError, ValueError) as exc:
+            raise StartError(f"listen ({address}) failed - {_reason(exc)}") from exc
+        log.info("TCP: listening on %s", self.tcp_address)
+
+    def _new_session(self) -> Session:
+        return Session(self)
+
+    @property
+    def tcp_address(self) -> str:
+        """Where clients connect: ``host:port`` as really bound, or the path of a unix socket."""
+        if self._server is None or not self._server.sockets:
+            return self.options.tcp_address
+        name = self._server.sockets[0].getsockname()
+        if isinstance(name, str):
+            return name
+        return f"[{name[0]}]:{name[1]}" if ":" in name[0] else f"{name[0]}:{name[1]}"
+
+    async def wait_closed(self) -> None:
+        """Returns when the broker has stopped; raises what it died of."""
+        if self._closed is not None:
+            await asyncio.shield(self._closed)
+
+    async def stop(self) -> None:
+        """A clean stop: everything is kept, in-flight messages with their attempts."""
+        if self.stopping or self._closed is None or self._closed.done():
+            return
+        self.stopping = True
+        log.info("NSQ: stopping subsystems")
+        await self._close_listeners()
+        self.flush()
+        # What threads still do must end before the files are closed; their answers arrive in the next turns.
+        for topic in self.topics.values():
+            for channel in topic.channels.values():
+                channel.settle()
+        await self._loop.run_in_executor(None, self.disk.close)
+        await asyncio.sleep(0)
+        try:
+            self._write_metadata()
+            for topic in self.topics.values():
+                topic.close()
+                topic.log.write_all()
+                topic.log.sync_now()
+                topic.log.close()
+                if topic.side is not None:
+                    topic.side.write_all()
+                    topic.side.sync_now()
+                    topic.side.close()
+                if not topic.ephemeral:
+                    self.journal.note("durable", topic.incarnation, topic.log.durable)
+                    self.journal.note("end", topic.incarnation, topic.log.end, topic.side_end)
+            self.journal.close(clean=True)
+        except OSError as exc:
+            self._fatal(StorageError(f"cannot save everything: {exc}"))
+        self._unlock()
+        log.info("NSQ: bye")
+        if not self._closed.done():
+            self._closed.set_result(None)
+
+    async def _close_listeners(self) -> None:
+        for timer in self._timers.values():
+            timer.cancel()
+        self._timers.clear()
+        if self._server is not None:
+            self._server.close()
+        for session in list(self.sessions.values()):
+            session.drop()
+        # Let the transports notice, so that no socket outlives the broker.
+        for _ in range(3):
+            await asyncio.sleep(0)
+        if self._server is not None:
+            if self.options.tcp_address and split_address(self.options.tcp_address)[0] is None:
+                with contextlib.suppress(OSError):
+                    os.unlink(self.options.tcp_address)
+            self._server = None
+
+    def kill(self) -> None:
+        """Stop as a crash would: nothing is flushed, no file is closed cleanly. For tests."""
+        if self._closed is None or self._closed.done():
+            return
+        self.stopping = True
+        for timer in self._timers.values():
+            timer.cancel()
+        self._timers.clear()
+        if self._server is not None:
+            self._server.close()
+        for session in list(self.sessions.values()):
+            session.drop()
+        self.disk.close()
+        for topic in self.topics.values():
+            topic.exiting = True
+            topic.log.abandon()
+            if topic.side is not None:
+                topic.side.abandon()
+        self.journal.close(clean=False)
+        self._unlock()
+        self._closed.set_result(None)
+
+    async def _abandon(self) -> None:
+        """The start failed: give everything back."""
+        await self._close_listeners()
+        self.disk.close()
+        for topic in self.topics.values():
+            topic.log.abandon()
+        self.journal.close(clean=False)
+        self._unlock()
+        if self._closed is not None and not self._closed.done():
+            self._closed.set_result(None)
+
+    def _unlock(self) -> None:
+        if self._lock >= 0:
+            os.close(self._lock)
+            self._lock = -1
+
+    def _fatal(self, error: BaseException) -> None:
+        """Storage can no longer be trusted: stop at once, say why, save nothing that could be wrong."""
+        log.critical("%s", error)
+        if self._closed is None or self._closed.done():
+            return
+        self.stopping = True
+        for timer in self._timers.values():
+            timer.cancel()
+        if self._server is not None:
+            self._server.close()
+        for session in list(self.sessions.values()):
+            session.drop()
+        for topic in self.topics.values():
+            topic.exiting = True
+            topic.log.closed = True
+        self.journal.closed = True
+        self._unlock()
+        self._closed.set_exception(error)
+        # Somebody may never ask; that must not look like a lost exception.
+        self._closed.exception()
+
+    def _every(self, name: str, seconds: float, work: Callable[[], None]) -> None:
+        def run() -> None:
+            self._timers[name] = self._loop.call_later(seconds, run)
+            work()
+
+        self._timers[name] = self._loop.call_later(seconds, run)
+
+    # --- The data path ---------------------------------------------------------------------------------------------
+
+    def _open_path(self) -> None:
+        root = self.path / "flintmq"
+        pending = self.path / "flintmq.tmp"
+        moving = root / "takeover-pending"
+        if not self.disk.exists(root):
+            _remove_tree(self.disk, pending)
+            self._make_root(pending)
+            if takeover.found(self.path):
+                self._take_over(pending)
+            self.disk.rename(pending, root)
+            self.disk.sync_folder(self.path)
+        if self.disk.exists(moving):
+            # The old files are ours now: out of the way with them, also after a crash half-way.
+            data = takeover.read(self.path, max_msg_size=self.options.max_msg_size)
+            aside = takeover.move_aside(data, self.path)
+            log.info("NSQ: the files of the old nsqd were moved to %s", aside)
+            self.disk.remove(moving)
+            self.disk.sync_folder(root)
+        fd = self.disk.open(root / "format.json")
+        try:
+            about = msgspec.json.decode(self.disk.read(fd, 4096, 0))
+        except msgspec.DecodeError as exc:
+            raise FormatError(f"{root / 'format.json'} is damaged - {exc}") from exc
+        finally:
+            self.disk.close_file(fd)
+        if about["format"] > FORMAT:
+            raise FormatError(f"{root} was written by a newer version of flintmq (format {about['format']})")
+        self.node = bytes.fromhex(about["node"])
+        self._recover(root)
+
+    def _make_root(self, root: Path) -> None:
+        for folder in (root, root / "journal", root / "topics"):
+            self.disk.make_folder(folder)
+        about = {"format": FORMAT, "node": secrets.token_hex(16)}
+        fd = self.disk.open(root / "format.json", create=True)
+        self.disk.write(fd, [msgspec.json.encode(about)], 0)
+        self.disk.sync(fd)
+        self.disk.close_file(fd)
+        for folder in (root / "journal", root / "topics", root):
+            self.disk.sync_folder(folder)
+
+    def _recover(self, root: Path) -> None:
+        state = self.journal.recover()
+        self._floor = state.floor
+        self._next_incarnation = state.next_incarnation
+        self._next_channel = state.next_channel
+        clean = state.clean
+        known = set()
+        for topic_state in state.topics.values():
+            topic = self._restore_topic(root, topic_state, clean, state.boot == self.clock.boot_id())
+            if topic is not None:
+                known.add(topic.folder)
+        for name in self.disk.names(root / "topics"):
+            if root / "topics" / name not in known:
+                # Left over from a deletion, or from a creation that was never answered.
+                _remove_tree(self.disk, root / "topics" / name)
+        self.journal.start(state)
+        for topic in self.topics.values():
+            # The old ceiling was durable; after an unclean stop the log goes on there, so a new one is needed.
+            topic.grant(topic.ceiling, 0)
+            self.journal.note("durable", topic.incarnation, topic.log.durable)
+            self.turn(topic)
+
+    def _restore_topic(self, root: Path, state: TopicState, clean: bool, same_boot: bool) -> Topic | None:
+        folder = root / "topics" / f"{state.name}@{state.incarnation}"
+        if not self.disk.exists(folder):
+            self.disk.make_folder(folder)
+            self.disk.sync_folder(root / "topics")
+        topic = Topic(self, state.name, state.incarnation, state.base, folder)
+        after = None if clean and state.end is not None else state.ceiling
+        topic.log.recover(state.durable, after)
+        if after is None and state.end is not None:
+            # Messages that were finished before they were ever written leave no trace but the end.
+            topic.log.end = topic.log.written = topic.log.durable = max(topic.log.end, state.end)
+        topic.ceiling = state.ceiling
+        topic.paused = state.paused
+        if self.disk.exists(folder / "side"):
+            topic.side = topic._new_log(folder / "side", SIDE)
+            topic.side.recover(SIDE, None)
+        spans = topic.log.spans()
+        end = topic.log.end
+        topic.pumped = end if state.frozen is None else min(state.frozen, end)
+        if state.frozen is not None:
+            # A gap right behind the mark is no backlog.
+            behind = [first for first, stop in spans if stop > topic.pumped]
+            topic.pumped = max(topic.pumped, behind[0]) if behind else end
+        deferrals = list(topic.log.deferrals())
+        addressed = side_spans(topic.side) if topic.side is not None else {}
+        now, wall = self.clock.now(), self.clock.wall()
+        for channel_state in state.channels.values():
+            channel = Channel(topic, channel_state.name, channel_state.id, topic.pumped)
+            channel.paused = channel_state.paused
+            mine = [*_before(spans, topic.pumped), *addressed.get(channel_state.id, [])]
+            back = channel_state.back
+            if not same_boot:
+                back = {
+                    seq: (attempts, now + due_wall - wall if due else 0, due_wall)
+                    for seq, (attempts, due, due_wall) in back.items()
+                }
+            topic.channels[channel.name] = channel
+            self.topics[topic.name] = topic
+            channel.restore(channel_state.outstanding.within(mine), back, deferrals)
+        topic.log.deferred.extend((seq, due) for seq, due in deferrals if seq >= topic.pumped)
+        self.topics[topic.name] = topic
+        return topic
+
+    def _take_over(self, root: Path) -> None:
+        """Build our files from those of a Go nsqd; nothing of its own is touched yet."""
+        data = takeover.read(self.path, max_msg_size=self.options.max_msg_size)
+        log.info("NSQ: taking over the data path of another nsqd, %d topics", len(data.topics))
+        importer = _Importer(self, root)
+        for topic in data.topics:
+            importer.topic(topic)
+        importer.finish()
+        for line in data.damage:
+            log.error("NSQ: %s", line)
+        for topic in data.topics:
+            for queue in (topic.queue, *(channel.queue for channel in topic.channels)):
+                for line in queue.damage:
+                    log.error("NSQ: %s", line)
+        fd = self.disk.open(root / "takeover-pending", create=True)
+        self.disk.sync(fd)
+        self.disk.close_file(fd)
+        self.disk.sync_folder(root)
+
+    # --- Topics ----------------------------------------------------------------------------------------------------
+
+    def topic(self, name: str) -> Topic:
+        """The topic, made if need be."""
+        topic = self.topics.get(name)
+        return topic if topic is not None else self._create_topic(name)
+
+    def _create_topic(self, name: str) -> Topic:
+        if not valid_name(name):
+            raise ValueError(f"not a topic name: {name!r}")
+        incarnation = self._next_incarnation
+        self._next_incarnation += 1
+        # Seqs must never repeat: not those of a topic of this name that was deleted, not those lost in a crash.
+        base = max(self.clock.wall() // 1000, self._floor)
+        folder = None
+        topic_is_ephemeral = name.endswith("#ephemeral")
+        if not topic_is_ephemeral:
+            folder = self.path / "flintmq" / "topics" / f"{name}@{incarnation}"
+            self.disk.make_folder(folder)
+        topic = Topic(self, name, incarnation, base, folder)
+        self.topics[name] = topic
+        if topic_is_ephemeral:
+            topic.grant(base + RESERVE, 0)
+        else:
+            position = self.journal.note("topic", incarnation, name, base, base + RESERVE)
+            topic.grant(base + RESERVE, position)
+        log.info("TOPIC(%s): created", name)
+        self.structure_changed(topic_is_ephemeral)
+        return topic
+
+    def existing_topic(self, name: str) -> Topic:
+        topic = self.topics.get(name)
+        if topic is None:
+            raise NotFoundError("topic does not exist")
+        return topic
+
+    def delete_topic(self, name: str) -> None:
+        topic = self.existing_topic(name)
+        log.info("TOPIC(%s): deleting", name)
+        topic.close()
+        for channel in list(topic.channels):
+            topic.delete_channel(channel)
+        del self.topics[name]
+        self._turn.pop(topic, None)
+        self._touched.pop(topic, None)
+        self._floor = max(self._floor, topic.ceiling, topic.log.end)
+        if not topic.ephemeral:
+            position = self.journal.note("untopic", topic.incarnation, self._floor)
+            # Its files go only when it is certain that it is gone.
+            self.journal.when_synced(position, functools.partial(self._discard, topic))
+        self.structure_changed(topic.ephemeral)
+
+    def _discard(self, topic: Topic) -> None:
+        for storage in (topic.side, topic.log):
+            if storage is not None:
+                storage.discard()
+        if topic.folder is not None:
+            try:
+                _remove_tree(self.disk, topic.folder)
+            except OSError as exc:
+                log.error("TOPIC(%s): cannot remove %s - %s", topic.name, topic.folder, exc)
+
+    def next_channel_id(self) -> int:
+        self._next_channel += 1
+        return self._next_channel - 1
+
+    # --- Sessions --------------------------------------------------------------------------------------------------
+
+    def next_ident(self) -> int:
+        """A number for a session that no other connected one has; 0 is nobody."""
+        while True:
+            self._last_ident = self._last_ident % 0xFFFF_FFFE + 1
+            if self._last_ident not in self.sessions:
+                return self._last_ident
+
+    def connected(self, session: Session) -> None:
+        self.sessions[session.ident] = session
+        if self.stopping:
+            session.drop()
+
+    def disconnected(self, session: Session) -> None:
+        self.sessions.pop(session.ident, None)
+
+    def when_relieved(self, then: Callable[[], None]) -> None:
+        self._stalled.append(then)
+
+    def _relieved(self) -> None:
+        stalled, self._stalled = self._stalled, []
+        for then in stalled:
+            self.later(then)
+
+    # --- The loop turn ---------------------------------------------------------------------------------------------
+
+    def turn(self, topic: Topic) -> None:
+        """The topic has something to write or to hand on: at the end of this loop turn."""
+        self._turn[topic] = None
+        if not self._flush_due:
+            self._flush_due = True
+            self.later(self.flush)
+
+    def flush(self) -> None:
+        """The end of a loop turn: one write per topic for all its publishers, then their answers, then deliveries."""
+        self._flush_due = False
+        topics, self._turn = self._turn, {}
+        for topic in topics:
+            if not topic.exiting:
+                topic.flush()
+        if self.journal.pending and not self._housekeeping_due:
+            self._housekeeping_due = True
+            self._timers["house"] = self._loop.call_later(JOURNAL_DELAY, self._housekeeping)
+
+    def soon(self, channel: Channel) -> None:
+        """Messages of the channel were finished or put back: the journal and the memory are seen to soon."""
+        self._touched[channel.topic] = None
+        if not self._housekeeping_due:
+            self._housekeeping_due = True
+            self._timers["house"] = self._loop.call_later(JOURNAL_DELAY, self._housekeeping)
+
+    def _housekeeping(self) -> None:
+        self._housekeeping_due = False
+        self._timers.pop("house", None)
+        self.journal.flush()
+        topics, self._touched = self._touched, {}
+        for topic in topics:
+            if not topic.exiting:
+                topic.trim()
+
+    def pump_later(self, channel: Channel) -> None:
+        """The channel has sent its share of this turn and goes on in the next."""
+        if channel not in self._pumps:
+            self._pumps[channel] = None
+            self.later(self._pump_again)
+
+    def _pump_again(self) -> None:
+        channels, self._pumps = self._pumps, {}
+        for channel in channels:
+            channel.pump()
+
+    # --- Syncing, freeing ------------------------------------------------------------------------------------------
+
+    def _sync(self) -> None:
+        """Every ``--sync-timeout``: logs, then the journal, then the files that nobody needs any more."""
+        if self._syncing or self.stopping:
+            return
+        for topic in self.topics.values():
+            if topic.log.dirty:
+                topic.log.sync()
+            if topic.side is not None and topic.side.dirty:
+                topic.side.sync()
+            if not topic.ephemeral and topic.log.durable > topic.noted_durable:
+                topic.noted_durable = topic.log.durable
+                self.journal.note("durable", topic.incarnation, topic.log.durable)
+        self._free()
+        self.store.idle()
+
+    def _free(self) -> None:
+        freeable = []
+        for topic in self.topics.values():
+            if topic.ephemeral:
+                continue
+            if topic.log.segments:
+                freeable.append((topic.log, topic.first_needed()))
+            if topic.side is not None and topic.side.segments:
+                freeable.append((topic.side, topic.first_side_needed()))
+        self.journal.flush()
+
+        def free() -> None:
+            self._syncing = False
+            for storage, seq in freeable:
+                if not storage.closed:
+                    storage.free(seq)
+
+        self._syncing = True
+        self.journal.when_synced(self.journal.noted, free)
+
+    def _look_at_space(self) -> None:
+        try:
+            free = self.disk.free(self.path)
+        except OSError as exc:
+            self.unwell(f"cannot look at the disk: {_reason(exc)}")
+            return
+        if free < self.options.disk_reserve:
+            if not self.refusing:
+                log.error("NSQ: the disk is nearly full, publishes are refused (%d bytes free)", free)
+            self.refusing = (
+                f"the disk is nearly full: {free} bytes free, {self.options.disk_reserve} are kept in reserve"
+            )
+        else:
+            if self.refusing:
+                log.info("NSQ: there is room on the disk again")
+            self.refusing = ""
+            self._illness = ""
+
+    def unwell(self, reason: str) -> None:
+        self._illness = reason
+
+    @property
+    def health(self) -> str:
+        """``OK``, or ``NOK - <why>``."""
+        reason = self.refusing or self._illness
+        return f"NOK - {reason}" if reason else "OK"
+
+    # --- What is written down --------------------------------------------------------------------------------------
+
+    def _snapshot(self) -> Iterator[tuple[Any, ...]]:
+        """The whole state as notes, for the journal. Taken in slices: topics may come and go in between."""
+        yield ("floor", self._floor, self._next_incarnation, self._next_channel)
+        for topic in list(self.topics.values()):
+            if topic.ephemeral or topic.exiting:
+                continue
+            yield ("topic", topic.incarnation, topic.name, topic.log.first, topic.ceiling)
+            yield ("durable", topic.incarnation, topic.log.durable)
+            yield ("pause", topic.incarnation, topic.paused)
+            yield ("frozen", topic.incarnation, topic.pumped if topic.frozen else None)
+            for channel in list(topic.channels.values()):
+                if channel.ephemeral or channel.exiting:
+                    continue
+                yield ("channel", topic.incarnation, channel.id, channel.name, topic.pumped, SIDE)
+                yield ("channel_pause", channel.id, channel.paused)
+                yield ("channel_state", channel.id, *channel.snapshot())
+
+    def structure_changed(self, ephemeral: bool) -> None:
+        """Topics or channels came, went or were paused: ``nsqd.dat`` follows soon."""
+        if ephemeral or self.stopping or self._metadata_due:
+            return
+        self._metadata_due = True
+        self._timers["metadata"] = self._loop.call_later(0.05, self._save_metadata)
+
+    def _save_metadata(self) -> None:
+        self._metadata_due = False
+        self._timers.pop("metadata", None)
+        if self._metadata_busy:
+            self.structure_changed(False)
+            return
+        self._metadata_busy = True
+        content = self._metadata()
+
+        def done(_: None, error: BaseException | None) -> None:
+            self._metadata_busy = False
+            if error is not None:
+                log.error("NSQ: cannot write nsqd.dat - %s", error)
+
+        self.disk.submit(lambda: self._write_metadata(content), done)
+
+    def _metadata(self) -> bytes:
+        """Topics and channels in NSQ's own form; empty lists are null there."""
+        topics = [
+            {
+                "name": topic.name,
+                "paused": topic.paused,
+                "channels": [
+                    {"name": channel.name, "paused": channel.paused}
+                    for channel in topic.channels.values()
+                    if not channel.ephemeral
+                ]
+                or None,
+            }
+            for topic in self.topics.values()
+            if not topic.ephemeral
+        ]
+        return msgspec.json.encode({"topics": topics or None, "version": NSQ_VERSION})
+
+    def _write_metadata(self, content: bytes | None = None) -> None:
+        temporary = self.path / f"nsqd.dat.{secrets.randbelow(1 << 31)}.tmp"
+        fd = self.disk.open(temporary, create=True)
+        try:
+            self.disk.write(fd, [content if content is not None else self._metadata()], 0)
+            self.disk.sync(fd)
+        finally:
+            self.disk.close_file(fd)
+        self.disk.rename(temporary, self.path / "nsqd.dat")
+
+
+class _Importer:
+    """Writes what was read from a Go data path in our form, into a folder that is not in use yet."""
+
+    def __init__(self, broker: Broker, root: Path) -> None:
+        self._broker = broker
+        self._root = root
+        self._journal = Journal(
+            broker.disk, broker.clock, root / "journal", fatal=_raise, later=_call, snapshot=lambda: iter(())
+        )
+        state = self._journal.recover()
+        self._journal.start(state)
+        self._incarnation = 0
+        self._channel = 0
+
+    def topic(self, source: takeover.GoTopic) -> None:
+        broker = self._broker
+        self._incarnation += 1
+        folder = self._root / "topics" / f"{source.name}@{self._incarnation}"
+        broker.disk.make_folder(folder)
+        base = broker.clock.wall() // 1000
+        self._journal.note("topic", self._incarnation, source.name, base, base + RESERVE)
+        self._journal.note("pause", self._incarnation, source.paused)
+        main = _import_log(broker, source.name, folder, base)
+        for message in source.queue:
+            _append(main, message.timestamp, 1, message.body, b"")
+        _finish_log(main)
+        side: Log | None = None
+        for channel in source.channels:
+            self._channel += 1
+            # The topic's backlog is for every channel; what each had already is for it alone.
+            self._journal.note("channel", self._incarnation, self._channel, channel.name, base, SIDE)
+            self._journal.note("channel_pause", self._channel, channel.paused)
+            for message in channel.queue:
+                if side is None:
+                    broker.disk.make_folder(folder / "side")
+                    side = _import_log(broker, source.name, folder / "side", SIDE)
+                attempts = min(message.attempts + 1, 65_535)
+                _append(side, message.timestamp, attempts, message.body, self._channel.to_bytes(4, "big"))
+        if side is not None:
+            _finish_log(side)
+        frozen = base if source.paused or not source.channels else None
+        self._journal.note("frozen", self._incarnation, frozen)
+        ceiling = max(main.end, base) + RESERVE
+        self._journal.note("ceiling", self._incarnation, ceiling)
+        self._journal.note("durable", self._incarnation, main.end)
+        self._journal.note("end", self._incarnation, main.end, side.end if side is not None else SIDE)
+        broker.disk.sync_folder(folder)
+
+    def finish(self) -> None:
+        self._broker.disk.sync_folder(self._root / "topics")
+        self._journal.close(clean=True)
+        self._broker.disk.sync_folder(self._root / "journal")
+
+
+def _import_log(broker: Broker, name: str, folder: Path, base: int) -> Log:
+    def failed(_: int, exc: Exception) -> None:
+        raise exc
+
+    store = Store(broker.disk, broker.clock, broker.options, fatal=_raise, relieved=lambda: None)
+    target = Log(store, name, folder, base, "memory", progressed=lambda: None, failed=failed, arrived=lambda: None)
+    return target
+
+
+def _append(target: Log, timestamp: int, attempts: int, body: bytes, extra: bytes) -> None:
+    data = bytearray(len(body).to_bytes(4, "big") + body)
+    target.append(data, 0, len(data), 1, timestamp, attempts=attempts, extra=extra)
+    if target.memory_bytes > 8 << 20:
+        _drain(target)
+
+
+def _drain(target: Log) -> None:
+    target.write_all()
+    target.sync_now()
+    target.trim(0, 0, lambda first, stop: False, lambda first, stop: False)
+
+
+def _finish_log(target: Log) -> None:
+    _drain(target)
+    target.close()
+
+
+def _raise(error: BaseException) -> None:
+    raise error
+
+
+def _call(work: Callable[[], None]) -> None:
+    work()
+
+
+def side_spans(side: Log) -> dict[int, list[tuple[int, int]]]:
+    """Which seqs of a side log are for which channel."""
+    found: dict[int, list[tuple[int, int]]] = {}
+    for first, count, extra in side.addressed():
+        spans = found.setdefault(int.from_bytes(extra[:4], "big"), [])
+        if spans and spans[-1][1] == first:
+            spans[-1] = (spans[-1][0], first + count)
+        else:
+            spans.append((first, first + count))
+    return found
+
+
+def _before(spans: list[tuple[int, int]], stop: int) -> Iterator[tuple[int, int]]:
+    for first, last in spans:
+        if first < stop:
+            yield first, min(last, stop)
+
+
+def split_address(address: str) -> tuple[str | None, int]:
+    """``host:port`` taken apart; the host is None if it is the path of a unix socket instead."""
+    host, colon, port = address.rpartition(":")
+    if not colon or not port.isdigit() or "/" in port:
+        return None, 0
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+def _remove_tree(disk: Disk, path: Path) -> None:
+    if not disk.exists(path):
+        return
+    for name in disk.names(path):
+        child = path / name
+        try:
+            disk.remove(child)
+        except (IsADirectoryError, PermissionError):
+            _remove_tree(disk, child)
+    disk.remove_folder(path)
+
+
+def _reason(exc: BaseException) -> str:
+    """The operating system's own words, in lower case as Go prints them."""
+    if isinstance(exc, OSError) and exc.errno is not None and exc.errno in errno.errorcode:
+        return os.strerror(exc.errno).lower()
+    return str(exc)

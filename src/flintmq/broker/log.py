@@ -1,0 +1,1336 @@
+"""One topic's log: blocks in memory, segment files on the disk, and the marks that say how far each has come.
+
+A Log owns its blocks, its files and the marks ``first <= written <= end`` and ``durable <= written``. Only its topic
+appends; channels read ranges. It does not know who needs which message: its topic tells it what may go.
+
+A segment file is a header, records, and, once it is full or the broker stops, a footer:
+
+    header   magic (8) | version (2) | reserved (2) | salt (4) | base seq (8) | boot id (16) | crc (4)
+    record   mark (4) | length (4) | count (4) | base seq (8) | started (8) | delay ms (4) | flags (2) | extra (2)
+             | crc of the frames (4) | crc of this header and the extra bytes (4) | extra bytes | frames
+    footer   body (MessagePack) | length (4) | crc (4) | magic (8)
+
+All numbers are big-endian. ``mark`` and both checksums (CRC-32C) are salted with a random value of the file, so that
+nothing inside a message body can pass for a record. ``started`` is the clock's now() of a deferred publish. A record
+is at most about 64 KiB of frames; a batch that needs more is a group: all its records but the last carry MORE, and
+recovery drops a group that has no end. A footer holds the sparse index, the spans of seqs and the deferrals, so that
+a start reads only the files that have none.
+
+Version 1. A later version must read every earlier one, and a file of a later version is refused, never guessed at.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import sys
+from array import array
+from bisect import bisect_right
+from collections import OrderedDict, deque
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from struct import Struct
+
+import google_crc32c
+import msgspec
+
+from flintmq.broker.disk import BACKGROUND, COMMIT, READ, Clock, Disk
+from flintmq.errors import DamageError, FormatError, StorageError
+from flintmq.kernel import FRAME_OVERHEAD, Block
+from flintmq.options import NsqdOptions
+
+__all__ = ["Log", "Store"]
+
+log = logging.getLogger(__name__)
+
+_MAGIC = b"FLINTLOG"
+_END_MAGIC = b"FLINTEND"
+_VERSION = 1
+_file_head = Struct(">8sHHIQ16s")
+_record_head = Struct(">IIIQQIHHI")
+_crc = Struct(">I")
+_footer_end = Struct(">II8s")
+FILE_HEADER = _file_head.size + 4
+RECORD_HEADER = _record_head.size + 4
+
+MORE = 1
+DEFERRED = 2
+
+#: A record's frames, at most (a single larger message makes a larger record).
+RECORD_BYTES = 64 << 10
+#: A block in memory: small for a quiet topic, large for a busy one.
+SMALLEST_BLOCK, LARGEST_BLOCK = 4 << 10, 1 << 20
+#: What is read back from a file at once; also the step of the sparse index.
+CHUNK_BYTES = 256 << 10
+#: Unsynced bytes of all logs: a sync starts, writes move to a thread, publishers pause.
+SYNC_AT, WRITE_IN_THREAD_AT, PAUSE_AT = 16 << 20, 64 << 20, 128 << 20
+#: Background syncs of one log are at least this far apart: each costs the device the same, however small it is.
+SYNC_SPACING = 100_000_000
+_POOL_BLOCKS = 8
+_MOST_FILES = 400
+
+
+def _numbers(data: bytes) -> array[int]:
+    values = array("q")
+    values.frombytes(data)
+    if sys.byteorder == "big":
+        values.byteswap()
+    return values
+
+
+def _packed(values: array[int]) -> bytes:
+    if sys.byteorder == "big":
+        values = values[:]
+        values.byteswap()
+    return values.tobytes()
+
+
+class Segment:
+    """One file of a log: where it is, which seqs it holds, and where in it they are."""
+
+    __slots__ = (
+        "base",
+        "boot",
+        "created",
+        "damaged",
+        "deferrals",
+        "end",
+        "fd",
+        "folder_synced",
+        "index_offsets",
+        "index_seqs",
+        "path",
+        "pins",
+        "salt",
+        "sealed",
+        "size",
+        "spans",
+        "synced",
+    )
+
+    def __init__(self, path: Path, base: int, salt: int, boot: bytes) -> None:
+        self.path = path
+        self.base = base
+        self.salt = salt
+        self.boot = boot
+        self.created = True
+        self.end = base
+        self.size = FILE_HEADER
+        self.sealed = False
+        # Sparse index: at which offset the record with this base seq starts.
+        self.index_seqs = array("q")
+        self.index_offsets = array("q")
+        # Which seqs it holds: pairs (first, stop); nearly always one.
+        self.spans = array("q")
+        # Of each deferred record: first seq, count, started, delay in ns, timestamp.
+        self.deferrals = array("q")
+        self.damaged: list[tuple[int, int]] = []
+        # The open file, how many threads use it, and what of it is on the device.
+        self.fd = -1
+        self.pins = 0
+        self.synced = 0
+        self.folder_synced = False
+
+    def note(self, seq: int, count: int, offset: int, size: int) -> None:
+        """A record of ``count`` messages from ``seq`` on stands at ``offset``."""
+        if not self.index_offsets or offset + size - self.index_offsets[-1] > CHUNK_BYTES:
+            self.index_seqs.append(seq)
+            self.index_offsets.append(offset)
+        if self.spans and self.spans[-1] == seq:
+            self.spans[-1] = seq + count
+        else:
+            self.spans.extend((seq, seq + count))
+        self.end = seq + count
+        self.size = offset + size
+
+    def footer(self) -> bytes:
+        body = msgspec.msgpack.encode(
+            {
+                "end": self.end,
+                "seqs": _packed(self.index_seqs),
+                "offsets": _packed(self.index_offsets),
+                "spans": _packed(self.spans),
+                "deferrals": _packed(self.deferrals),
+                "size": self.size,
+            }
+        )
+        return body + _footer_end.pack(len(body), google_crc32c.extend(self.salt, body), _END_MAGIC)
+
+
+@dataclass(slots=True)
+class Record:
+    """A piece of a block that becomes one record of a file."""
+
+    block: Block
+    start: int
+    stop: int
+    seq: int
+    count: int
+    flags: int = 0
+    delay: int = 0
+    started: int = 0
+    extra: bytes = b""
+
+
+@dataclass(slots=True)
+class _Piece:
+    """What one write puts into one segment."""
+
+    segment: Segment
+    offset: int
+    buffers: list[bytes | memoryview]
+    first: int
+    size: int = 0
+    records: list[Record] = field(default_factory=list)
+    seals: bool = False
+
+
+class Store:
+    """What all logs of a broker share: disk, clock, options, open files, the cache of what was read back."""
+
+    def __init__(
+        self,
+        disk: Disk,
+        clock: Clock,
+        options: NsqdOptions,
+        *,
+        fatal: Callable[[BaseException], None],
+        relieved: Callable[[], None],
+    ) -> None:
+        self.disk = disk
+        self.clock = clock
+        self.options = options
+        self.prefix = options.id << 54
+        #: Called when a sync failed: what is on the device is unknown from then on, so the broker must stop.
+        self.fatal = fatal
+        #: Called when unsynced bytes fall below the mark at which publishers pause.
+        self.relieved = relieved
+        self.unsynced = 0
+        self._files: OrderedDict[Segment, None] = OrderedDict()
+        self._blocks: list[Block] = []
+        self._cold: OrderedDict[Segment, dict[int, Block]] = OrderedDict()
+        self._cold_order: OrderedDict[tuple[Segment, int], int] = OrderedDict()
+        self._cold_bytes = 0
+
+    @property
+    def congested(self) -> bool:
+        return self.unsynced >= PAUSE_AT
+
+    def synced(self, size: int) -> None:
+        was = self.congested
+        self.unsynced -= size
+        if was and not self.congested:
+            self.relieved()
+
+    # --- Blocks ----------------------------------------------------------------------------------------------------
+
+    def new_block(self, size: int, base: int) -> Block:
+        if size == LARGEST_BLOCK:
+            while self._blocks:
+                block = self._blocks.pop()
+                if block.recycle(base):
+                    return block
+        return Block(size, base)
+
+    def give_back(self, block: Block) -> None:
+        """Nobody needs the block any more: keep it, because fresh memory costs page faults."""
+        if block.size == LARGEST_BLOCK and len(self._blocks) < _POOL_BLOCKS:
+            self._blocks.append(block)
+
+    def idle(self) -> None:
+        """Nothing happened for a while: give the spare blocks back to the system."""
+        self._blocks.clear()
+
+    # --- Open files ------------------------------------------------------------------------------------------------
+
+    def file(self, segment: Segment) -> int:
+        """The segment's open file; opened, and others closed, as needed."""
+        if segment.fd >= 0:
+            self._files.move_to_end(segment)
+            return segment.fd
+        self._close_files(_MOST_FILES - 1)
+        try:
+            segment.fd = self.disk.open(segment.path)
+        except OSError as exc:
+            if exc.errno not in (errno.EMFILE, errno.ENFILE):
+                raise
+            # Out of descriptors: that says nothing about the file. Close what is not in use and try again.
+            self._close_files(0)
+            segment.fd = self.disk.open(segment.path)
+        self._files[segment] = None
+        return segment.fd
+
+    def adopt_file(self, segment: Segment, fd: int) -> None:
+        segment.fd = fd
+        self._files[segment] = None
+
+    def _close_files(self, keep: int) -> None:
+        if len(self._files) <= keep:
+            return
+        for segment in list(self._files):
+            if not segment.pins:
+                self.close_file(segment)
+                if len(self._files) <= keep:
+                    return
+
+    def close_file(self, segment: Segment) -> None:
+        if segment.fd >= 0:
+            self.disk.close_file(segment.fd)
+            segment.fd = -1
+            self._files.pop(segment, None)
+
+    # --- What was read back ----------------------------------------------------------------------------------------
+
+    def cold(self, segment: Segment, chunk: int) -> Block | None:
+        chunks = self._cold.get(segment)
+        if chunks is None:
+            return None
+        block = chunks.get(chunk)
+        if block is not None:
+            self._cold_order.move_to_end((segment, chunk))
+        return block
+
+    def keep_cold(self, segment: Segment, chunk: int, block: Block) -> None:
+        chunks = self._cold.setdefault(segment, {})
+        old = chunks.get(chunk)
+        if old is not None:
+            self._cold_bytes -= old.size
+        chunks[chunk] = block
+        self._cold_order[segment, chunk] = block.size
+        self._cold_order.move_to_end((segment, chunk))
+        self._cold_bytes += block.size
+        while self._cold_bytes > self.options.cold_cache_bytes and len(self._cold_order) > 2:
+            (other, number), size = self._cold_order.popitem(last=False)
+            del self._cold[other][number]
+            if not self._cold[other]:
+                del self._cold[other]
+            self._cold_bytes -= size
+
+    def forget_cold(self, segment: Segment) -> None:
+        for chunk in self._cold.pop(segment, {}):
+            self._cold_bytes -= self._cold_order.pop((segment, chunk))
+
+
+class Log:
+    """See the module's text. ``folder`` is None for an ephemeral topic: then nothing ever goes to a file."""
+
+    def __init__(
+        self,
+        store: Store,
+        name: str,
+        folder: Path | None,
+        base: int,
+        durability: str,
+        *,
+        progressed: Callable[[], None],
+        failed: Callable[[int, Exception], None],
+        arrived: Callable[[], None],
+    ) -> None:
+        self._store = store
+        self._disk = store.disk
+        self.name = name
+        self.folder = folder
+        self.durability = durability if folder is not None else "memory"
+        # Callbacks: a mark moved; a write failed, and what follows this seq is gone; a cold read came in.
+        self._progressed = progressed
+        self._failed = failed
+        self._arrived = arrived
+        # Marks.
+        self.end = self.written = self.durable = base
+        # In memory: blocks of consecutive seqs, oldest first, and their base seqs for bisection.
+        self.blocks: list[Block] = []
+        self._bases: list[int] = []
+        self.memory_count = 0
+        self.memory_bytes = 0
+        self._block_size = SMALLEST_BLOCK
+        # Deferred messages that channels have not seen yet: (seq, when due), in seq order.
+        self.deferred: deque[tuple[int, int]] = deque()
+        # Not yet written.
+        self._pending: deque[Record] = deque()
+        self._open_record: Record | None = None
+        self._in_group = False
+        self._group_start: tuple[Segment | None, int, int] | None = None
+        self._writing = False
+        # On the disk.
+        self.segments: list[Segment] = []
+        self._active: Segment | None = None
+        self._reading: set[tuple[Segment, int]] = set()
+        self.damaged: list[tuple[int, int]] = []
+        # Syncing.
+        self._unsynced: list[Segment] = []
+        self._unsynced_bytes = 0
+        self._unsynced_count = 0
+        self._last_sync = 0
+        self._syncing = False
+        self._sync_again = False
+        self.closed = False
+
+    # --- Appending -------------------------------------------------------------------------------------------------
+
+    @property
+    def first(self) -> int:
+        """The lowest seq that can still be read."""
+        if self.segments:
+            return self.segments[0].base
+        return self._bases[0] if self._bases else self.end
+
+    @property
+    def committed(self) -> int:
+        """Up to here a publish is as safe as it was promised to be."""
+        if self.durability == "os":
+            return self.written
+        return self.durable if self.durability == "fsync" else self.end
+
+    def append(
+        self,
+        data: bytearray,
+        pos: int,
+        stop: int,
+        count: int,
+        timestamp: int,
+        *,
+        delay: int = 0,
+        attempts: int = 1,
+        extra: bytes = b"",
+        more: bool = False,
+    ) -> int:
+        """Append ``count`` records ``[size][body]`` at ``data[pos:stop]``; the first one's seq.
+
+        ``delay`` in ns defers them. With ``more`` the batch goes on in the next call. Nothing is written yet.
+        """
+        first = self.end
+        block = self.blocks[-1] if self.blocks else None
+        open_record = self._open_record
+        need = stop - pos + (FRAME_OVERHEAD - 4) * count
+        if (
+            open_record is not None
+            and block is open_record.block
+            and not (delay or extra or more or self._in_group)
+            and open_record.stop - open_record.start + need <= RECORD_BYTES
+            and block.size - block.used >= need
+        ):
+            done = block.fill(data, pos, stop, count, self._store.prefix | first, timestamp, attempts, need)
+            if done == count:
+                open_record.stop = block.used
+                open_record.count += count
+                self.end = first + count
+                self.memory_count += count
+                return first
+            # The block's own table was full: very small messages. The rest goes the long way.
+            open_record.stop = block.used
+            open_record.count += done
+            self._advance(done)
+            pos, count = block.pos, count - done
+        record: Record | None = None
+        flags = DEFERRED if delay else 0
+        started = self._store.clock.now() if delay else 0
+        while count:
+            if block is None:
+                block = self._new_block(pos, data)
+            start = block.used
+            done = block.fill(data, pos, stop, count, self._store.prefix | self.end, timestamp, attempts, RECORD_BYTES)
+            if not done:
+                block = self._new_block(pos, data)
+                continue
+            record = Record(block, start, block.used, self.end, done, flags | MORE, delay // 1_000_000, started, extra)
+            self._pending.append(record)
+            if delay:
+                self.deferred.extend((seq, started + delay) for seq in range(self.end, self.end + done))
+            self._advance(done)
+            pos = block.pos
+            count -= done
+        if record is not None and not more:
+            record.flags &= ~MORE
+        self._in_group = more
+        self._open_record = record if record is not None and not (flags or extra or more) else None
+        return first
+
+    def _advance(self, count: int) -> None:
+        self.end += count
+        self.memory_count += count
+
+    def _new_block(self, pos: int, data: bytearray) -> Block:
+        need = FRAME_OVERHEAD + int.from_bytes(data[pos : pos + 4], "big")
+        size = max(self._block_size, need)
+        block = self._store.new_block(size, self.end)
+        self._block_size = min(self._block_size * 2, LARGEST_BLOCK)
+        self.blocks.append(block)
+        self._bases.append(block.base)
+        self.memory_bytes += block.size
+        return block
+
+    def _cut_back(self, seq: int) -> None:
+        """Forget everything from ``seq`` on: it could not be written, and nobody has seen it."""
+        while self.blocks and self.blocks[-1].base >= seq:
+            block = self.blocks.pop()
+            self._bases.pop()
+            self.memory_count -= block.count
+            self.memory_bytes -= block.size
+        if self.blocks:
+            block = self.blocks[-1]
+            self.memory_count -= block.count
+            block.cut_back(seq - block.base)
+            self.memory_count += block.count
+        while self.deferred and self.deferred[-1][0] >= seq:
+            self.deferred.pop()
+        self._pending.clear()
+        self._open_record = None
+        self._in_group = False
+        self._group_start = None
+        self.end = seq
+
+    # --- Writing ---------------------------------------------------------------------------------------------------
+
+    def flush(self) -> None:
+        """Write what was appended. Called once per loop turn for all publishers of the turn."""
+        if self.folder is None or self._writing or not self._pending or self.closed:
+            return
+        if self.durability == "memory":
+            return
+        self._write_out(len(self._pending))
+
+    def write_all(self) -> None:
+        """Write everything, whatever the durability: a clean stop."""
+        if self.folder is not None and self._pending:
+            self._open_record = None
+            self._write_out(len(self._pending), inline=True)
+
+    def spill(self, limit: int, cap: int) -> None:
+        """Durability ``memory``: write the oldest blocks so that they can leave the memory."""
+        if self.folder is None or self._writing:
+            return
+        count, size, records = self.memory_count, self.memory_bytes, 0
+        for block in self.blocks[:-1]:
+            if count <= limit and size <= cap:
+                break
+            count -= block.count
+            size -= block.size
+            stop = block.base + block.count
+            while records < len(self._pending) and self._pending[records].seq < stop:
+                records += 1
+        if records:
+            if records == len(self._pending):
+                self._open_record = None
+            self._write_out(records)
+
+    def _write_out(self, records: int, inline: bool = False) -> None:
+        pieces = self._plan(records)
+        if inline or self._store.unsynced < WRITE_IN_THREAD_AT:
+            try:
+                for piece in pieces:
+                    self._write(piece)
+            except OSError as exc:
+                self._write_failed(pieces, exc)
+            else:
+                self._wrote(pieces)
+            return
+        # The kernel throttles writers that run ahead of the device: let a thread wait for it.
+        self._writing = True
+        for piece in pieces:
+            piece.segment.pins += 1
+
+        def work() -> None:
+            for piece in pieces:
+                self._write(piece)
+
+        def done(_: None, error: BaseException | None) -> None:
+            self._writing = False
+            for piece in pieces:
+                piece.segment.pins -= 1
+            if error is None:
+                self._wrote(pieces)
+            elif isinstance(error, OSError):
+                self._write_failed(pieces, error)
+            else:
+                self._store.fatal(error)
+            self.flush()
+
+        self._disk.submit(work, done, COMMIT)
+
+    def _plan(self, records: int) -> list[_Piece]:
+        """Lay the first pending records out in segments."""
+        pieces: list[_Piece] = []
+        piece: _Piece | None = None
+        segment = self._active
+        limit = self._store.options.max_bytes_per_file
+        if records == len(self._pending):
+            self._open_record = None
+        for _ in range(records):
+            record = self._pending.popleft()
+            size = RECORD_HEADER + len(record.extra) + record.stop - record.start
+            if segment is not None and (
+                record.seq != segment.end
+                or (segment.size + size > limit and segment.size > FILE_HEADER and self._group_start is None)
+            ):
+                pieces.append(self._seal(segment))
+                segment = piece = None
+            if segment is None:
+                assert self.folder is not None
+                path = self.folder / f"{record.seq:016x}.seg"
+                segment = Segment(path, record.seq, _new_salt(), self._store.clock.boot_id())
+                segment.created = False
+                piece = None
+            if piece is None:
+                piece = _Piece(segment, segment.size, [], record.seq)
+                pieces.append(piece)
+            if record.flags & MORE:
+                if self._group_start is None:
+                    self._group_start = (segment, segment.size, record.seq)
+            else:
+                self._group_start = None
+            header, frames = encode_record(record, segment.salt)
+            piece.buffers.append(header)
+            piece.buffers.append(frames)
+            piece.records.append(record)
+            piece.size += size
+            segment.note(record.seq, record.count, segment.size, size)
+            if record.flags & DEFERRED:
+                segment.deferrals.extend(
+                    (record.seq, record.count, record.started, record.delay * 1_000_000, _timestamp(frames))
+                )
+        self._active = segment
+        return pieces
+
+    def _seal(self, segment: Segment) -> _Piece:
+        footer = segment.footer()
+        segment.sealed = True
+        return _Piece(segment, segment.size, [footer], segment.end, len(footer), [], True)
+
+    def _write(self, piece: _Piece) -> None:
+        segment = piece.segment
+        if not segment.created:
+            fd = self._disk.open(segment.path, create=True)
+            segment.created = True
+            self._store.adopt_file(segment, fd)
+            self.segments.append(segment)
+            self._disk.write(fd, [file_header(segment)], 0)
+        self._disk.write(self._store.file(segment), piece.buffers, piece.offset)
+
+    def _wrote(self, pieces: list[_Piece]) -> None:
+        for piece in pieces:
+            segment = piece.segment
+            if not self._unsynced or self._unsynced[-1] is not segment:
+                if segment not in self._unsynced:
+                    self._unsynced.append(segment)
+            self._unsynced_bytes += piece.size
+            self._store.unsynced += piece.size
+            for record in piece.records:
+                self._unsynced_count += record.count
+                self.written = record.seq + record.count
+        if self.durability == "fsync":
+            self.sync(COMMIT)
+        elif self._unsynced_bytes >= SYNC_AT or (
+            self._unsynced_count >= self._store.options.sync_every > 0
+            and self._store.clock.now() - self._last_sync >= SYNC_SPACING
+        ):
+            self.sync()
+        self._progressed()
+
+    def _write_failed(self, pieces: list[_Piece], exc: OSError) -> None:
+        """Cut the file back to the last good offset; what was not written is gone, and its publishers are told."""
+        failed = next((p for p in pieces if p.records), None)
+        seq = failed.first if failed is not None else self.end
+        segment: Segment | None = failed.segment if failed is not None else None
+        offset = failed.offset if failed is not None else 0
+        if self._group_start is not None and self._group_start[2] < seq:
+            segment, offset, seq = self._group_start
+        log.error("LOG(%s): cannot write from seq %d on, its publishers are told - %s", self.name, seq, exc)
+        self._active = None
+        if segment is not None and segment in self.segments:
+            # The next write begins a new segment; this one ends at its last whole record.
+            try:
+                self._disk.truncate(self._store.file(segment), offset)
+                _cut_segment(segment, seq, offset)
+            except OSError as again:
+                # Its tail is unknown, and harmless: the next segment starts at the same seq and hides it.
+                log.error("LOG(%s): cannot cut %s back - %s", self.name, segment.path, again)
+                _cut_segment(segment, seq, offset)
+        for piece in pieces:
+            if piece.segment in self.segments and piece.segment.base >= seq:
+                self._remove_segment(piece.segment)
+        self.written = min(self.written, seq)
+        self._cut_back(seq)
+        self._failed(seq, exc)
+
+    # --- Syncing ---------------------------------------------------------------------------------------------------
+
+    @property
+    def dirty(self) -> bool:
+        """Is anything written that is not yet on the device?"""
+        return bool(self._unsynced)
+
+    def sync(self, urgency: int = BACKGROUND) -> None:
+        """Bring what was written to the device, in a thread; one sync at a time."""
+        if self._syncing:
+            self._sync_again = True
+            return
+        if not self._unsynced or self.closed:
+            return
+        self._syncing = True
+        self._sync_again = False
+        segments, self._unsynced = self._unsynced, []
+        size, self._unsynced_bytes = self._unsynced_bytes, 0
+        self._unsynced_count = 0
+        mark = self.written
+        files = []
+        for segment in segments:
+            # A segment that was freed before it was ever synced needs no sync.
+            if segment in self.segments:
+                files.append((segment, self._store.file(segment)))
+                segment.pins += 1
+        folder = self.folder if any(not s.folder_synced for s, _ in files) else None
+
+        def work() -> None:
+            for _, fd in files:
+                self._disk.sync(fd)
+            if folder is not None:
+                self._disk.sync_folder(folder)
+
+        def done(_: None, error: BaseException | None) -> None:
+            self._syncing = False
+            for segment, _fd in files:
+                segment.pins -= 1
+                segment.folder_synced = True
+                if segment.pins == 0 and segment.sealed and segment is not self._active:
+                    self._store.close_file(segment)
+            if error is not None:
+                # Never retried: after a failed sync the kernel may call the lost pages clean.
+                self._store.fatal(StorageError(f"cannot sync {self.folder}: {error}"))
+                return
+            self._last_sync = self._store.clock.now()
+            self._store.synced(size)
+            if mark > self.durable:
+                self.durable = mark
+            self._progressed()
+            if self._sync_again or (self.durability == "fsync" and self._unsynced):
+                self.sync(COMMIT if self.durability == "fsync" else BACKGROUND)
+
+        self._disk.submit(work, done, urgency)
+
+    def sync_now(self) -> None:
+        """Bring everything to the device and wait for it: a clean stop."""
+        for segment in self._unsynced:
+            if segment in self.segments:
+                self._disk.sync(self._store.file(segment))
+        self._unsynced = []
+        self._store.synced(self._unsynced_bytes)
+        self._unsynced_bytes = 0
+        if self.folder is not None:
+            self._disk.sync_folder(self.folder)
+        self.durable = self.written
+
+    def close(self) -> None:
+        """Seal the active segment and close the files. What was not written is not saved: call write_all() first."""
+        if self._active is not None and not self.closed:
+            piece = self._seal(self._active)
+            self._write(piece)
+            if piece.segment not in self._unsynced:
+                self._unsynced.append(piece.segment)
+            self._active = None
+            self.sync_now()
+        self.abandon()
+
+    def abandon(self) -> None:
+        """Close the files and leave everything as it is."""
+        self.closed = True
+        for segment in self.segments:
+            self._store.forget_cold(segment)
+            if not segment.pins:
+                self._store.close_file(segment)
+        self.blocks.clear()
+        self._bases.clear()
+
+    # --- Reading ---------------------------------------------------------------------------------------------------
+
+    def block(self, seq: int) -> Block | None:
+        """The block that holds ``seq``. None: it is being read back, and ``arrived`` will be called.
+
+        DamageError says that it cannot be read, and up to where.
+        """
+        bases = self._bases
+        i = bisect_right(bases, seq) - 1
+        if i >= 0:
+            block = self.blocks[i]
+            if seq < block.base + block.count:
+                return block
+        segment, chunk = self._place(seq)
+        found = self._store.cold(segment, chunk)
+        if found is not None and seq < found.base + found.count:
+            # Read ahead: by the time this block is sent the next one is there.
+            self._read_ahead(segment, chunk)
+            if seq >= found.base:
+                return found
+        self._read(segment, chunk)
+        return None
+
+    def frame(self, seq: int) -> bytearray | None:
+        """A copy of one frame, or None while it is being read back."""
+        block = self.block(seq)
+        if block is None:
+            return None
+        block.find(seq)
+        return block.buf[block.start : block.stop]
+
+    def _place(self, seq: int) -> tuple[Segment, int]:
+        """In which segment and chunk ``seq`` is written; DamageError if in none."""
+        low, high = 0, len(self.segments)
+        while low < high:
+            middle = (low + high) // 2
+            if self.segments[middle].base <= seq:
+                low = middle + 1
+            else:
+                high = middle
+        after = self.segments[low].base if low < len(self.segments) else self.end
+        if low == 0:
+            raise DamageError(f"LOG({self.name}): seq {seq} is gone", seq, max(after, seq + 1))
+        segment = self.segments[low - 1]
+        for first, stop in segment.damaged:
+            if first <= seq < stop:
+                raise DamageError(f"LOG({self.name}): seq {seq} is damaged in {segment.path}", seq, stop)
+        i = bisect_right(segment.spans, seq)
+        if i % 2 == 0:
+            stop = segment.spans[i] if i < len(segment.spans) else after
+            raise DamageError(f"LOG({self.name}): seq {seq} was never written", seq, max(stop, seq + 1))
+        return segment, bisect_right(segment.index_seqs, seq) - 1
+
+    def _read_ahead(self, segment: Segment, chunk: int) -> None:
+        if chunk + 1 < len(segment.index_seqs):
+            if self._store.cold(segment, chunk + 1) is None:
+                self._read(segment, chunk + 1)
+        elif segment.sealed:
+            i = self.segments.index(segment) + 1
+            if i < len(self.segments) and self.segments[i].index_seqs and not self._in_memory(self.segments[i].base):
+                if self._store.cold(self.segments[i], 0) is None:
+                    self._read(self.segments[i], 0)
+
+    def _in_memory(self, seq: int) -> bool:
+        i = bisect_right(self._bases, seq) - 1
+        return i >= 0 and seq < self.blocks[i].base + self.blocks[i].count
+
+    def _read(self, segment: Segment, chunk: int) -> None:
+        if (segment, chunk) in self._reading or self.closed:
+            return
+        start = segment.index_offsets[chunk]
+        last = chunk + 1 == len(segment.index_offsets)
+        stop = segment.size if last else segment.index_offsets[chunk + 1]
+        first = segment.index_seqs[chunk]
+        after = segment.end if last else segment.index_seqs[chunk + 1]
+        fd = self._store.file(segment)
+        self._reading.add((segment, chunk))
+        segment.pins += 1
+
+        def work() -> tuple[Block | None, list[tuple[int, int]]]:
+            return _decode_chunk(self._disk.read(fd, stop - start, start), segment.salt, first, after)
+
+        def done(result: tuple[Block | None, list[tuple[int, int]]] | None, error: BaseException | None) -> None:
+            self._reading.discard((segment, chunk))
+            segment.pins -= 1
+            if self.closed or segment not in self.segments:
+                if not segment.pins:
+                    self._store.close_file(segment)
+                return
+            if error is not None or result is None:
+                log.error("LOG(%s): cannot read %s - %s", self.name, segment.path, error)
+                if not isinstance(error, OSError):
+                    self._store.fatal(error or StorageError("no result"))
+                    return
+                # An error of the device condemns nothing but this chunk, and only until the next start.
+                segment.damaged.append((first, after))
+            else:
+                block, damage = result
+                if block is not None:
+                    self._store.keep_cold(segment, chunk, block)
+                for a, b in damage:
+                    log.error(
+                        "LOG(%s): seqs %d to %d in %s do not match their checksum", self.name, a, b - 1, segment.path
+                    )
+                    segment.damaged.append((a, b))
+                self.damaged.extend(damage)
+            self._arrived()
+
+        self._disk.submit(work, done, READ)
+
+    # --- Letting go ------------------------------------------------------------------------------------------------
+
+    def trim(
+        self, limit: int, cap: int, needed: Callable[[int, int], bool], pinned: Callable[[int, int], bool]
+    ) -> None:
+        """Let blocks leave the memory: those nobody needs, and the oldest beyond ``limit`` messages or ``cap`` bytes.
+
+        ``needed(first, stop)``: does anybody still want one of these? ``pinned``: is memory the only place to get it
+        from, because the one who wants it is ephemeral?
+        """
+        blocks = self.blocks
+        drop = 0
+        keep: list[Block] = []
+        while drop < len(blocks):
+            block = blocks[drop]
+            stop = block.base + block.count
+            wanted = needed(block.base, stop)
+            if wanted or (drop == len(blocks) - 1 and self.end > self.committed):
+                over = self.memory_count > limit or self.memory_bytes > cap
+                if not over or stop > self.written or self.folder is None or self._in_group:
+                    break
+                if pinned(block.base, stop):
+                    keep.append(block)
+                    drop += 1
+                    continue
+            elif stop > self.written and self.folder is not None:
+                # Nobody wants it and it never went to a file: durability `memory`. It need not go there any more.
+                if self.durability != "memory" or self._writing:
+                    break
+                while self._pending and self._pending[0].seq < stop:
+                    if self._pending.popleft() is self._open_record:
+                        self._open_record = None
+                self.written = max(self.written, stop)
+                self.durable = max(self.durable, stop)
+            self.memory_count -= block.count
+            self.memory_bytes -= block.size
+            self._store.give_back(block)
+            drop += 1
+        if drop:
+            blocks[:drop] = keep
+            self._bases[:drop] = [block.base for block in keep]
+            self._open_record = None if not blocks else self._open_record
+            if not blocks:
+                self._block_size = max(SMALLEST_BLOCK, self._block_size // 2)
+
+    def free(self, seq: int) -> None:
+        """Remove the segment files that lie wholly before ``seq``. Call it only when durable state allows it."""
+        removed = False
+        while self.segments and self.segments[0] is not self._active and not self.segments[0].pins:
+            segment = self.segments[0]
+            stop = self.segments[1].base if len(self.segments) > 1 else segment.end
+            if max(segment.end, stop) > seq:
+                break
+            self._remove_segment(segment)
+            removed = True
+        if removed and self.folder is not None:
+            self._progressed()
+
+    def _remove_segment(self, segment: Segment) -> None:
+        self.segments.remove(segment)
+        self._store.forget_cold(segment)
+        if not segment.pins:
+            self._store.close_file(segment)
+        try:
+            self._disk.remove(segment.path)
+        except OSError as exc:
+            log.error("LOG(%s): cannot remove %s - %s", self.name, segment.path, exc)
+
+    def discard(self) -> None:
+        """The topic is deleted: remove all files and the folder."""
+        segments = list(self.segments)
+        self.abandon()
+        if self.folder is None:
+            return
+        for segment in segments:
+            self._remove_segment(segment)
+        self._store.synced(self._unsynced_bytes)
+        self._unsynced_bytes = 0
+
+    # --- Opening ---------------------------------------------------------------------------------------------------
+
+    def recover(self, durable: int, after: int | None) -> None:
+        """Read what is in the folder.
+
+        ``durable``: everything before this seq is known to be on the device. ``after``: after an unclean stop the
+        log goes on at this seq; None after a clean stop, when it goes on where it ended.
+        """
+        assert self.folder is not None
+        bases = []
+        for name in self._disk.names(self.folder):
+            path = self.folder / name
+            if name.endswith(".tmp"):
+                self._disk.remove(path)
+            elif name.endswith(".seg"):
+                bases.append(path)
+        for i, path in enumerate(bases):
+            self._recover_segment(path, i + 1 == len(bases), durable)
+        for segment, later in zip(self.segments, self.segments[1:], strict=False):
+            # A segment that could not be cut back is hidden by the one that was begun after it.
+            if segment.end > later.base:
+                _hide_after(segment, later.base)
+        end = max([segment.end for segment in self.segments], default=self.end)
+        self.end = self.written = self.durable = max(end, self.end) if after is None else max(end, self.end, after)
+
+    def _recover_segment(self, path: Path, last: bool, durable: int) -> None:
+        fd = self._disk.open(path)
+        size = self._disk.size(fd)
+        segment = _read_header(path, self._disk.read(fd, FILE_HEADER, 0))
+        if segment is None:
+            self._disk.close_file(fd)
+            if last and size < FILE_HEADER:
+                # The power went while it was made: nothing was in it.
+                self._disk.remove(path)
+                return
+            log.error("LOG(%s): the header of %s is damaged, the file is set aside", self.name, path)
+            self._disk.rename(path, path.with_suffix(".bad"))
+            return
+        self._store.adopt_file(segment, fd)
+        segment.folder_synced = True
+        if _read_footer(self._disk, fd, size, segment):
+            self.segments.append(segment)
+            return
+        salvage = _Salvage(self._disk, fd, size, segment)
+        salvage.run()
+        for first, stop in salvage.damage:
+            log.error("LOG(%s): seqs %d to %d in %s were not written whole", self.name, first, stop - 1, path)
+        self._settle(segment, fd, salvage, durable)
+
+    def _settle(self, segment: Segment, fd: int, salvage: _Salvage, durable: int) -> None:
+        """Seal a segment that has no footer. What may be in the page cache only goes to a new file first."""
+        known = [entry for entry in salvage.entries if entry.seq + entry.count <= durable]
+        unknown = salvage.entries[len(known) :]
+        copy: Segment | None = None
+        if unknown:
+            base = unknown[0].seq
+            if not known:
+                # The whole file: the copy takes its name.
+                path = segment.path
+            else:
+                path = segment.path.with_name(f"{base:016x}.seg")
+            copy = Segment(path, base, _new_salt(), segment.boot)
+            temporary = path.with_suffix(".tmp")
+            out = self._disk.open(temporary, create=True)
+            self._disk.write(out, [file_header(copy)], 0)
+            for entry in unknown:
+                record, frames = salvage.record(entry, copy.salt)
+                offset = copy.size
+                self._disk.write(out, [record, frames], offset)
+                copy.note(entry.seq, entry.count, offset, len(record) + len(frames))
+                if entry.flags & DEFERRED:
+                    copy.deferrals.extend((entry.seq, entry.count, entry.started, entry.delay, _timestamp(frames)))
+            self._disk.write(out, [copy.footer()], copy.size)
+            self._disk.sync(out)
+            self._disk.rename(temporary, path)
+            assert self.folder is not None
+            self._disk.sync_folder(self.folder)
+            copy.sealed = copy.folder_synced = True
+        if known or copy is None:
+            for entry in known:
+                segment.note(entry.seq, entry.count, entry.offset, entry.size)
+                if entry.flags & DEFERRED:
+                    frames = salvage.frames(entry)
+                    segment.deferrals.extend((entry.seq, entry.count, entry.started, entry.delay, _timestamp(frames)))
+            if known:
+                self._disk.truncate(fd, segment.size)
+                self._disk.write(fd, [segment.footer()], segment.size)
+                self._disk.sync(fd)
+                segment.sealed = True
+                self.segments.append(segment)
+            else:
+                self._store.close_file(segment)
+                self._disk.remove(segment.path)
+        else:
+            self._store.close_file(segment)
+        if copy is not None:
+            self._store.adopt_file(copy, out)
+            self.segments.append(copy)
+
+    def spans(self) -> list[tuple[int, int]]:
+        """All seqs that can be read, as ranges in order."""
+        found: list[tuple[int, int]] = []
+        for segment in self.segments:
+            for i in range(0, len(segment.spans), 2):
+                first, stop = segment.spans[i], segment.spans[i + 1]
+                if found and found[-1][1] == first:
+                    found[-1] = (found[-1][0], stop)
+                else:
+                    found.append((first, stop))
+        if self.blocks:
+            first = self.blocks[0].base
+            if found and found[-1][1] >= first:
+                found[-1] = (found[-1][0], self.end)
+            else:
+                found.append((first, self.end))
+        return found
+
+    def addressed(self) -> Iterator[tuple[int, int, bytes]]:
+        """(first seq, count, extra bytes) of every record in the files: a side log says there whom it is for."""
+        for segment in self.segments:
+            fd = self._store.file(segment)
+            for chunk, start in enumerate(segment.index_offsets):
+                last = chunk + 1 == len(segment.index_offsets)
+                stop = segment.size if last else segment.index_offsets[chunk + 1]
+                for entry in read_records(self._disk.read(fd, stop - start, start), segment.salt, 0, start, True):
+                    if isinstance(entry, Entry):
+                        yield entry.seq, entry.count, entry.extra
+
+    def deferrals(self) -> Iterator[tuple[int, int]]:
+        """(seq, when due) of all deferred messages in the files, on this boot's clock."""
+        now, wall = self._store.clock.now(), self._store.clock.wall()
+        boot = self._store.clock.boot_id()
+        for segment in self.segments:
+            same = segment.boot == boot
+            d = segment.deferrals
+            for i in range(0, len(d), 5):
+                first, count, started, delay, timestamp = d[i : i + 5]
+                due = started + delay if same else now + (timestamp + delay - wall)
+                for seq in range(first, first + count):
+                    yield seq, due
+
+
+# --- Records as bytes -----------------------------------------------------------------------------------------------
+
+
+def _new_salt() -> int:
+    return int.from_bytes(os.urandom(4), "big") or 1
+
+
+def _timestamp(frames: bytes | bytearray | memoryview) -> int:
+    return int.from_bytes(frames[8:16], "big")
+
+
+def file_header(segment: Segment) -> bytes:
+    head = _file_head.pack(_MAGIC, _VERSION, 0, segment.salt, segment.base, segment.boot)
+    return head + _crc.pack(google_crc32c.extend(0, head))
+
+
+def _read_header(path: Path, head: bytes) -> Segment | None:
+    if len(head) < FILE_HEADER:
+        return None
+    magic, version, _, salt, base, boot = _file_head.unpack_from(head)
+    if magic != _MAGIC or _crc.unpack_from(head, _file_head.size)[0] != google_crc32c.extend(
+        0, head[: _file_head.size]
+    ):
+        return None
+    if version > _VERSION:
+        raise FormatError(f"{path} was written by a newer version of flintmq (format {version}, known: {_VERSION})")
+    return Segment(path, base, salt, boot)
+
+
+def encode_record(record: Record, salt: int) -> tuple[bytes, memoryview]:
+    frames = record.block.view[record.start : record.stop]
+    return _encode_head(record, salt, bytes(frames)), frames
+
+
+def _encode_head(record: Record, salt: int, frames: bytes) -> bytes:
+    extra = record.extra
+    head = _record_head.pack(
+        salt,
+        len(frames),
+        record.count,
+        record.seq,
+        record.started,
+        record.delay,
+        record.flags,
+        len(extra),
+        google_crc32c.extend(salt, frames),
+    )
+    head_crc = (
+        google_crc32c.extend(google_crc32c.extend(salt, head), extra) if extra else google_crc32c.extend(salt, head)
+    )
+    encoded: bytes = head + _crc.pack(head_crc) + extra
+    return encoded
+
+
+@dataclass(slots=True)
+class Entry:
+    """A whole record found in a file."""
+
+    offset: int
+    size: int
+    seq: int
+    count: int
+    flags: int
+    started: int
+    delay: int
+    extra: bytes
+    frames_at: int
+
+
+def read_records(data: bytes, salt: int, at: int, offset: int, last: bool) -> Iterator[Entry | int]:
+    """Walk over the records in ``data``, which starts at ``offset`` of the file, from ``at`` on.
+
+    Yields each whole record, and in between the position at which something else stands (an int). A record cut off by
+    the end of ``data`` ends the walk, unless this is the ``last`` of the file.
+    """
+    mark = _crc.pack(salt)
+    size = len(data)
+    while at < size:
+        entry = _entry_at(data, salt, at, offset)
+        if entry is not None:
+            yield entry
+            at = entry.offset - offset + entry.size
+            continue
+        if not last and size - at < RECORD_HEADER + 65535 + 4 * RECORD_BYTES:
+            return
+        yield at
+        # Something else stands here: find the next record. The mark is random, so there is little to try.
+        at = data.find(mark, at + 1)
+        while at >= 0 and _entry_at(data, salt, at, offset) is None:
+            at = data.find(mark, at + 1)
+        if at < 0:
+            return
+
+
+def _entry_at(data: bytes, salt: int, at: int, offset: int) -> Entry | None:
+    if at + RECORD_HEADER > len(data):
+        return None
+    mark, length, count, seq, started, delay, flags, extra_size, crc = _record_head.unpack_from(data, at)
+    if mark != salt:
+        return None
+    head_stop = at + _record_head.size
+    extra_at = head_stop + 4
+    extra = data[extra_at : extra_at + extra_size]
+    head_crc = google_crc32c.extend(salt, data[at:head_stop])
+    if extra_size:
+        head_crc = google_crc32c.extend(head_crc, extra)
+    if _crc.unpack_from(data, head_stop)[0] != head_crc:
+        return None
+    frames_at = extra_at + extra_size
+    if frames_at + length > len(data):
+        return None
+    if google_crc32c.extend(salt, data[frames_at : frames_at + length]) != crc:
+        return None
+    size = RECORD_HEADER + extra_size + length
+    return Entry(offset + at, size, seq, count, flags, started, delay * 1_000_000, extra, frames_at)
+
+
+def _decode_chunk(data: bytes, salt: int, first: int, after: int) -> tuple[Block | None, list[tuple[int, int]]]:
+    """The frames of a chunk as a block, and which seqs of ``first`` … ``after - 1`` are not in it."""
+    parts: list[bytes] = []
+    damage: list[tuple[int, int]] = []
+    base = expected = first
+    count = 0
+    broken = False
+    for entry in read_records(data, salt, 0, 0, True):
+        if isinstance(entry, int):
+            broken = True
+            continue
+        if entry.seq != expected:
+            # A hole: what is missing is damaged if something else stood there. A block holds no holes, so the
+            # messages after one are found by reading again from the hole's end.
+            if broken:
+                damage.append((expected, entry.seq))
+            if parts:
+                break
+            base = entry.seq
+        broken = False
+        length = entry.size - (entry.frames_at - entry.offset)
+        parts.append(data[entry.frames_at : entry.frames_at + length])
+        count += entry.count
+        expected = entry.seq + entry.count
+    else:
+        if expected < after:
+            damage.append((expected, after))
+    if not parts:
+        return None, damage
+    frames = bytearray().join(parts)
+    block = Block(0, base, frames)
+    if not block.adopt(len(frames), count):
+        return None, [(first, after)]
+    return block, damage
+
+
+def _read_footer(disk: Disk, fd: int, size: int, segment: Segment) -> bool:
+    if size < FILE_HEADER + _footer_end.size:
+        return False
+    length, crc, magic = _footer_end.unpack(disk.read(fd, _footer_end.size, size - _footer_end.size))
+    start = size - _footer_end.size - length
+    if magic != _END_MAGIC or start < FILE_HEADER:
+        return False
+    body = disk.read(fd, length, start)
+    if google_crc32c.extend(segment.salt, body) != crc:
+        return False
+    footer = msgspec.msgpack.decode(body)
+    segment.end = footer["end"]
+    segment.size = footer["size"]
+    segment.index_seqs = _numbers(footer["seqs"])
+    segment.index_offsets = _numbers(footer["offsets"])
+    segment.spans = _numbers(footer["spans"])
+    segment.deferrals = _numbers(footer["deferrals"])
+    segment.sealed = True
+    return True
+
+
+def _cut_segment(segment: Segment, seq: int, offset: int) -> None:
+    _hide_after(segment, seq)
+    segment.size = offset
+    segment.sealed = False
+
+
+def _hide_after(segment: Segment, seq: int) -> None:
+    """The segment holds nothing from ``seq`` on."""
+    while segment.index_seqs and segment.index_seqs[-1] >= seq:
+        segment.index_seqs.pop()
+        segment.index_offsets.pop()
+    while segment.spans and segment.spans[-2] >= seq:
+        del segment.spans[-2:]
+    if segment.spans and segment.spans[-1] > seq:
+        segment.spans[-1] = seq
+    while segment.deferrals and segment.deferrals[-5] >= seq:
+        del segment.deferrals[-5:]
+    segment.end = max(segment.base, min(segment.end, seq))
+
+
+class _Salvage:
+    """Reads a segment that has no footer: which whole records are in it, less a last group that has no end."""
+
+    STEP = 4 << 20
+
+    def __init__(self, disk: Disk, fd: int, size: int, segment: Segment) -> None:
+        self._disk = disk
+        self._fd = fd
+        self._size = size
+        self._segment = segment
+        self.entries: list[Entry] = []
+        self.damage: list[tuple[int, int]] = []
+
+    def run(self) -> None:
+        offset = FILE_HEADER
+        expected = self._segment.base
+        group = -1
+        while offset < self._size:
+            step = self.STEP
+            while True:
+                data = self._disk.read(self._fd, step, offset)
+                last = offset + len(data) >= self._size
+                entries = [e for e in read_records(data, self._segment.salt, 0, offset, last) if isinstance(e, Entry)]
+                if entries or last:
+                    break
+                step *= 2
+            for entry in entries:
+                if entry.seq < expected:
+                    # Only a record that was cut off earlier can be here: a later one took its seqs.
+                    continue
+                if entry.seq > expected:
+                    if group >= 0:
+                        del self.entries[group:]
+                        group = -1
+                    self.damage.append((expected, entry.seq))
+                if entry.flags & MORE:
+                    if group < 0:
+                        group = len(self.entries)
+                else:
+                    group = -1
+                self.entries.append(entry)
+                expected = entry.seq + entry.count
+            if last:
+                break
+            offset = entries[-1].offset + entries[-1].size
+        if group >= 0:
+            del self.entries[group:]
+
+    def frames(self, entry: Entry) -> bytes:
+        skip = RECORD_HEADER + len(entry.extra)
+        return self._disk.read(self._fd, entry.size - skip, entry.offset + skip)
+
+    def record(self, entry: Entry, salt: int) -> tuple[bytes, bytes]:
+        """The record again, for a file with another salt."""
+        frames = self.frames(entry)
+        copy = Record(
+            None,  # type: ignore[arg-type]  # its frames are at hand, no block is needed
+            0,
+            0,
+            entry.seq,
+            entry.count,
+            entry.flags,
+            entry.delay // 1_000_000,
+            entry.started,
+            entry.extra,
+        )
+        return _encode_head(copy, salt, frames), frames

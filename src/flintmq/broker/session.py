@@ -1,0 +1,956 @@
+"""One client connection: bytes in, commands run, frames out.
+
+A Session owns its socket, its RDY count, what it was sent and has not answered, and the order of the protocol
+(IDENTIFY before SUB, answers in the order of their commands). It does not know how messages are stored; it asks its
+topic and its channel. Nothing that a client sends may raise out of here, block the loop or cost more than the limits.
+
+What arrives lands in a buffer that all sessions share; only what is left of an unfinished command is kept by the
+session. A command whose body is not all there is looked at again when more arrives, so checks come before any effect.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+import socket
+from collections import deque
+from collections.abc import Callable
+from struct import Struct
+from typing import TYPE_CHECKING, Any, cast
+
+import msgspec
+
+from flintmq.broker.topic import SLICE, Commit, Topic
+from flintmq.compression import Codec, Deflate, Snappy
+from flintmq.errors import ProtocolError, PublishError
+from flintmq.kernel import SCAN_BAD, SCAN_MORE, Scan
+from flintmq.wire import (
+    CLOSE_WAIT_FRAME,
+    FRAME_ERROR,
+    FRAME_RESPONSE,
+    HEARTBEAT_FRAME,
+    MAGIC_V2,
+    NSQ_VERSION,
+    OK_FRAME,
+    encode_frame,
+    go_quote,
+    parse_base10,
+    parse_id,
+    valid_name,
+)
+
+if TYPE_CHECKING:
+    from flintmq.broker.channel import Channel
+    from flintmq.broker.daemon import Broker
+
+__all__ = ["Session"]
+
+log = logging.getLogger(__name__)
+
+_i32 = Struct(">i")
+_MS = 1_000_000
+
+#: A command line, its newline included.
+LONGEST_LINE = 16_384
+#: How long a connection may stay silent before it says which protocol it speaks.
+MAGIC_TIMEOUT = 5.0
+#: After an error frame the peer gets this long to read it before the connection goes.
+LINGER = 1.0
+#: NSQ's client timeout is a fixed minute; heartbeats come at half of it.
+DEFAULT_HEARTBEAT = 30_000
+#: A batch whose body size lies may be twice the limit, and what one read brings.
+RECEIVE_SLACK = 256 << 10
+#: A batch larger than this is turned into frames in slices.
+SLICED_FROM = 20_000
+
+INIT, SUBSCRIBED, CLOSING = 0, 3, 4
+
+#: A command's body is not all there; or it has to wait for something else and is run again then.
+_MORE, _AGAIN = -1, -2
+
+_IDENTIFY_FIELDS: dict[str, tuple[str, Any]] = {
+    "client_id": ("string", ""),
+    "hostname": ("string", ""),
+    "user_agent": ("string", ""),
+    "feature_negotiation": ("bool", False),
+    "heartbeat_interval": ("int", 0),
+    "output_buffer_timeout": ("int", 0),
+    "output_buffer_size": ("int", 0),
+    "sample_rate": ("int32", 0),
+    "msg_timeout": ("int", 0),
+    "tls_v1": ("bool", False),
+    "deflate": ("bool", False),
+    "deflate_level": ("int", 0),
+    "snappy": ("bool", False),
+    "topology_region": ("string", ""),
+    "topology_zone": ("string", ""),
+}
+
+
+class Session(asyncio.BufferedProtocol):
+    def __init__(self, broker: Broker) -> None:
+        self.broker = broker
+        self.ident = broker.next_ident()
+        self.channel: Channel | None = None
+        self.state = INIT
+        # Set by IDENTIFY.
+        self.client_id = self.hostname = self.user_agent = ""
+        self.topology_region = self.topology_zone = ""
+        self.heartbeat_interval = DEFAULT_HEARTBEAT
+        self.output_buffer_size = 16_384
+        self.output_buffer_timeout = broker.options.output_buffer_timeout // _MS
+        self.msg_timeout = broker.options.msg_timeout
+        # Fixed by the first IDENTIFY: what deliveries go by.
+        self._identified = False
+        self.deliver_timeout = broker.options.msg_timeout
+        self.sample_rate = 0
+        # Flow control.
+        self.ready_count = 0
+        self.in_flight = 0
+        self.listed = False
+        self._writable = True
+        # Counters.
+        self.message_count = 0
+        self.finish_count = 0
+        self.requeue_count = 0
+        self.publish_counts: dict[str, int] = {}
+        self.connected_at = broker.clock.wall() // 1_000_000_000
+        # The connection.
+        self.remote_address = ""
+        self._transport: asyncio.Transport = cast(asyncio.Transport, None)
+        self._write: Callable[[bytes | memoryview], None] = _nowhere
+        self._codec: Codec | None = None
+        self.deflate = self.snappy = False
+        self._loop = asyncio.get_running_loop()
+        self._greeted = False
+        self._closing = False
+        self._timer: asyncio.TimerHandle | None = None
+        self._heartbeat_period = 0.0
+        self._next_heartbeat = 0.0
+        self._last_command = self._loop.time()
+        self._blocked_since = 0.0
+        # Input: what is left of an unfinished command, and what reading it waits for.
+        self._held: bytearray | None = None
+        self._fill = 0
+        self._waiting = False
+        self._scanned = (0, 0)
+        self._missing = ""
+        self._publish_line = b""
+        self._publish_topic: Topic | None = None
+        # Output: frames of this turn, and answers that wait for a commit in front of them.
+        self._out: list[bytes] = []
+        self._answers: deque[tuple[Commit, str] | bytes] = deque()
+
+    # --- The connection --------------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self._transport = cast(asyncio.Transport, transport)
+        self._write = self._transport.write
+        # The least unsent byte makes this session not ready: what is not sent yet stays in the log, not in memory.
+        self._transport.set_write_buffer_limits(high=0)
+        peer = transport.get_extra_info("peername")
+        if isinstance(peer, tuple):
+            self.client_id = self.hostname = str(peer[0])
+            self.remote_address = f"[{peer[0]}]:{peer[1]}" if ":" in str(peer[0]) else f"{peer[0]}:{peer[1]}"
+            sock = transport.get_extra_info("socket")
+            if sock is not None:
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        else:
+            self.remote_address = "@"
+        self.broker.connected(self)
+        self._timer = self._loop.call_later(MAGIC_TIMEOUT, self._no_magic)
+
+    def _no_magic(self) -> None:
+        log.info("client(%s): no protocol magic within %g s", self.remote_address, MAGIC_TIMEOUT)
+        self.drop()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        if exc is not None:
+            log.debug("client(%s): connection lost - %s", self.remote_address, exc)
+        self._leave()
+
+    def _leave(self) -> None:
+        """No longer a consumer, no longer in the table; safe to call twice."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        self._closing = True
+        if self.channel is not None:
+            self.channel.remove(self)
+        self.broker.disconnected(self)
+
+    def drop(self) -> None:
+        """Close without a word: a deleted channel, a missed deadline, the end of the broker."""
+        self._leave()
+        if self._transport is not None:
+            self._transport.abort() if not self._writable else self._transport.close()
+
+    def pause_writing(self) -> None:
+        self._writable = False
+        self._blocked_since = self._loop.time()
+
+    def resume_writing(self) -> None:
+        self._writable = True
+        self._blocked_since = 0.0
+        if self.channel is not None and not self._closing:
+            self.channel.wake(self)
+            self.channel.pump()
+
+    @property
+    def room(self) -> int:
+        """How many more messages this client may be sent now: RDY is a level."""
+        if not self._writable or self._closing:
+            return 0
+        return self.ready_count - self.in_flight
+
+    def send_run(self, frames: memoryview) -> None:
+        """Send message frames. Never raises, awaits or calls back into a channel."""
+        self._write(frames)
+
+    # --- Time ------------------------------------------------------------------------------------------------------
+
+    def _start_heartbeats(self) -> None:
+        self._heartbeat_period = max(self.heartbeat_interval, 0) / 1000
+        self._next_heartbeat = self._loop.time() + self._heartbeat_period
+        self._set_timer()
+
+    def _set_timer(self) -> None:
+        """One timer for both: the next heartbeat, and the moment at which the client has been silent for too long."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        moments = []
+        if self._heartbeat_period > 0:
+            moments.append(self._next_heartbeat)
+        if self.heartbeat_interval > 0:
+            moments.append(self._last_command + 2 * self.heartbeat_interval / 1000)
+        if moments:
+            self._timer = self._loop.call_at(min(moments), self._on_timer)
+
+    def _on_timer(self) -> None:
+        self._timer = None
+        now = self._loop.time()
+        if self._heartbeat_period > 0 and now >= self._next_heartbeat:
+            # Whether the client is busy or not, and whether it answers or not.
+            self._next_heartbeat = max(self._next_heartbeat + self._heartbeat_period, now)
+            self._send(HEARTBEAT_FRAME)
+        interval = self.heartbeat_interval / 1000
+        silent = now - self._last_command
+        stuck = self._blocked_since and now - self._blocked_since >= interval
+        if interval > 0 and (silent >= 2 * interval or stuck):
+            log.info("client(%s): no command for %g s", self.remote_address, silent)
+            if self._missing and self._held is not None and self._writable and not self._waiting:
+                code, _, text = self._missing.partition(" ")
+                self._error(ProtocolError(code, text))
+                self._flush()
+            else:
+                self.drop()
+            return
+        self._set_timer()
+
+    # --- Input -----------------------------------------------------------------------------------------------------
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        held = self._held
+        if held is None or self._codec is not None:
+            return self.broker.receive_view
+        if self._fill == len(held):
+            # Grows as bytes arrive, never by what a length field promises.
+            self._held = held = held + bytes(len(held))
+        return memoryview(held)[self._fill :]
+
+    def buffer_updated(self, size: int) -> None:
+        if self._closing:
+            return
+        if self._codec is not None:
+            self._unpack(self._codec, bytes(self.broker.receive_view[:size]))
+        elif self._held is None:
+            self._take(self.broker.receive_buffer, size)
+        else:
+            self._fill += size
+            self._take(self._held, self._fill)
+
+    def _unpack(self, codec: Codec, data: bytes) -> None:
+        try:
+            for piece in codec.decompress(data):
+                if self._held is None:
+                    self._take(bytearray(piece), len(piece))
+                else:
+                    self._held = self._held[: self._fill] + piece
+                    self._fill = len(self._held)
+                    self._take(self._held, self._fill)
+                if self._closing:
+                    return
+        except ProtocolError as exc:
+            log.error("client(%s): %s", self.remote_address, exc)
+            self.drop()
+
+    def _take(self, data: bytearray, stop: int) -> None:
+        """Run the commands in ``data[:stop]`` and keep the rest."""
+        pos = self._run(data, stop) if not self._waiting else 0
+        left = stop - pos
+        if not left or (self._closing and not self._waiting):
+            self._held = None
+        elif self._held is not data:
+            held = bytearray(max(2 * left, 512))
+            held[:left] = data[pos:stop]
+            self._held = held
+        elif pos:
+            data[:left] = data[pos:stop]
+        self._fill = left
+        if self._out:
+            out, self._out = self._out, []
+            self._write(out[0] if len(out) == 1 else b"".join(out))
+        if self.channel is not None and not self._closing:
+            self.channel.pump()
+
+    def _run(self, data: bytearray, stop: int) -> int:
+        """Run whole commands from the start of ``data``; where the first unfinished one stands."""
+        pos = 0
+        try:
+            if not self._greeted:
+                if stop < 4:
+                    return 0
+                if data[:4] != MAGIC_V2:
+                    raise ProtocolError("E_BAD_PROTOCOL")
+                self._greeted = True
+                self._start_heartbeats()
+                self._last_command = self._loop.time()
+                pos = 4
+            start = pos
+            while pos < stop and not self._closing and not self._waiting:
+                if data[pos] == 70 and self.channel is not None:
+                    after = self.channel.finish_run(self, data, pos, stop)
+                    if after != pos:
+                        pos = after
+                        continue
+                newline = data.find(b"\n", pos, min(stop, pos + LONGEST_LINE))
+                if newline < 0:
+                    if stop - pos >= LONGEST_LINE:
+                        log.info("client(%s): a command line without end", self.remote_address)
+                        self.drop()
+                        return stop
+                    break
+                line = bytes(data[pos:newline])
+                try:
+                    if line == self._publish_line:
+                        after = self._publish_again(line, data, newline + 1, stop)
+                    else:
+                        after = self._command(line, data, newline + 1, stop)
+                except ProtocolError as exc:
+                    if exc.fatal:
+                        raise
+                    self._error(exc)
+                    after = newline + 1
+                if after < 0:
+                    break
+                self._missing = ""
+                pos = after
+            if pos != start:
+                self._last_command = self._loop.time()
+        except ProtocolError as exc:
+            self._error(exc)
+            return stop
+        except Exception:
+            # A bug of ours must not cost more than the connection it happened on.
+            log.exception("client(%s): unexpected error", self.remote_address)
+            self.drop()
+            return stop
+        return pos
+
+    def eof_received(self) -> bool:
+        """The client sends no more. A command that was cut off gets its error; then the connection goes."""
+        if self._missing and not self._closing and self._held is not None:
+            code, _, text = self._missing.partition(" ")
+            self._error(ProtocolError(code, text))
+            self._flush()
+            return True
+        if self._answers:
+            # Commits are under way: their answers are still owed.
+            self._closing = True
+            return True
+        return False
+
+    def _wait(self, until: Callable[[Callable[[], None]], None]) -> int:
+        """Read no further until something has happened; the command is then run again."""
+        self._waiting = True
+        self._transport.pause_reading()
+        until(self._resume)
+        return _AGAIN
+
+    def _resume(self) -> None:
+        if not self._waiting:
+            return
+        self._waiting = False
+        if self._closing:
+            return
+        if self._held is not None:
+            self._take(self._held, self._fill)
+        # Nothing but what was waited for is known: it may have to wait again.
+        if not self._waiting and not self._closing:
+            self._transport.resume_reading()
+
+    # --- Output ----------------------------------------------------------------------------------------------------
+
+    def _answer(self, frame: bytes) -> None:
+        """An answer, behind those that still wait for a commit."""
+        if self._answers:
+            self._answers.append(frame)
+        else:
+            self._out.append(frame)
+
+    def _send(self, frame: bytes) -> None:
+        self._flush()
+        self._write(frame)
+
+    def _flush(self) -> None:
+        if self._out:
+            out, self._out = self._out, []
+            self._write(b"".join(out))
+
+    def _answer_when(self, commit: Commit | None, verb: str) -> None:
+        """``OK`` as soon as the commit is done, at once without one."""
+        if commit is None:
+            self._answer(OK_FRAME)
+            return
+        if not self._answers:
+            commit.waiters.append(self._committed)
+        elif self._answers[-1] != (commit, verb):
+            commit.waiters.append(self._committed)
+        self._answers.append((commit, verb))
+
+    def _committed(self) -> None:
+        """Some commit was resolved: send the answers that wait for none any more."""
+        answers = self._answers
+        while answers:
+            answer = answers[0]
+            if isinstance(answer, tuple):
+                commit, verb = answer
+                if not commit.done:
+                    break
+                answers.popleft()
+                if commit.error is not None:
+                    self._refuse(ProtocolError(f"E_{verb}_FAILED", f"{verb} failed {commit.error}"))
+                    return
+                self._out.append(OK_FRAME)
+            else:
+                answers.popleft()
+                self._out.append(answer)
+        if self._out:
+            self._flush()
+        if not answers and self._closing:
+            self._farewell()
+
+    def _error(self, error: ProtocolError) -> None:
+        log.error("client(%s): %s", self.remote_address, error)
+        if not error.fatal:
+            self._answer(encode_frame(FRAME_ERROR, str(error).encode("utf-8", "surrogateescape")))
+        elif self._answers:
+            # What was published before must be answered first; nothing more is read.
+            self._closing = True
+            self._answers.append(encode_frame(FRAME_ERROR, str(error).encode("utf-8", "surrogateescape")))
+            self._transport.pause_reading()
+        else:
+            self._refuse(error)
+
+    def _refuse(self, error: ProtocolError) -> None:
+        """A fatal error: the frame, then the end."""
+        self._out.append(encode_frame(FRAME_ERROR, str(error).encode("utf-8", "surrogateescape")))
+        self._answers.clear()
+        self._flush()
+        self._farewell()
+
+    def _farewell(self) -> None:
+        """Send what is left, take no more, and give the peer a moment to read it.
+
+        Closing at once with unread input in the socket would reset the connection and could cost the peer the error.
+        """
+        self._leave()
+        if self._transport.is_closing():
+            return
+        if self._transport.can_write_eof():
+            self._transport.write_eof()
+            self._transport.resume_reading()
+            self._loop.call_later(LINGER, self._transport.abort)
+        else:
+            self._transport.close()
+
+    # --- Commands --------------------------------------------------------------------------------------------------
+
+    def _command(self, line: bytes, data: bytearray, at: int, stop: int) -> int:
+        """Run one command; where the next one starts."""
+        params = (line[:-1] if line.endswith(b"\r") else line).split(b" ")
+        handler = _COMMANDS.get(params[0])
+        if handler is None:
+            raise ProtocolError("E_INVALID", f"invalid command {_text(params[0])}")
+        after = handler(self, params, data, at, stop)
+        if after >= 0 and params[0] in (b"PUB", b"MPUB") and len(params) == 2:
+            # A producer says the same line again and again: it need not be taken apart each time.
+            self._publish_line = line
+        return after
+
+    def _publish_again(self, line: bytes, data: bytearray, at: int, stop: int) -> int:
+        topic = self._publish_topic
+        if topic is None or topic.exiting:
+            self._publish_line = b""
+            return self._command(line, data, at, stop)
+        if line[0] == 80:
+            return self._pub_body(topic, data, at, stop, "PUB", 0)
+        return self._mpub_body(topic, data, at, stop)
+
+    def _size(self, data: bytearray, at: int, stop: int) -> int | None:
+        return int(_i32.unpack_from(data, at)[0]) if stop - at >= 4 else None
+
+    def _body(self, data: bytearray, at: int, stop: int, verb: str) -> bytes | None:
+        """The body of IDENTIFY or AUTH, None if it is not all there."""
+        limit = self.broker.options.max_body_size
+        size = self._size(data, at, stop)
+        if size is None:
+            self._missing = f"E_BAD_BODY {verb} failed to read body size"
+            return None
+        if size > limit:
+            raise ProtocolError("E_BAD_BODY", f"{verb} body too big {size} > {limit}")
+        if size <= 0:
+            raise ProtocolError("E_BAD_BODY", f"{verb} invalid body size {size}")
+        if stop - at - 4 < size:
+            self._missing = f"E_BAD_BODY {verb} failed to read body"
+            return None
+        return bytes(data[at + 4 : at + 4 + size])
+
+    def _identify(self, params: list[bytes], data: bytearray, at: int, stop: int) -> int:
+        if self.state != INIT:
+            raise ProtocolError("E_INVALID", "cannot IDENTIFY in current state")
+        body = self._body(data, at, stop, "IDENTIFY")
+        if body is None:
+            return _MORE
+        fields = _decode_identify(body)
+        self._apply_identify(fields)
+        options = self.broker.options
+        if not fields["feature_negotiation"]:
+            self._answer(OK_FRAME)
+            return at + 4 + len(body)
+        deflate = options.deflate and fields["deflate"]
+        snappy = options.snappy and fields["snappy"]
+        if deflate and snappy:
+            raise ProtocolError("E_IDENTIFY_FAILED", "cannot enable both deflate and snappy compression")
+        level = min(6, options.max_deflate_level)
+        if deflate and fields["deflate_level"] > 0:
+            level = min(fields["deflate_level"], options.max_deflate_level)
+        response = {
+            "max_rdy_count": options.max_rdy_count,
+            "version": NSQ_VERSION,
+            "max_msg_timeout": options.max_msg_timeout // _MS,
+            "msg_timeout": self.msg_timeout // _MS,
+            "tls_v1": False,
+            "deflate": deflate,
+            "deflate_level": level,
+            "max_deflate_level": options.max_deflate_level,
+            "snappy": snappy,
+            "sample_rate": fields["sample_rate"],
+            "auth_required": bool(options.auth_http_addresses),
+            "output_buffer_size": self.output_buffer_size,
+            "output_buffer_timeout": self.output_buffer_timeout,
+            "topology_region": options.topology_region,
+            "topology_zone": options.topology_zone,
+        }
+        self._answer(encode_frame(FRAME_RESPONSE, msgspec.json.encode(response)))
+        if deflate or snappy:
+            self._compress(Snappy() if snappy else Deflate(level))
+            self.deflate, self.snappy = deflate, snappy
+            # What the client sent behind IDENTIFY is dropped, as in NSQ: it must wait for the answer.
+            return stop
+        return at + 4 + len(body)
+
+    def _compress(self, codec: Codec) -> None:
+        """From here on both directions are compressed; one more ``OK``, inside, says so."""
+        self._flush()
+        plain = self._transport.write
+        self._write = lambda data: plain(codec.compress(data))
+        self._codec = codec
+        self._out.append(OK_FRAME)
+
+    def _apply_identify(self, fields: dict[str, Any]) -> None:
+        options = self.broker.options
+        heartbeat = fields["heartbeat_interval"]
+        if heartbeat != 0 and heartbeat != -1 and not 1000 <= heartbeat <= options.max_heartbeat_interval // _MS:
+            raise ProtocolError("E_BAD_BODY", f"IDENTIFY heartbeat interval ({heartbeat}) is invalid")
+        buffer_timeout = fields["output_buffer_timeout"]
+        shortest, longest = options.min_output_buffer_timeout // _MS, options.max_output_buffer_timeout // _MS
+        if buffer_timeout not in (0, -1) and not shortest <= buffer_timeout <= longest:
+            raise ProtocolError("E_BAD_BODY", f"IDENTIFY output buffer timeout ({buffer_timeout}) is invalid")
+        buffer_size = fields["output_buffer_size"]
+        if buffer_size not in (0, -1) and not 64 <= buffer_size <= options.max_output_buffer_size:
+            raise ProtocolError("E_BAD_BODY", f"IDENTIFY output buffer size ({buffer_size}) is invalid")
+        sample_rate = fields["sample_rate"]
+        if not 0 <= sample_rate <= 99:
+            raise ProtocolError("E_BAD_BODY", f"IDENTIFY sample rate ({sample_rate}) is invalid")
+        msg_timeout = fields["msg_timeout"]
+        if msg_timeout != 0 and not 1000 <= msg_timeout <= options.max_msg_timeout // _MS:
+            raise ProtocolError("E_BAD_BODY", f"IDENTIFY msg timeout ({msg_timeout}) is invalid")
+        self.client_id = fields["client_id"]
+        self.hostname = fields["hostname"]
+        self.user_agent = fields["user_agent"]
+        self.topology_region = fields["topology_region"]
+        self.topology_zone = fields["topology_zone"]
+        if heartbeat:
+            self.heartbeat_interval = max(heartbeat, 0)
+        if buffer_timeout:
+            self.output_buffer_timeout = max(buffer_timeout, 0)
+        if buffer_size == -1:
+            self.output_buffer_size, self.output_buffer_timeout = 1, 0
+        elif buffer_size:
+            self.output_buffer_size = buffer_size
+        if msg_timeout:
+            self.msg_timeout = msg_timeout * _MS
+        if not self._identified:
+            # As in NSQ only the first IDENTIFY reaches deliveries and the heartbeat timer.
+            self._identified = True
+            self.deliver_timeout = self.msg_timeout
+            self.sample_rate = sample_rate
+            self._start_heartbeats()
+        else:
+            self._set_timer()
+
+    def _auth(self, params: list[bytes], data: bytearray, at: int, stop: int) -> int:
+        if self.state != INIT:
+            raise ProtocolError("E_INVALID", "cannot AUTH in current state")
+        if len(params) != 1:
+            raise ProtocolError("E_INVALID", "AUTH invalid number of parameters")
+        body = self._body(data, at, stop, "AUTH")
+        if body is None:
+            return _MORE
+        if not self.broker.options.auth_http_addresses:
+            raise ProtocolError("E_AUTH_DISABLED", "AUTH disabled")
+        raise ProtocolError("E_AUTH_FAILED", "AUTH failed")
+
+    def _check_auth(self, verb: str) -> None:
+        if self.broker.options.auth_http_addresses:
+            raise ProtocolError("E_AUTH_FIRST", f"AUTH required before {verb}")
+
+    def _sub(self, params: list[bytes], data: bytearray, at: int, stop: int) -> int:
+        if self.state != INIT:
+            raise ProtocolError("E_INVALID", "cannot SUB in current state")
+        if self.heartbeat_interval <= 0:
+            raise ProtocolError("E_INVALID", "cannot SUB with heartbeats disabled")
+        if len(params) < 3:
+            raise ProtocolError("E_INVALID", "SUB insufficient number of parameters")
+        topic_name = _name(params[1], "E_BAD_TOPIC", "SUB topic")
+        channel_name = _name(params[2], "E_BAD_CHANNEL", "SUB channel")
+        self._check_auth("SUB")
+        topic = self.broker.topic(topic_name)
+        if topic.exiting:
+            raise ProtocolError("E_SUB_FAILED", "SUB failed exiting")
+        channel, position = topic.channel(channel_name)
+        limit = self.broker.options.max_channel_consumers
+        if limit and len(channel.sessions) >= limit:
+            text = f"SUB failed consumers for {topic_name}:{channel_name} exceeds limit of {limit}"
+            raise ProtocolError("E_SUB_FAILED", text)
+        channel.add(self)
+        self.channel = channel
+        self.state = SUBSCRIBED
+        if position and self.broker.options.durability == "fsync":
+            # The channel must be on the device before the client may count on it.
+            commit = Commit()
+            self._answer_when(commit, "SUB")
+            self.broker.journal.when_synced(position, commit.resolve)
+        else:
+            self.broker.journal.flush()
+            self._answer(OK_FRAME)
+        return at
+
+    def _pub(self, params: list[bytes], data: bytearray, at: int, stop: int) -> int:
+        if len(params) < 2:
+            raise ProtocolError("E_INVALID", "PUB insufficient number of parameters")
+        return self._pub_body(_name(params[1], "E_BAD_TOPIC", "PUB topic"), data, at, stop, "PUB", 0)
+
+    def _dpub(self, params: list[bytes], data: bytearray, at: int, stop: int) -> int:
+        if len(params) < 3:
+            raise ProtocolError("E_INVALID", "DPUB insufficient number of parameters")
+        name = _name(params[1], "E_BAD_TOPIC", "DPUB topic")
+        try:
+            delay = parse_base10(params[2])
+        except ValueError:
+            raise ProtocolError("E_INVALID", f"DPUB could not parse timeout {_text(params[2])}") from None
+        longest = self.broker.options.max_req_timeout // _MS
+        if not 0 <= _signed_ns(delay) <= self.broker.options.max_req_timeout:
+            raise ProtocolError("E_INVALID", f"DPUB timeout {delay} out of range 0-{longest}")
+        return self._pub_body(name, data, at, stop, "DPUB", _signed_ns(delay))
+
+    def _pub_body(self, target: Topic | str, data: bytearray, at: int, stop: int, verb: str, delay: int) -> int:
+        limit = self.broker.options.max_msg_size
+        if stop - at < 4:
+            self._missing = f"E_BAD_MESSAGE {verb} failed to read message body size"
+            return _MORE
+        size = int(_i32.unpack_from(data, at)[0])
+        if size <= 0:
+            raise ProtocolError("E_BAD_MESSAGE", f"{verb} invalid message body size {size}")
+        if size > limit:
+            raise ProtocolError("E_BAD_MESSAGE", f"{verb} message too big {size} > {limit}")
+        after = at + 4 + size
+        if after > stop:
+            self._missing = f"E_BAD_MESSAGE {verb} failed to read message body"
+            return _MORE
+        if isinstance(target, str):
+            self._check_auth(verb)
+            target = self._publish_topic = self.broker.topic(target)
+        if self.broker.store.congested or target.busy:
+            return self._wait(target.when_free if target.busy else self.broker.when_relieved)
+        try:
+            commit = target.publish(data, at, after, 1, delay=delay)
+        except PublishError as exc:
+            raise ProtocolError(f"E_{verb}_FAILED", f"{verb} failed {exc}") from exc
+        self._count(target, 1)
+        self._answer_when(commit, verb)
+        return after
+
+    def _mpub(self, params: list[bytes], data: bytearray, at: int, stop: int) -> int:
+        if len(params) < 2:
+            raise ProtocolError("E_INVALID", "MPUB insufficient number of parameters")
+        # NSQ says the code twice here, and clients know it so.
+        name = _name(params[1], "E_BAD_TOPIC", "E_BAD_TOPIC MPUB topic")
+        self._check_auth("MPUB")
+        topic = self._publish_topic = self.broker.topic(name)
+        return self._mpub_body(topic, data, at, stop)
+
+    def _mpub_body(self, topic: Topic, data: bytearray, at: int, stop: int) -> int:
+        """``[body size][count]{[size][body]}``: the sizes inside count, the body size is only held to its limit."""
+        options = self.broker.options
+        size = self._size(data, at, stop)
+        if size is None:
+            self._missing = "E_BAD_BODY MPUB failed to read body size"
+            return _MORE
+        if size <= 0:
+            raise ProtocolError("E_BAD_BODY", f"MPUB invalid body size {size}")
+        if size > options.max_body_size:
+            raise ProtocolError("E_BAD_BODY", f"MPUB body too big {size} > {options.max_body_size}")
+        count = self._size(data, at + 4, stop)
+        if count is None:
+            self._missing = "E_BAD_BODY MPUB failed to read message count"
+            return _MORE
+        if not 0 < count <= (options.max_body_size - 4) // 5:
+            raise ProtocolError("E_BAD_BODY", f"MPUB invalid message count {count}")
+        first = at + 8
+        passed, index = self._scanned
+        scan = Scan(first + passed)
+        scan.index = index
+        status = scan.run(data, stop, count, options.max_msg_size)
+        read = scan.pos - at - 4
+        if max(read, stop - at if status == SCAN_MORE else 0) > 2 * options.max_body_size + RECEIVE_SLACK:
+            # NSQ would read on as long as messages come; here memory has a limit.
+            raise ProtocolError("E_BAD_BODY", f"MPUB body too big {read} > {options.max_body_size}")
+        if status == SCAN_MORE:
+            self._scanned = (scan.pos - first, scan.index)
+            whole = stop - scan.pos >= 4
+            self._missing = (
+                "E_BAD_MESSAGE MPUB failed to read message body"
+                if whole
+                else f"E_BAD_MESSAGE MPUB failed to read message({scan.index}) body size"
+            )
+            return _MORE
+        if status == SCAN_BAD:
+            if scan.size <= 0:
+                text = f"MPUB invalid message({scan.index}) body size {scan.size}"
+            else:
+                text = f"MPUB message too big {scan.size} > {options.max_msg_size}"
+            raise ProtocolError("E_BAD_MESSAGE", text)
+        if self.broker.store.congested or topic.busy:
+            return self._wait(topic.when_free if topic.busy else self.broker.when_relieved)
+        self._scanned = (0, 0)
+        self._count(topic, count)
+        if count > SLICED_FROM:
+            self._publish_slices(topic, data[first : scan.pos], count)
+            return scan.pos
+        try:
+            commit = topic.publish(data, first, scan.pos, count)
+        except PublishError as exc:
+            raise ProtocolError("E_MPUB_FAILED", f"MPUB failed {exc}") from exc
+        self._answer_when(commit, "MPUB")
+        return scan.pos
+
+    def _publish_slices(self, topic: Topic, data: bytearray, count: int) -> None:
+        """A very large batch: some of it per loop turn, committed as one."""
+        topic.hold(self)
+        scan = Scan(0)
+        pos = done = 0
+        whole = Commit()
+        self._answer_when(whole, "MPUB")
+
+        def some() -> None:
+            nonlocal pos, done
+            target = min(done + SLICE, count)
+            scan.run(data, len(data), target, len(data))
+            last = target == count
+            try:
+                commit = topic.publish(data, pos, scan.pos, target - done, more=not last)
+            except PublishError as exc:
+                topic.release()
+                whole.resolve(exc)
+                return
+            pos, done = scan.pos, target
+            if not last:
+                self.broker.later(some)
+                return
+            topic.release()
+            if commit is None:
+                whole.resolve()
+            else:
+                commit.waiters.append(lambda: whole.resolve(commit.error))
+
+        some()
+
+    def _count(self, topic: Topic, count: int) -> None:
+        counts = self.publish_counts
+        counts[topic.name] = counts.get(topic.name, 0) + count
+
+    def _rdy(self, params: list[bytes], data: bytearray, at: int, stop: int) -> int:
+        if self.state == CLOSING:
+            return at
+        if self.state != SUBSCRIBED or self.channel is None:
+            raise ProtocolError("E_INVALID", "cannot RDY in current state")
+        count = 1
+        if len(params) > 1:
+            try:
+                count = parse_base10(params[1])
+            except ValueError:
+                raise ProtocolError("E_INVALID", f"RDY could not parse count {_text(params[1])}") from None
+        limit = self.broker.options.max_rdy_count
+        # Go reads it into a signed number.
+        count = count - (1 << 64) if count >= 1 << 63 else count
+        if not 0 <= count <= limit:
+            raise ProtocolError("E_INVALID", f"RDY count {count} out of range 0-{limit}")
+        self.ready_count = count
+        self.channel.wake(self)
+        return at
+
+    def _message(self, params: list[bytes], verb: str, least: int) -> tuple[Channel, int]:
+        """The channel and the seq that FIN, REQ or TOUCH speak of; -1 for an id that no message here can have."""
+        if self.state not in (SUBSCRIBED, CLOSING) or self.channel is None:
+            raise ProtocolError("E_INVALID", f"cannot {verb} in current state")
+        if len(params) < least:
+            raise ProtocolError("E_INVALID", f"{verb} insufficient number of params")
+        if len(params[1]) != 16:
+            raise ProtocolError("E_INVALID", "invalid message ID")
+        return self.channel, parse_id(params[1], self.broker.prefix)
+
+    def _unknown(self, params: list[bytes], verb: str) -> ProtocolError:
+        return ProtocolError(f"E_{verb}_FAILED", f"{verb} {_text(params[1])} failed ID not in flight", fatal=False)
+
+    def _fin(self, params: list[bytes], data: bytearray, at: int, stop: int) -> int:
+        channel, seq = self._message(params, "FIN", 2)
+        if seq < 0:
+            raise self._unknown(params, "FIN")
+        channel.finish(self, seq)
+        return at
+
+    def _req(self, params: list[bytes], data: bytearray, at: int, stop: int) -> int:
+        channel, seq = self._message(params, "REQ", 3)
+        try:
+            delay = _signed_ns(parse_base10(params[2]))
+        except ValueError:
+            raise ProtocolError("E_INVALID", f"REQ could not parse timeout {_text(params[2])}") from None
+        longest = self.broker.options.max_req_timeout
+        if not 0 <= delay <= longest:
+            log.info("client(%s): REQ timeout %d out of range 0-%d, clamped", self.remote_address, delay, longest)
+            delay = min(max(delay, 0), longest)
+        if seq < 0:
+            raise self._unknown(params, "REQ")
+        channel.requeue(self, seq, delay)
+        return at
+
+    def _touch(self, params: list[bytes], data: bytearray, at: int, stop: int) -> int:
+        channel, seq = self._message(params, "TOUCH", 2)
+        if seq < 0:
+            raise self._unknown(params, "TOUCH")
+        channel.touch(self, seq)
+        return at
+
+    def _cls(self, params: list[bytes], data: bytearray, at: int, stop: int) -> int:
+        if self.state != SUBSCRIBED:
+            raise ProtocolError("E_INVALID", "cannot CLS in current state")
+        self.ready_count = 0
+        self.state = CLOSING
+        self._answer(CLOSE_WAIT_FRAME)
+        return at
+
+    def _nop(self, params: list[bytes], data: bytearray, at: int, stop: int) -> int:
+        return at
+
+
+def _nowhere(_: bytes | memoryview) -> None:
+    """Where a session writes before it has a connection."""
+
+
+_Handler = Callable[[Session, list[bytes], bytearray, int, int], int]
+_COMMANDS: dict[bytes, _Handler] = {
+    b"IDENTIFY": Session._identify,
+    b"AUTH": Session._auth,
+    b"SUB": Session._sub,
+    b"PUB": Session._pub,
+    b"MPUB": Session._mpub,
+    b"DPUB": Session._dpub,
+    b"RDY": Session._rdy,
+    b"FIN": Session._fin,
+    b"REQ": Session._req,
+    b"TOUCH": Session._touch,
+    b"CLS": Session._cls,
+    b"NOP": Session._nop,
+}
+
+
+def _text(data: bytes) -> str:
+    """Bytes of a client inside an error text: they go back as they came."""
+    return data.decode("utf-8", "surrogateescape")
+
+
+def _name(data: bytes, code: str, what: str) -> str:
+    if not valid_name(data):
+        raise ProtocolError(code, f"{what} name {_text(go_quote(data))} is not valid")
+    return data.decode("ascii")
+
+
+def _signed_ns(milliseconds: int) -> int:
+    """Milliseconds as nanoseconds in 64 signed bits: very large ones wrap, as in Go."""
+    value = (milliseconds * _MS) & 0xFFFF_FFFF_FFFF_FFFF
+    return value - (1 << 64) if value >= 1 << 63 else value
+
+
+class _Object(list[tuple[str, Any]]):
+    """A JSON object as its pairs, in order: a repeated key must be seen."""
+
+
+def _decode_identify(body: bytes) -> dict[str, Any]:
+    """IDENTIFY's JSON as Go reads it: keys in any case, null changes nothing, whole numbers have no fraction."""
+    error = ProtocolError("E_BAD_BODY", "IDENTIFY failed to decode JSON body")
+    try:
+        decoded = json.loads(body.decode("utf-8", "replace"), object_pairs_hook=_Object, parse_constant=_no_constant)
+    except (ValueError, RecursionError):
+        raise error from None
+    fields = {name: default for name, (_, default) in _IDENTIFY_FIELDS.items()}
+    if decoded is None:
+        return fields
+    if not isinstance(decoded, _Object):
+        raise error
+    for key, value in decoded:
+        name = key.lower()
+        if name not in _IDENTIFY_FIELDS or value is None:
+            continue
+        kind = _IDENTIFY_FIELDS[name][0]
+        if kind == "string":
+            fits = isinstance(value, str)
+        elif kind == "bool":
+            fits = isinstance(value, bool)
+        else:
+            bits = 31 if kind == "int32" else 63
+            fits = type(value) is int and -(1 << bits) <= value < 1 << bits
+        if not fits:
+            raise error
+        # A half of a surrogate pair is no character: replaced, as Go does, so that it can be sent and logged.
+        fields[name] = (
+            value.encode("utf-16", "surrogatepass").decode("utf-16", "replace") if kind == "string" else value
+        )
+    return fields
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")

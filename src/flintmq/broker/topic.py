@@ -1,0 +1,367 @@
+"""A topic: a log, its marks and its channels.
+
+A Topic owns the mark ``pumped``, which says what channels may see, its channels, its counters, and who waits for a
+publish to be committed. Bytes are its log's business, deliveries its channels'.
+
+``pumped`` follows what is committed, and stands still while the topic is paused or has no channel. What lies beyond
+it is the topic's own depth; a new channel starts there.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from flintmq.broker.channel import Channel
+from flintmq.broker.journal import SIDE
+from flintmq.broker.log import Log
+from flintmq.errors import NotFoundError, PublishError
+from flintmq.wire import is_ephemeral
+
+if TYPE_CHECKING:
+    from flintmq.broker.daemon import Broker
+
+__all__ = ["Commit", "Topic"]
+
+log = logging.getLogger(__name__)
+
+#: Seqs are reserved ahead, this many at a time, so that none is used twice whatever a crash costs.
+RESERVE = 1 << 24
+#: Messages of one batch that are turned into frames before the loop is handed back.
+SLICE = 4_000
+
+
+class Commit:
+    """The publishes of one loop turn to one topic: safe, refused, or neither yet."""
+
+    __slots__ = ("done", "end", "error", "waiters")
+
+    def __init__(self) -> None:
+        self.end = 0
+        self.done = False
+        self.error: Exception | None = None
+        self.waiters: list[Callable[[], None]] = []
+
+    def resolve(self, error: Exception | None = None) -> None:
+        self.done = True
+        self.error = error
+        for waiter in self.waiters:
+            waiter()
+        self.waiters.clear()
+
+
+class Topic:
+    def __init__(self, broker: Broker, name: str, incarnation: int, base: int, folder: Path | None) -> None:
+        self.broker = broker
+        self.name = name
+        self.incarnation = incarnation
+        self.ephemeral = is_ephemeral(name)
+        self.paused = False
+        self.exiting = False
+        self.folder = folder
+        self.log = self._new_log(folder, base)
+        #: Messages for one channel only; made when there are any.
+        self.side: Log | None = None
+        self.channels: dict[str, Channel] = {}
+        # Marks.
+        self.pumped = base
+        self.ceiling = base
+        self._usable = base
+        #: What the journal knows to be durable; only the broker assigns.
+        self.noted_durable = base
+        #: Something else keeps ``pumped`` from moving: lookupds that have not answered yet.
+        self.gated = False
+        # Publishers.
+        self._commits: deque[Commit] = deque()
+        self._open_commit: Commit | None = None
+        self._holder: object = None
+        self._waiting: list[Callable[[], None]] = []
+        # Counters.
+        self.message_count = 0
+        self.message_bytes = 0
+
+    def _new_log(self, folder: Path | None, base: int) -> Log:
+        return Log(
+            self.broker.store,
+            self.name,
+            folder,
+            base,
+            self.broker.options.durability,
+            progressed=self._progressed,
+            failed=self._write_failed,
+            arrived=self._arrived,
+        )
+
+    # --- Publishing ------------------------------------------------------------------------------------------------
+
+    @property
+    def depth(self) -> int:
+        """Messages that no channel has seen yet."""
+        return self.log.end - self.pumped
+
+    @property
+    def backend_depth(self) -> int:
+        memory = self.log.blocks[0].base if self.log.blocks else self.log.end
+        return max(0, memory - self.pumped)
+
+    @property
+    def frozen(self) -> bool:
+        return self.paused or self.gated or not self.channels
+
+    @property
+    def busy(self) -> bool:
+        """A large batch is being appended in slices: others have to wait for their turn."""
+        return self._holder is not None
+
+    def when_free(self, then: Callable[[], None]) -> None:
+        self._waiting.append(then)
+
+    def hold(self, holder: object) -> None:
+        self._holder = holder
+
+    def release(self) -> None:
+        self._holder = None
+        waiting, self._waiting = self._waiting, []
+        for then in waiting:
+            self.broker.later(then)
+
+    def publish(
+        self, data: bytearray, pos: int, stop: int, count: int, *, delay: int = 0, more: bool = False
+    ) -> Commit | None:
+        """Append ``count`` records ``[size][body]``. None: safe already; else the commit to wait for.
+
+        With ``more`` this is a slice of a batch that goes on. PublishError says why it is refused.
+        """
+        if self.exiting:
+            raise PublishError("exiting")
+        if self.broker.refusing:
+            raise PublishError(self.broker.refusing)
+        self.message_count += count
+        self.message_bytes += stop - pos - 4 * count
+        if self.ephemeral and self.frozen and self.depth + count > self.broker.options.mem_queue_size:
+            # Nobody listens and the memory is full: dropped without a word, as NSQ does.
+            return None
+        self.log.append(data, pos, stop, count, self.broker.clock.wall(), delay=delay, more=more)
+        if self.log.end > self._usable - RESERVE // 2:
+            self._reserve()
+        self.broker.turn(self)
+        if self.log.durability == "memory" and self.log.end <= self._usable:
+            return None
+        commit = self._open_commit
+        if commit is None:
+            commit = self._open_commit = Commit()
+            self._commits.append(commit)
+        commit.end = self.log.end
+        return commit
+
+    def _reserve(self) -> None:
+        """Say which seqs may be used from now on, and use none of them before that is on the device."""
+        if self.ephemeral:
+            self._usable = self.ceiling = self.log.end + RESERVE
+            return
+        if self.ceiling - self.log.end > RESERVE // 2:
+            return
+        ceiling = self.ceiling = self.log.end + RESERVE
+        position = self.broker.journal.note("ceiling", self.incarnation, ceiling)
+
+        def usable() -> None:
+            self._usable = max(self._usable, ceiling)
+            self._progressed()
+
+        self.broker.journal.when_synced(position, usable)
+
+    def grant(self, ceiling: int, position: int) -> None:
+        """The first seqs, of a topic that was just made or read back."""
+        self.ceiling = ceiling
+
+        def usable() -> None:
+            self._usable = max(self._usable, ceiling)
+            self._progressed()
+
+        self.broker.journal.when_synced(position, usable)
+
+    def flush(self) -> None:
+        """The end of a loop turn: write, commit, hand on to the channels."""
+        self._open_commit = None
+        self.log.flush()
+        self._progressed()
+        options = self.broker.options
+        if self.log.memory_count > options.mem_queue_size or self.log.memory_bytes > options.mem_queue_bytes:
+            self.trim()
+
+    def _progressed(self) -> None:
+        """A mark of the log moved: answer publishers, let the channels see more."""
+        committed = min(self.log.committed, self._usable)
+        commits = self._commits
+        while commits and commits[0].end <= committed and commits[0] is not self._open_commit:
+            commits.popleft().resolve()
+        if committed > self.pumped and not self.frozen:
+            self._pump(committed)
+
+    def _pump(self, seq: int) -> None:
+        deferred = self.log.deferred
+        while deferred and deferred[0][0] < seq:
+            number, due = deferred.popleft()
+            for channel in self.channels.values():
+                channel.hand_deferred(number, due)
+        self.pumped = seq
+        for channel in self.channels.values():
+            channel.pump()
+            if channel.ephemeral or self.ephemeral:
+                channel.drop_excess()
+
+    def _write_failed(self, seq: int, exc: Exception) -> None:
+        reason = getattr(exc, "strerror", None) or str(exc)
+        self.broker.unwell(f"cannot write to the disk: {reason}")
+        self._open_commit = None
+        while self._commits and self._commits[-1].end > seq:
+            self._commits.pop().resolve(PublishError(reason))
+
+    def _arrived(self) -> None:
+        """Something was read back: somebody may be waiting for it."""
+        for channel in self.channels.values():
+            channel.pump()
+
+    def frame(self, seq: int) -> bytearray | None:
+        """A copy of one message's frame; None while it is being read back."""
+        source = self.log if seq < SIDE else self.side
+        if source is None:
+            raise LookupError(f"{self.name} has no side log")
+        return source.frame(seq)
+
+    @property
+    def side_end(self) -> int:
+        return self.side.end if self.side is not None else SIDE
+
+    # --- Channels --------------------------------------------------------------------------------------------------
+
+    def channel(self, name: str) -> tuple[Channel, int]:
+        """The channel, made if need be, and the journal's position at which that is known (0: it was there)."""
+        channel = self.channels.get(name)
+        if channel is not None:
+            return channel, 0
+        position = 0
+        ident = self.broker.next_channel_id()
+        channel = Channel(self, name, ident, self.pumped)
+        self.channels[name] = channel
+        if not (channel.ephemeral or self.ephemeral):
+            position = self.broker.journal.note("channel", self.incarnation, ident, name, self.pumped, self.side_end)
+        if len(self.channels) == 1:
+            self._freeze()
+        log.info("TOPIC(%s): new channel(%s)", self.name, name)
+        self.broker.structure_changed(self.ephemeral or channel.ephemeral)
+        if not self.frozen:
+            # Its first channel gets what has piled up.
+            self.broker.turn(self)
+        return channel, position
+
+    def existing_channel(self, name: str) -> Channel:
+        channel = self.channels.get(name)
+        if channel is None:
+            raise NotFoundError("channel does not exist")
+        return channel
+
+    def delete_channel(self, name: str) -> None:
+        channel = self.existing_channel(name)
+        log.info("TOPIC(%s): deleting channel %s", self.name, name)
+        sessions = channel.close()
+        channel.empty()
+        del self.channels[name]
+        self.broker.journal.forget(channel)
+        if not (channel.ephemeral or self.ephemeral):
+            self.broker.journal.note("unchannel", self.incarnation, channel.id)
+        if not self.channels:
+            self._freeze()
+        self.broker.structure_changed(self.ephemeral or channel.ephemeral)
+        for session in sessions:
+            session.drop()
+        if self.ephemeral and not self.channels and not self.exiting:
+            self.broker.later(self._vanish)
+
+    def _vanish(self) -> None:
+        if not self.channels and not self.exiting:
+            self.broker.delete_topic(self.name)
+
+    def _freeze(self) -> None:
+        """Tell the journal whether, and where, ``pumped`` stands still."""
+        if not self.ephemeral:
+            self.broker.journal.note("frozen", self.incarnation, self.pumped if self.frozen else None)
+
+    # --- Operators -------------------------------------------------------------------------------------------------
+
+    def pause(self, paused: bool) -> None:
+        if self.paused != paused:
+            self.paused = paused
+            if not self.ephemeral:
+                self.broker.journal.note("pause", self.incarnation, paused)
+            self._freeze()
+        if not self.frozen:
+            self.broker.turn(self)
+
+    def gate(self, closed: bool) -> None:
+        """Keep ``pumped`` where it is until it is known which channels the topic has elsewhere."""
+        if self.gated != closed:
+            self.gated = closed
+            self._freeze()
+            if not self.frozen:
+                self.broker.turn(self)
+
+    def empty(self) -> None:
+        """Drop what no channel has seen yet; the channels keep theirs."""
+        stop = min(self.log.end, self.log.committed)
+        if stop <= self.pumped:
+            return
+        if not self.ephemeral:
+            self.broker.journal.note("skip", self.incarnation, self.pumped, stop)
+        while self.log.deferred and self.log.deferred[0][0] < stop:
+            self.log.deferred.popleft()
+        for channel in self.channels.values():
+            channel.skip(self.pumped, stop)
+        self.pumped = stop
+        self._freeze()
+        self.broker.turn(self)
+        self.trim()
+
+    def close(self) -> None:
+        """The topic is going: whoever waits for a commit learns it."""
+        self.exiting = True
+        for commit in self._commits:
+            commit.resolve(PublishError("exiting"))
+        self._commits.clear()
+        self._open_commit = None
+
+    # --- Letting go ------------------------------------------------------------------------------------------------
+
+    def trim(self) -> None:
+        """Let the log forget what it need not keep in memory."""
+        options = self.broker.options
+        limit = options.mem_queue_size
+        if self.log.durability == "memory" and not self.ephemeral:
+            self.log.spill(limit, options.mem_queue_bytes)
+        self.log.trim(limit, options.mem_queue_bytes, self._needs, self._pins)
+
+    def _needs(self, first: int, stop: int) -> bool:
+        return self.pumped < stop or any(channel.needs(first, stop) for channel in self.channels.values())
+
+    def _pins(self, first: int, stop: int) -> bool:
+        return any(c.ephemeral and c.needs(first, stop) for c in self.channels.values())
+
+    def first_needed(self) -> int:
+        """The lowest seq that any channel, or the backlog for the first one, still needs from the files."""
+        lowest = self.pumped
+        for channel in self.channels.values():
+            if not channel.ephemeral:
+                lowest = min(lowest, channel.first_needed())
+        return lowest
+
+    def first_side_needed(self) -> int:
+        lowest = self.side_end
+        for channel in self.channels.values():
+            if channel.side:
+                lowest = min(lowest, channel.side.first)
+            lowest = min([lowest, *(seq for seq in channel.attempts if seq >= SIDE)])
+            lowest = min([lowest, *(seq for seq in channel.unusual if seq >= SIDE)])
+        return lowest

@@ -1,0 +1,248 @@
+"""`flintmq <command>`, and the programs under NSQ's own names.
+
+This is the outermost room: it reads the command line, starts a program, waits for a signal and turns errors into a line
+and an exit status. What a command needs is imported inside it, so that `flintmq pub` does not pay for the broker.
+
+Exit status: 0 after a clean end, 1 when something failed, 2 when the command line is wrong.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import gc
+import importlib
+import logging
+import os
+import platform
+import signal
+import sys
+from collections.abc import Callable, Coroutine, Sequence
+from typing import TYPE_CHECKING, Any
+
+from flintmq import __version__, logs
+from flintmq.errors import OptionError, StartError, StorageError
+from flintmq.options import NsqdOptions, help_text, read_flags, resolve
+
+if TYPE_CHECKING:
+    from flintmq.broker.daemon import Broker
+
+__all__ = ["main", "nsqd"]
+
+log = logging.getLogger(__name__)
+
+_COMMANDS = """\
+usage: flintmq COMMAND [ARGUMENTS]
+
+  up      the whole platform in one process, on this machine only
+  nsqd    the broker, with the flags of NSQ's nsqd
+  pub     publish messages
+  sub     print the messages of a channel
+
+flintmq COMMAND --help tells more; flintmq --version prints the version."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The program `flintmq`."""
+    command, *rest = (sys.argv[1:] if argv is None else list(argv)) or ["--help"]
+    commands: dict[str, Callable[[Sequence[str]], int]] = {
+        "nsqd": nsqd,
+        "up": _up,
+        "pub": _tool("pub"),
+        "sub": _tool("sub"),
+    }
+    if command in commands:
+        return commands[command](rest)
+    if command in ("-h", "-help", "--help", "help"):
+        print(_COMMANDS)
+        return 0
+    if command in ("-version", "--version"):
+        print(_own_version())
+        return 0
+    print(f"flintmq: there is no command '{command}', only {', '.join(commands)}", file=sys.stderr)
+    print("run 'flintmq --help'", file=sys.stderr)
+    return 2
+
+
+def nsqd(argv: Sequence[str] | None = None) -> int:
+    """The program `nsqd`."""
+    try:
+        flags = read_flags(NsqdOptions, sys.argv[1:] if argv is None else argv)
+    except OptionError as exc:
+        print(exc, file=sys.stderr)
+        print("run 'nsqd --help' for a list of flags", file=sys.stderr)
+        return 2
+    if flags.get("help"):
+        print(help_text(NsqdOptions))
+        return 0
+    if flags.get("version"):
+        print(f"{_nsqd_version()} {_own_version()}")
+        return 0
+
+    # Until the file is read, only flags can say how log lines look.
+    logs.setup(flags.get("log-prefix", "[nsqd] "), "info")
+    try:
+        options = resolve(NsqdOptions, flags)
+    except OptionError as exc:
+        log.critical("%s", exc)
+        return 1
+    logs.setup(options.log_prefix, options.log_level)
+    try:
+        options.validate()
+        loop_factory = _event_loop(options.event_loop)
+    except OptionError as exc:
+        log.critical("failed to instantiate nsqd - %s", exc)
+        return 1
+
+    log.info("%s", _nsqd_version())
+    log.info("ID: %d", options.id)
+    try:
+        return _run(_serve(options), loop_factory)
+    except StartError as exc:
+        # Go's daemon names the step that failed, and for all but this one the step is its constructor.
+        form = "%s" if str(exc).startswith("failed to load metadata") else "failed to instantiate nsqd - %s"
+        log.critical(form, exc)
+        return 1
+
+
+def _up(argv: Sequence[str]) -> int:
+    """Everything on this machine with nothing to set up: the first thing a newcomer runs."""
+    parser = argparse.ArgumentParser(
+        prog="flintmq up",
+        description="Run the whole platform in one process, reachable from this machine only. Ctrl-C ends it.",
+    )
+    parser.add_argument(
+        "--data-path", metavar="DIR", default="flintmq-data", help="made where missing (default ./%(default)s)"
+    )
+    parser.add_argument(
+        "--tcp-address", metavar="ADDRESS", default="127.0.0.1:4150", help="of the broker (default %(default)s)"
+    )
+    parser.add_argument(
+        "--log-level",
+        metavar="LEVEL",
+        default="warn",
+        choices=("debug", "info", "warn", "error", "fatal"),
+        help="debug, info, warn, error or fatal (default %(default)s)",
+    )
+    arguments = parser.parse_args(argv)
+    logs.setup("[nsqd] ", arguments.log_level)
+    try:
+        os.makedirs(arguments.data_path, exist_ok=True)
+    except OSError as exc:
+        print(f"flintmq up: cannot make the directory {arguments.data_path}: {exc.strerror}", file=sys.stderr)
+        return 1
+    options = NsqdOptions(
+        data_path=arguments.data_path,
+        tcp_address=arguments.tcp_address,
+        http_address="127.0.0.1:4151",
+        https_address="",
+        broadcast_address="127.0.0.1",
+        log_level=arguments.log_level,
+    )
+    try:
+        return _run(_serve(options, _welcome), _event_loop(options.event_loop))
+    except StartError as exc:
+        print(f"flintmq up: {exc}", file=sys.stderr)
+        if str(exc).startswith("listen "):
+            print(
+                "Another broker may be running there. Stop it, or choose another port:\n"
+                "  flintmq up --tcp-address 127.0.0.1:5150",
+                file=sys.stderr,
+            )
+        elif "data-path" in str(exc):
+            print("Stop the other broker, or choose another directory: flintmq up --data-path DIR", file=sys.stderr)
+        return 1
+
+
+def _welcome(broker: Broker, options: NsqdOptions) -> None:
+    """Say where things are, and what to type next."""
+    address = broker.tcp_address
+    elsewhere = "" if address == "127.0.0.1:4150" else f" --nsqd {address}"
+    facts = f"nsqd (TCP)   {address}\nmessages     {os.path.abspath(options.data_path)}"
+    example = f'flintmq sub greetings/printer{elsewhere}\nflintmq pub greetings "hello"{elsewhere}'
+    if not sys.stdout.isatty():
+        print(f"flintmq {__version__} is up\n\n{facts}\n\nTry, in two other terminals:\n\n{example}\n", flush=True)
+        return
+    from rich.console import Console, Group
+    from rich.panel import Panel
+    from rich.text import Text
+
+    console = Console(highlight=False)
+    content = Group(
+        Text(facts), Text("\nTry, in two other terminals:\n", style="dim"), Text(example, style="bold cyan")
+    )
+    console.print(Panel(content, title=f"flintmq {__version__} is up", subtitle="ctrl-C ends it", expand=False))
+
+
+async def _serve(options: NsqdOptions, announce: Callable[[Broker, NsqdOptions], None] | None = None) -> int:
+    """Run a broker until a signal asks for its end, or until it cannot go on."""
+    from flintmq.broker.daemon import Broker
+
+    # Before the start, which may have much to recover: a signal must never cut that short.
+    asked_to_stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, asked_to_stop.set)
+
+    broker = Broker(options)
+    await broker.start()
+    # What is alive now stays alive: keep it out of every later collection.
+    gc.collect()
+    gc.freeze()
+    if announce is not None:
+        announce(broker, options)
+
+    stop = asyncio.create_task(asked_to_stop.wait())
+    closed = asyncio.create_task(broker.wait_closed())
+    try:
+        await asyncio.wait({stop, closed}, return_when=asyncio.FIRST_COMPLETED)
+        if closed.done():
+            closed.result()
+        else:
+            await broker.stop()
+    except (StorageError, OSError) as exc:
+        log.critical("%s", exc)
+        return 1
+    finally:
+        stop.cancel()
+        closed.cancel()
+    return 0
+
+
+def _run(main: Coroutine[Any, Any, int], loop_factory: Callable[[], asyncio.AbstractEventLoop] | None) -> int:
+    with asyncio.Runner(loop_factory=loop_factory) as runner:
+        return runner.run(main)
+
+
+def _event_loop(name: str) -> Callable[[], asyncio.AbstractEventLoop] | None:
+    """What makes the event loop of `--event-loop`; None is asyncio's own."""
+    if name == "asyncio":
+        return None
+    try:
+        import uvloop
+    except ImportError as exc:
+        if name == "uvloop":
+            raise OptionError("--event-loop=uvloop: uvloop is not installed") from exc
+        return None
+    factory: Callable[[], asyncio.AbstractEventLoop] = uvloop.new_event_loop
+    return factory
+
+
+def _tool(name: str) -> Callable[[Sequence[str]], int]:
+    def run(argv: Sequence[str]) -> int:
+        status: int = importlib.import_module(f"flintmq.tools.{name}").main(argv)
+        return status
+
+    return run
+
+
+def _nsqd_version() -> str:
+    from flintmq.wire import NSQ_VERSION
+
+    return f"nsqd v{NSQ_VERSION} (built w/python{platform.python_version()})"
+
+
+def _own_version() -> str:
+    from flintmq.kernel import COMPILED
+
+    return f"flintmq {__version__} {'compiled' if COMPILED else 'interpreted'}"

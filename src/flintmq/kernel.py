@@ -1,0 +1,755 @@
+# cython: language_level=3
+"""The hot byte loops: frames made from publishes, runs cut from blocks, FINs applied in runs, deadlines kept in heaps.
+
+Written in Cython's pure Python mode: one source, compiled where a C compiler was there at build time, run as it is
+where not. Each hot function holds two twins side by side, one for the compiler and one for the interpreter. It works
+on buffers and numbers only and knows nothing of topics, sessions or files. Bounds checks are dropped in single
+functions, after their inputs were checked.
+"""
+
+from array import array
+from struct import Struct
+
+import cython
+
+if cython.compiled:
+    from cython.cimports.libc.string import memcpy
+
+COMPILED = cython.compiled
+
+#: Bytes that a message's frame has beside its body.
+FRAME_OVERHEAD = 34
+#: A scan stopped because the buffer ends before the command does, or because of a size out of range.
+SCAN_MORE = 1
+SCAN_BAD = 2
+SCAN_DONE = 0
+
+_MARK_SHIFT = 6
+_HEX = cython.declare(bytes, b"0123456789abcdef")
+_u32 = Struct(">I")
+_i32 = Struct(">i")
+_head = Struct(">IIQH16s")
+
+
+@cython.cfunc
+@cython.inline
+@cython.nogil
+@cython.exceptval(check=False)
+def _rd32(p: cython.p_uchar) -> cython.uint:
+    return (
+        (cython.cast(cython.uint, p[0]) << 24)
+        | (cython.cast(cython.uint, p[1]) << 16)
+        | (cython.cast(cython.uint, p[2]) << 8)
+        | p[3]
+    )
+
+
+@cython.cfunc
+@cython.inline
+@cython.nogil
+@cython.exceptval(check=False)
+def _wr32(p: cython.p_uchar, v: cython.uint) -> cython.void:
+    p[0] = (v >> 24) & 255
+    p[1] = (v >> 16) & 255
+    p[2] = (v >> 8) & 255
+    p[3] = v & 255
+
+
+@cython.cclass
+class Scan:
+    """A walk over ``count`` records ``[4-byte size][body]``, which can stop at the end of a buffer and go on later.
+
+    ``pos`` is where it stands, ``index`` how many messages it has passed, ``size`` the last size read.
+    """
+
+    pos = cython.declare(cython.Py_ssize_t, visibility="public")
+    index = cython.declare(cython.Py_ssize_t, visibility="public")
+    size = cython.declare(cython.longlong, visibility="public")
+
+    def __init__(self, pos: cython.Py_ssize_t):
+        self.pos = pos
+        self.index = 0
+        self.size = 0
+
+    @cython.ccall
+    def run(
+        self, data: bytearray, stop: cython.Py_ssize_t, count: cython.Py_ssize_t, max_size: cython.longlong
+    ) -> cython.int:
+        """Walk on up to ``stop``. ``SCAN_DONE``, ``SCAN_MORE`` or ``SCAN_BAD`` (``size`` is not in 1 … max_size)."""
+        pos: cython.Py_ssize_t = self.pos
+        index: cython.Py_ssize_t = self.index
+        size: cython.longlong
+        if stop > len(data):
+            raise ValueError("stop lies beyond the buffer")
+        if cython.compiled:
+            p: cython.p_uchar = data
+            while index < count:
+                if pos + 4 > stop:
+                    break
+                size = cython.cast(cython.int, _rd32(p + pos))
+                if size <= 0 or size > max_size:
+                    self.pos = pos
+                    self.index = index
+                    self.size = size
+                    return SCAN_BAD
+                if pos + 4 + size > stop:
+                    break
+                pos += 4 + size
+                index += 1
+        else:
+            unpack = _i32.unpack_from
+            while index < count:
+                if pos + 4 > stop:
+                    break
+                (size,) = unpack(data, pos)
+                if size <= 0 or size > max_size:
+                    self.pos = pos
+                    self.index = index
+                    self.size = size
+                    return SCAN_BAD
+                if pos + 4 + size > stop:
+                    break
+                pos += 4 + size
+                index += 1
+        self.pos = pos
+        self.index = index
+        return SCAN_DONE if index == count else SCAN_MORE
+
+
+@cython.cclass
+class Block:
+    """A piece of a log in memory: finished frames of consecutive seqs, back to back, each
+
+        size (4) | type 2 (4) | timestamp (8) | attempts (2) | id (16) | body
+
+    with the id as 16 hex digits of ``prefix | seq``. The offset of every 64th frame is kept, so that any frame is
+    found by a short walk. Frames are only ever added: a slice that was handed out stays as it is.
+    """
+
+    buf = cython.declare(bytearray, visibility="public")
+    view = cython.declare(object, visibility="public")
+    size = cython.declare(cython.Py_ssize_t, visibility="public")
+    used = cython.declare(cython.Py_ssize_t, visibility="public")
+    base = cython.declare(cython.longlong, visibility="public")
+    count = cython.declare(cython.Py_ssize_t, visibility="public")
+    # Where fill() stopped in its input; what cut() and find() found.
+    pos = cython.declare(cython.Py_ssize_t, visibility="public")
+    start = cython.declare(cython.Py_ssize_t, visibility="public")
+    stop = cython.declare(cython.Py_ssize_t, visibility="public")
+    _marks = cython.declare(object)
+
+    def __init__(self, size: cython.Py_ssize_t, base: cython.longlong, buf=None):
+        if buf is None:
+            buf = bytearray(size)
+        self.buf = buf
+        self.size = len(buf)
+        self.view = memoryview(buf)
+        self.used = 0
+        self.base = base
+        self.count = 0
+        self.pos = self.start = self.stop = 0
+        self._marks = array("I", bytes(4 * (self.size // (FRAME_OVERHEAD << _MARK_SHIFT) + 2)))
+
+    def recycle(self, base: cython.longlong) -> bool:
+        """Make this an empty block again; False if somebody still holds a view of it."""
+        self.view.release()
+        try:
+            # A bytearray refuses to change its size while a view of it is out.
+            self.buf.append(0)
+            self.buf.pop()
+        except BufferError:
+            return False
+        self.view = memoryview(self.buf)
+        self.used = 0
+        self.base = base
+        self.count = 0
+        return True
+
+    @cython.ccall
+    def fill(
+        self,
+        data: bytearray,
+        pos: cython.Py_ssize_t,
+        stop: cython.Py_ssize_t,
+        count: cython.Py_ssize_t,
+        ident: cython.ulonglong,
+        timestamp: cython.longlong,
+        attempts: cython.int,
+        max_bytes: cython.Py_ssize_t,
+    ) -> cython.Py_ssize_t:
+        """Make frames of up to ``count`` records ``[size][body]`` at ``data[pos:stop]``; how many were made.
+
+        It stops where the block is full or ``max_bytes`` of frames were made (one frame is made whatever its size);
+        ``self.pos`` says where. ``ident`` is the first message's id, prefix included.
+        """
+        done: cython.Py_ssize_t = 0
+        used: cython.Py_ssize_t = self.used
+        limit: cython.Py_ssize_t = self.size
+        budget: cython.Py_ssize_t = used + max_bytes
+        n: cython.Py_ssize_t = self.count
+        size: cython.longlong
+        if pos < 0 or stop > len(data) or attempts < 0 or attempts > 65535:
+            raise ValueError("fill: the range does not lie in the buffer")
+        if cython.compiled:
+            k: cython.int
+            v: cython.ulonglong
+            src: cython.p_uchar = data
+            dst: cython.p_uchar = self.buf
+            d: cython.p_uchar
+            hx: cython.p_uchar = _HEX
+            marks: cython.uint[::1] = self._marks
+            mark_room: cython.Py_ssize_t = marks.shape[0] << 6
+            while done < count:
+                if pos + 4 > stop:
+                    raise ValueError("fill: a record is cut off")
+                size = _rd32(src + pos)
+                if pos + 4 + size > stop:
+                    raise ValueError("fill: a record is cut off")
+                if used + 34 + size > limit or (done and used + 34 + size > budget) or n >= mark_room:
+                    break
+                if n & 63 == 0:
+                    marks[n >> 6] = cython.cast(cython.uint, used)
+                d = dst + used
+                _wr32(d, cython.cast(cython.uint, size + 30))
+                _wr32(d + 4, 2)
+                _wr32(d + 8, cython.cast(cython.uint, timestamp >> 32))
+                _wr32(d + 12, cython.cast(cython.uint, timestamp & 0xFFFFFFFF))
+                d[16] = (attempts >> 8) & 255
+                d[17] = attempts & 255
+                v = ident + done
+                for k in range(33, 17, -1):
+                    d[k] = hx[v & 15]
+                    v >>= 4
+                memcpy(d + 34, src + pos + 4, size)
+                used += 34 + size
+                pos += 4 + size
+                n += 1
+                done += 1
+        else:
+            unpack = _u32.unpack_from
+            pack = _head.pack_into
+            buf = self.buf
+            table = self._marks
+            while done < count:
+                if pos + 4 > stop:
+                    raise ValueError("fill: a record is cut off")
+                (size,) = unpack(data, pos)
+                after = pos + 4 + size
+                if after > stop:
+                    raise ValueError("fill: a record is cut off")
+                at = used + 34
+                if at + size > limit or (done and at + size > budget):
+                    break
+                if n & 63 == 0:
+                    table[n >> 6] = used
+                pack(buf, used, size + 30, 2, timestamp, attempts, b"%016x" % (ident + done))
+                used = at + size
+                buf[at:used] = data[pos + 4 : after]
+                pos = after
+                n += 1
+                done += 1
+        self.used = used
+        self.count = n
+        self.pos = pos
+        return done
+
+    @cython.ccall
+    def adopt(self, used: cython.Py_ssize_t, count: cython.Py_ssize_t) -> cython.bint:
+        """Take ``used`` bytes that are already in the buffer as ``count`` frames; False if they are not."""
+        at: cython.Py_ssize_t = 0
+        n: cython.Py_ssize_t = 0
+        size: cython.longlong
+        if used < 0 or used > self.size:
+            return False
+        if cython.compiled:
+            p: cython.p_uchar = self.buf
+            marks: cython.uint[::1] = self._marks
+            room: cython.Py_ssize_t = marks.shape[0] << 6
+            while at < used:
+                if at + 34 > used or n >= room:
+                    return False
+                if n & 63 == 0:
+                    marks[n >> 6] = cython.cast(cython.uint, at)
+                size = _rd32(p + at)
+                if size < 30:
+                    return False
+                at += 4 + size
+                n += 1
+        else:
+            unpack = _u32.unpack_from
+            buf = self.buf
+            table = self._marks
+            while at < used:
+                if at + 34 > used:
+                    return False
+                if n & 63 == 0:
+                    table[n >> 6] = at
+                (size,) = unpack(buf, at)
+                if size < 30:
+                    return False
+                at += 4 + size
+                n += 1
+        if at != used or n != count:
+            return False
+        self.used = used
+        self.count = n
+        return True
+
+    @cython.ccall
+    def cut_back(self, count: cython.Py_ssize_t) -> cython.int:
+        """Forget all frames after the first ``count``: their write failed and nobody has seen them."""
+        if count < self.count:
+            self.used = self.find(self.base + count)
+            self.count = count
+        return 0
+
+    @cython.ccall
+    def find(self, seq: cython.longlong) -> cython.Py_ssize_t:
+        """The offset at which the frame of ``seq`` starts; ``self.stop`` is where it ends."""
+        i: cython.longlong = seq - self.base
+        at: cython.Py_ssize_t
+        if i < 0 or i >= self.count:
+            raise IndexError("the block does not hold this seq")
+        if cython.compiled:
+            p: cython.p_uchar = self.buf
+            marks: cython.uint[::1] = self._marks
+            at = marks[i >> 6]
+            for _ in range(i & 63):
+                at += 4 + _rd32(p + at)
+            self.stop = at + 4 + _rd32(p + at)
+        else:
+            unpack = _u32.unpack_from
+            buf = self.buf
+            at = self._marks[i >> 6]
+            for _ in range(i & 63):
+                at += 4 + unpack(buf, at)[0]
+            self.stop = at + 4 + unpack(buf, at)[0]
+        self.start = at
+        return at
+
+    @cython.ccall
+    def cut(
+        self, seq: cython.longlong, max_count: cython.Py_ssize_t, max_bytes: cython.Py_ssize_t
+    ) -> cython.Py_ssize_t:
+        """How many frames from ``seq`` on make up a run; ``view[self.start:self.stop]`` are its bytes."""
+        start: cython.Py_ssize_t = self.find(seq)
+        at: cython.Py_ssize_t = self.stop
+        left: cython.Py_ssize_t = self.base + self.count - seq
+        n: cython.Py_ssize_t = 1
+        size: cython.Py_ssize_t
+        if left < max_count:
+            max_count = left
+        if cython.compiled:
+            p: cython.p_uchar = self.buf
+            while n < max_count:
+                size = 4 + _rd32(p + at)
+                if at + size - start > max_bytes:
+                    break
+                at += size
+                n += 1
+        else:
+            unpack = _u32.unpack_from
+            buf = self.buf
+            while n < max_count:
+                size = 4 + unpack(buf, at)[0]
+                if at + size - start > max_bytes:
+                    break
+                at += size
+                n += 1
+        self.start = start
+        self.stop = at
+        return n
+
+
+@cython.cclass
+class Ring:
+    """Who holds which first delivery: an owner per seq in the window ``lo`` … ``hi - 1``, 0 where nobody does.
+
+    What was finished is collected as ranges in ``_done`` until ``take_done()``. ``count`` is how many are held.
+    """
+
+    lo = cython.declare(cython.longlong, visibility="public")
+    hi = cython.declare(cython.longlong, visibility="public")
+    count = cython.declare(cython.Py_ssize_t, visibility="public")
+    finished = cython.declare(cython.Py_ssize_t, visibility="public")
+    _owners = cython.declare(object)
+    _mask = cython.declare(cython.longlong)
+    _done = cython.declare(object)
+    _done_used = cython.declare(cython.Py_ssize_t)
+
+    def __init__(self):
+        self.lo = self.hi = 0
+        self.count = 0
+        self.finished = 0
+        self._owners = None
+        self._mask = -1
+        self._done = None
+        self._done_used = 0
+
+    @property
+    def window(self) -> int:
+        return self.hi - self.lo
+
+    def reset(self, seq: cython.longlong) -> None:
+        """Hold nothing; the next delivery starts at or after ``seq``. What is in ``_done`` stays."""
+        self.lo = self.hi = seq
+        self.count = 0
+        self._owners = None
+        self._mask = -1
+
+    def shrink(self) -> None:
+        """Give the memory back while nothing is held."""
+        if self.count == 0:
+            self.lo = self.hi
+            self._owners = None
+            self._mask = -1
+        if self._done_used == 0:
+            self._done = None
+
+    @cython.ccall
+    def deliver(self, first: cython.longlong, count: cython.Py_ssize_t, owner: cython.uint) -> cython.int:
+        """``owner`` is sent ``first`` … ``first + count - 1``. ``first`` must not lie before ``hi``."""
+        need: cython.longlong
+        i: cython.longlong
+        if first < self.hi:
+            raise ValueError("deliver: a seq before the window's end")
+        if self.count == 0:
+            self.lo = self.hi = first
+        need = first + count - self.lo
+        if need > self._mask + 1:
+            self._grow(need)
+        if cython.compiled:
+            ow: cython.uint[::1] = self._owners
+            m: cython.longlong = self._mask
+            for i in range(self.hi, first):
+                ow[i & m] = 0
+            for i in range(first, first + count):
+                ow[i & m] = owner
+        else:
+            owners = self._owners
+            mask = self._mask
+            for i in range(self.hi, first):
+                owners[i & mask] = 0
+            for i in range(first, first + count):
+                owners[i & mask] = owner
+        self.hi = first + count
+        self.count += count
+        return 0
+
+    @cython.cfunc
+    def _grow(self, need: cython.longlong) -> cython.int:
+        size: cython.longlong = 64
+        while size < need:
+            size *= 2
+        new = array("I", bytes(4 * size))
+        old = self._owners
+        for i in range(self.lo, self.hi):
+            new[i & (size - 1)] = old[i & self._mask]
+        self._owners = new
+        self._mask = size - 1
+        return 0
+
+    @cython.ccall
+    def owner(self, seq: cython.longlong) -> cython.uint:
+        """Who holds ``seq``; 0 for nobody."""
+        if seq < self.lo or seq >= self.hi:
+            return 0
+        return self._owners[seq & self._mask]
+
+    @cython.ccall
+    def release(self, seq: cython.longlong) -> cython.int:
+        """``seq`` is no longer a first delivery: finished, requeued, or kept elsewhere from now on."""
+        if seq < self.lo or seq >= self.hi or self._owners[seq & self._mask] == 0:
+            raise ValueError("release: nobody holds this seq")
+        self.count -= 1
+        self._owners[seq & self._mask] = 0
+        if seq == self.lo:
+            self._advance()
+        return 0
+
+    @cython.cfunc
+    def _advance(self) -> cython.int:
+        lo: cython.longlong = self.lo
+        if cython.compiled:
+            ow: cython.uint[::1] = self._owners
+            m: cython.longlong = self._mask
+            while lo < self.hi and ow[lo & m] == 0:
+                lo += 1
+        else:
+            owners = self._owners
+            mask = self._mask
+            while lo < self.hi and owners[lo & mask] == 0:
+                lo += 1
+        self.lo = lo
+        return 0
+
+    @cython.ccall
+    def finish_run(
+        self,
+        data: bytearray,
+        pos: cython.Py_ssize_t,
+        stop: cython.Py_ssize_t,
+        owner: cython.uint,
+        prefix: cython.ulonglong,
+    ) -> cython.Py_ssize_t:
+        """Apply the ``FIN <id>\\n`` commands at ``data[pos:stop]``; where the first one of another kind stands.
+
+        Usual: ``owner`` holds it in this ring. ``self.finished`` says how many were finished.
+        """
+        done: cython.Py_ssize_t = 0
+        used: cython.Py_ssize_t
+        v: cython.longlong
+        if pos < 0 or stop > len(data):
+            raise ValueError("finish_run: the range does not lie in the buffer")
+        if self.count == 0:
+            self.finished = 0
+            return pos
+        if self._done is None:
+            self._done = array("q", bytes(16 * 64))
+        used = self._done_used
+        if cython.compiled:
+            src: cython.p_uchar = data
+            p: cython.p_uchar
+            ow: cython.uint[::1] = self._owners
+            out: cython.longlong[::1] = self._done
+            room: cython.Py_ssize_t = out.shape[0]
+            m: cython.longlong = self._mask
+            lo: cython.longlong = self.lo
+            hi: cython.longlong = self.hi
+            k: cython.int
+            u: cython.ulonglong
+            x: cython.uchar
+            bad: cython.bint = False
+            while stop - pos >= 21:
+                p = src + pos
+                if p[0] != 70 or p[1] != 73 or p[2] != 78 or p[3] != 32 or p[20] != 10:
+                    break
+                u = 0
+                for k in range(4, 20):
+                    x = p[k]
+                    if 48 <= x <= 57:
+                        x -= 48
+                    elif 97 <= x <= 102:
+                        x -= 87
+                    else:
+                        bad = True
+                        break
+                    u = (u << 4) | x
+                if bad:
+                    break
+                v = cython.cast(cython.longlong, u ^ prefix)
+                if v < lo or v >= hi or ow[v & m] != owner:
+                    break
+                ow[v & m] = 0
+                done += 1
+                pos += 21
+                if used > 0 and out[used - 1] == v:
+                    out[used - 1] = v + 1
+                else:
+                    if used == room:
+                        self._widen()
+                        out = self._done
+                        room = out.shape[0]
+                    out[used] = v
+                    out[used + 1] = v + 1
+                    used += 2
+        else:
+            owners = self._owners
+            ranges = self._done
+            mask = self._mask
+            low = self.lo
+            high = self.hi
+            while stop - pos >= 21:
+                line = bytes(data[pos : pos + 21])
+                if line[:4] != b"FIN " or line[20] != 10:
+                    break
+                digits = line[4:20]
+                if digits.strip(_HEX):
+                    break
+                v = int(digits, 16) ^ prefix
+                if v < low or v >= high or owners[v & mask] != owner:
+                    break
+                owners[v & mask] = 0
+                done += 1
+                pos += 21
+                if used and ranges[used - 1] == v:
+                    ranges[used - 1] = v + 1
+                else:
+                    if used == len(ranges):
+                        self._widen()
+                        ranges = self._done
+                    ranges[used] = v
+                    ranges[used + 1] = v + 1
+                    used += 2
+        self._done_used = used
+        self.count -= done
+        self.finished = done
+        if done:
+            self._advance()
+        return pos
+
+    @cython.cfunc
+    def _widen(self) -> cython.int:
+        new = array("q", self._done)
+        new.extend(array("q", bytes(8 * len(self._done))))
+        self._done = new
+        return 0
+
+    def add_done(self, first: int, stop: int) -> None:
+        """Collect a range that was finished in another way than by ``finish_run``."""
+        if self._done is None:
+            self._done = array("q", bytes(16 * 64))
+        used = self._done_used
+        if used and self._done[used - 1] == first:
+            self._done[used - 1] = stop
+            return
+        if used == len(self._done):
+            self._widen()
+        self._done[used] = first
+        self._done[used + 1] = stop
+        self._done_used = used + 2
+
+    def take_done(self) -> bytes:
+        """The collected ranges as 64-bit numbers in pairs (first, stop), in the machine's byte order; then none."""
+        used = self._done_used
+        if not used:
+            return b""
+        data = bytes(memoryview(self._done)[:used])
+        self._done_used = 0
+        if used > 4096:
+            self._done = None
+        return data
+
+    def held(self, first: int, stop: int) -> list:
+        """``(seq, owner)`` of each first delivery still held in ``first`` … ``stop - 1``."""
+        if first < self.lo:
+            first = self.lo
+        if stop > self.hi:
+            stop = self.hi
+        owners = self._owners
+        mask = self._mask
+        found = []
+        for seq in range(first, stop):
+            owner = owners[seq & mask]
+            if owner:
+                found.append((seq, owner))
+        return found
+
+
+@cython.cclass
+class Heap:
+    """Pairs of (due, seq), the earliest due first, packed in arrays: 16 bytes each, a million take 16 MB."""
+
+    _due = cython.declare(object)
+    _seq = cython.declare(object)
+
+    def __init__(self):
+        self._due = array("q")
+        self._seq = array("q")
+
+    def __len__(self) -> int:
+        return len(self._due)
+
+    def clear(self) -> None:
+        self._due = array("q")
+        self._seq = array("q")
+
+    def first_due(self) -> int:
+        """When the earliest is due; raises IndexError if there is none."""
+        return self._due[0]
+
+    def items(self) -> list:
+        """All pairs, in no order."""
+        return list(zip(self._due, self._seq, strict=True))
+
+    def first_seq(self) -> int:
+        """The lowest seq; raises IndexError if there is none."""
+        low: cython.longlong = self._seq[0]
+        if cython.compiled:
+            s: cython.longlong[::1] = self._seq
+            i: cython.Py_ssize_t
+            for i in range(s.shape[0]):
+                if s[i] < low:
+                    low = s[i]
+            return low
+        return min(self._seq)
+
+    @cython.ccall
+    def push(self, due: cython.longlong, seq: cython.longlong) -> cython.int:
+        i: cython.Py_ssize_t
+        parent: cython.Py_ssize_t
+        self._due.append(due)
+        self._seq.append(seq)
+        i = len(self._due) - 1
+        if cython.compiled:
+            d: cython.longlong[::1] = self._due
+            s: cython.longlong[::1] = self._seq
+            while i > 0:
+                parent = (i - 1) >> 1
+                if d[parent] < due or (d[parent] == due and s[parent] <= seq):
+                    break
+                d[i] = d[parent]
+                s[i] = s[parent]
+                i = parent
+            d[i] = due
+            s[i] = seq
+        else:
+            dues = self._due
+            seqs = self._seq
+            while i > 0:
+                parent = (i - 1) >> 1
+                if dues[parent] < due or (dues[parent] == due and seqs[parent] <= seq):
+                    break
+                dues[i] = dues[parent]
+                seqs[i] = seqs[parent]
+                i = parent
+            dues[i] = due
+            seqs[i] = seq
+        return 0
+
+    @cython.ccall
+    def pop(self) -> cython.longlong:
+        """Take the earliest out; its seq."""
+        dues = self._due
+        seqs = self._seq
+        first: cython.longlong = seqs[0]
+        due: cython.longlong = dues.pop()
+        seq: cython.longlong = seqs.pop()
+        n: cython.Py_ssize_t = len(dues)
+        i: cython.Py_ssize_t = 0
+        child: cython.Py_ssize_t
+        if n == 0:
+            return first
+        if cython.compiled:
+            d: cython.longlong[::1] = dues
+            s: cython.longlong[::1] = seqs
+            while True:
+                child = 2 * i + 1
+                if child >= n:
+                    break
+                if child + 1 < n and (
+                    d[child + 1] < d[child] or (d[child + 1] == d[child] and s[child + 1] < s[child])
+                ):
+                    child += 1
+                if due < d[child] or (due == d[child] and seq <= s[child]):
+                    break
+                d[i] = d[child]
+                s[i] = s[child]
+                i = child
+            d[i] = due
+            s[i] = seq
+        else:
+            while True:
+                child = 2 * i + 1
+                if child >= n:
+                    break
+                if child + 1 < n and (dues[child + 1], seqs[child + 1]) < (dues[child], seqs[child]):
+                    child += 1
+                if (due, seq) <= (dues[child], seqs[child]):
+                    break
+                dues[i] = dues[child]
+                seqs[i] = seqs[child]
+                i = child
+            dues[i] = due
+            seqs[i] = seq
+        return first

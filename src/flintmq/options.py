@@ -1,0 +1,616 @@
+"""One table of options per program: Go-style flags, the TOML file, `--help` and `/config` all read it.
+
+A program's options are a frozen dataclass. Each field is one option: the field's name is the key in the config file,
+and its metadata hold the flag, the kind and the line of help (`option_table` gathers them). A flag wins over the file,
+the file over the default. Durations are whole nanoseconds, lists are tuples, words such as `tcp-https` stay words.
+
+Reading happens in three steps, because a program ends differently after each: `read_flags` (a wrong flag is a usage
+error), `resolve` (a wrong file) and `Options.validate` (values that do not fit together). `parse` is all three.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import socket
+import tomllib
+import zlib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from hashlib import md5
+from typing import Any, ClassVar, TypeVar
+
+from flintmq.errors import OptionError
+
+__all__ = [
+    "MICROSECOND",
+    "MILLISECOND",
+    "MINUTE",
+    "SECOND",
+    "NsqdOptions",
+    "Option",
+    "Options",
+    "default_node_id",
+    "format_duration",
+    "help_text",
+    "option_table",
+    "parse",
+    "parse_duration",
+    "read_flags",
+    "resolve",
+]
+
+MICROSECOND = 1_000
+MILLISECOND = 1_000_000
+SECOND = 1_000_000_000
+MINUTE = 60 * SECOND
+HOUR = 60 * MINUTE
+
+
+# --- Durations, as Go writes them -------------------------------------------------------------------------------------
+
+_UNITS = {
+    "ns": 1,
+    "us": MICROSECOND,
+    "µs": MICROSECOND,  # U+00B5, the micro sign
+    "μs": MICROSECOND,  # U+03BC, the Greek letter
+    "ms": MILLISECOND,
+    "s": SECOND,
+    "m": MINUTE,
+    "h": HOUR,
+}
+_DURATION_PART = re.compile(r"(?=\.?[0-9])([0-9]*)(?:\.([0-9]*))?([^0-9.]*)")
+_INT64_MAX = 2**63 - 1
+
+
+def parse_duration(text: str) -> int:
+    """The nanoseconds of `250ms`, `1h30m`, `-1.5s` …; raises ValueError with the reason."""
+    digits = text[1:] if text[:1] in ("+", "-") else text
+    if digits == "0":
+        return 0
+    total = position = 0
+    while position < len(digits):
+        part = _DURATION_PART.match(digits, position)
+        if part is None:
+            break
+        whole, fraction, unit = part[1], part[2] or "", part[3]
+        if not unit:
+            raise ValueError(f'missing unit in duration "{text}", such as 250ms, 5s or 1h30m')
+        if unit not in _UNITS:
+            raise ValueError(f'unknown unit "{unit}" in duration "{text}": use ns, us, ms, s, m or h')
+        total += int(whole or "0") * _UNITS[unit]
+        total += int(fraction or "0") * _UNITS[unit] // 10 ** len(fraction)
+        position = part.end()
+    if not digits or position < len(digits):
+        raise ValueError(f'invalid duration "{text}": write 250ms, 5s or 1h30m')
+    if total > _INT64_MAX:
+        raise ValueError(f'duration "{text}" is too long')
+    return -total if text.startswith("-") else total
+
+
+def format_duration(nanoseconds: int) -> str:
+    """`1h0m0s`, `1.5s`, `250ms`: the text Go prints for the same duration."""
+    size = abs(nanoseconds)
+    sign = "-" if nanoseconds < 0 else ""
+    if size == 0:
+        return "0s"
+    for unit, limit in (("ns", MICROSECOND), ("µs", MILLISECOND), ("ms", SECOND)):
+        if size < limit:
+            return f"{sign}{_decimal(size, limit // 1000)}{unit}"
+    minutes, seconds = divmod(size, MINUTE)
+    text = f"{_decimal(seconds, SECOND)}s"
+    if minutes:
+        hours, minutes = divmod(minutes, 60)
+        text = f"{hours}h{minutes}m{text}" if hours else f"{minutes}m{text}"
+    return sign + text
+
+
+def _decimal(value: int, unit: int) -> str:
+    """`value / unit` exactly, with no trailing zeros; `unit` is a power of ten."""
+    whole, rest = divmod(value, unit)
+    if not rest:
+        return str(whole)
+    digits = len(str(unit)) - 1
+    return f"{whole}.{rest:0{digits}d}".rstrip("0")
+
+
+# --- Kinds of values --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Kind:
+    """How values of one sort are read from a flag, read from TOML and shown."""
+
+    #: The word after the flag in `--help`; empty for flags that need no value.
+    placeholder: str
+    #: From the text of a flag. Raises ValueError with the reason.
+    from_text: Callable[[str], Any]
+    #: From a TOML value that is not a string. Raises TypeError where such a value has no meaning.
+    from_toml: Callable[[Any], Any]
+    #: The text `--help` and the docs show for a default.
+    to_text: Callable[[Any], str] = str
+    #: Given bare, a flag of this kind means true, and it never takes the next word.
+    bare: bool = False
+    #: May be given many times; values are tuples and each flag adds to them.
+    repeatable: bool = False
+    #: The words allowed, each with the number `/config` shows for it (None: the word itself).
+    words: Mapping[str, int | None] | None = None
+
+
+_BOOLEANS = {word: True for word in ("1", "t", "T", "TRUE", "true", "True")} | {
+    word: False for word in ("0", "f", "F", "FALSE", "false", "False")
+}
+
+
+def _bool_from_text(text: str) -> bool:
+    if text not in _BOOLEANS:
+        raise ValueError(f'"{text}" is neither true nor false')
+    return _BOOLEANS[text]
+
+
+def _bool_from_toml(value: Any) -> bool:
+    if isinstance(value, bool):
+        return value
+    if isinstance(value, int):
+        # Inverted, and not by mistake here: the Go daemon reads 0 as true, and files in the field were made to fit.
+        return value == 0
+    raise TypeError
+
+
+def _int_from_text(text: str) -> int:
+    # Go reads C notation: 0x1f, 0b11, 0o17 and also 017, with underscores between digits.
+    digits = text.replace("0", "0o", 1) if re.fullmatch(r"[+-]?0[0-9_]+", text) else text
+    try:
+        value = int(digits, 0)
+    except ValueError:
+        raise ValueError(f'"{text}" is not a whole number') from None
+    if not -_INT64_MAX - 1 <= value <= _INT64_MAX:
+        raise ValueError(f"{text} does not fit in 64 bits")
+    return value
+
+
+def _int_from_toml(value: Any) -> int:
+    if isinstance(value, int) and not isinstance(value, bool):
+        return value
+    raise TypeError
+
+
+def _float_from_text(text: str) -> float:
+    try:
+        return float(text)
+    except ValueError:
+        raise ValueError(f'"{text}" is not a number') from None
+
+
+def _float_from_toml(value: Any) -> float:
+    if isinstance(value, int | float) and not isinstance(value, bool):
+        return float(value)
+    raise TypeError
+
+
+def _string_from_toml(value: Any) -> str:
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, int | float):
+        return str(value)
+    raise TypeError
+
+
+def _strings_from_toml(value: Any) -> tuple[str, ...]:
+    if isinstance(value, list) and all(isinstance(item, str) for item in value):
+        return tuple(value)
+    raise TypeError
+
+
+def _floats_from_text(text: str) -> tuple[float, ...]:
+    return tuple(_float_from_text(item) for item in _split(text))
+
+
+def _floats_from_toml(value: Any) -> tuple[float, ...]:
+    if isinstance(value, list):
+        return tuple(_float_from_toml(item) for item in value)
+    raise TypeError
+
+
+def _split(text: str) -> list[str]:
+    return [item.strip() for item in text.split(",") if item.strip()]
+
+
+def _words(words: Mapping[str, int | None], *, bare: bool = False) -> Kind:
+    """One of a few words, in any case; where true and false are among them, everything that reads as a boolean."""
+
+    def from_text(text: str) -> str:
+        word = text.lower()
+        if "true" in words and word in _BOOLEANS:
+            word = str(_BOOLEANS[word]).lower()
+        if word not in words:
+            raise ValueError(f'"{text}" is none of {", ".join(words)}')
+        return word
+
+    return Kind(
+        "" if bare else "word", from_text, lambda value: from_text(_string_from_toml(value)), words=words, bare=bare
+    )
+
+
+STRING = Kind("string", str, _string_from_toml)
+INT = Kind("int", _int_from_text, _int_from_toml)
+FLOAT = Kind("float", _float_from_text, _float_from_toml)
+BOOL = Kind("", _bool_from_text, _bool_from_toml, to_text=lambda value: str(value).lower(), bare=True)
+# A whole number in a file means milliseconds, as in NSQ.
+DURATION = Kind("duration", parse_duration, lambda value: _int_from_toml(value) * MILLISECOND, to_text=format_duration)
+# Commas separate values in a file only: on the command line the flag is given again.
+STRINGS = Kind("string", lambda text: (text,), _strings_from_toml, to_text=", ".join, repeatable=True)
+PERCENTILES = Kind(
+    "float", _floats_from_text, _floats_from_toml, to_text=lambda value: ", ".join(map(str, value)), repeatable=True
+)
+LOG_LEVEL = _words({"debug": 1, "info": 2, "warn": 3, "error": 4, "fatal": 5})
+TLS_REQUIRED = _words({"false": 0, "tcp-https": 1, "true": 2}, bare=True)
+TLS_VERSION = _words({"tls1.0": 769, "tls1.1": 770, "tls1.2": 771, "tls1.3": 772})
+DURABILITY = _words({"memory": None, "os": None, "fsync": None})
+EVENT_LOOP = _words({"auto": None, "asyncio": None, "uvloop": None})
+
+
+# --- The table --------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Option:
+    """One line of a program's table."""
+
+    flag: str
+    kind: Kind
+    help: str
+    #: The key in the config file and the name of the field; None for what can only be said on the command line.
+    key: str | None = None
+    default: Any = None
+    #: Numbers below it are refused.
+    minimum: int | None = None
+
+
+def option(
+    kind: Kind,
+    default: Any,
+    help: str,
+    *,
+    flag: str | None = None,
+    minimum: int | None = None,
+) -> Any:
+    """A dataclass field that is an option; a callable default is asked for each new object."""
+    metadata = {"kind": kind, "help": help, "flag": flag, "minimum": minimum}
+    if callable(default):
+        return dataclasses.field(default_factory=default, metadata=metadata)
+    return dataclasses.field(default=default, metadata=metadata)
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options:
+    """What every program's options have in common."""
+
+    program: ClassVar[str]
+    #: Flags that are not settings: they are in no config file and in no object.
+    command_line_only: ClassVar[tuple[Option, ...]] = (
+        Option("config", STRING, "read settings from this TOML file", default=""),
+        Option("help", BOOL, "print this help", default=False),
+        Option("version", BOOL, "print the version", default=False),
+    )
+
+    def __post_init__(self) -> None:
+        # Callers may pass lists; a frozen object must not hold something that can change.
+        for name, value in vars(self).items():
+            if isinstance(value, list):
+                object.__setattr__(self, name, tuple(value))
+
+    def validate(self) -> None:
+        """Raise OptionError for the first value that is out of range or does not fit the others."""
+        for entry in option_table(type(self)).values():
+            if entry.key is None:
+                continue
+            value = getattr(self, entry.key)
+            if entry.kind.words is not None and value not in entry.kind.words:
+                raise OptionError(f"--{entry.flag} must be one of {', '.join(entry.kind.words)}")
+            if entry.minimum is not None and value < entry.minimum:
+                raise OptionError(f"--{entry.flag} must be at least {entry.kind.to_text(entry.minimum)}")
+
+
+def option_table(options_class: type[Options]) -> Mapping[str, Option]:
+    """Every flag of a program by name: its settings in the order of the class, then what is no setting."""
+    table = {}
+    for field in dataclasses.fields(options_class):
+        default = field.default
+        if field.default_factory is not dataclasses.MISSING:
+            default = field.default_factory()
+        meta = field.metadata
+        flag = meta["flag"] or field.name.replace("_", "-")
+        table[flag] = Option(flag, meta["kind"], meta["help"], field.name, default, meta["minimum"])
+    table |= {entry.flag: entry for entry in options_class.command_line_only}
+    return table
+
+
+def default_node_id(hostname: str) -> int:
+    """The node id of a host nobody gave one: a hash of its name, the same that the Go daemon takes."""
+    return zlib.crc32(md5(hostname.encode(), usedforsecurity=False).digest()) % 1024
+
+
+@dataclass(frozen=True, kw_only=True)
+class NsqdOptions(Options):
+    """Settings of the broker. Also made by hand: `NsqdOptions(data_path=path, tcp_address="127.0.0.1:0")`."""
+
+    program: ClassVar[str] = "nsqd"
+    command_line_only: ClassVar[tuple[Option, ...]] = (
+        *Options.command_line_only,
+        Option("verbose", BOOL, "deprecated, has no effect: use --log-level", default=False),
+        Option("worker-id", BOOL, "deprecated, has no effect: use --node-id", default=False),
+    )
+
+    # Basic.
+    log_level: str = option(LOG_LEVEL, "info", "least level that is logged: debug, info, warn, error or fatal")
+    log_prefix: str = option(STRING, "[nsqd] ", "what every log line begins with")
+    id: int = option(
+        INT,
+        lambda: default_node_id(socket.gethostname()),
+        "this node's part of message ids, from 0 to 1023; by default a hash of the host name",
+        flag="node-id",
+    )
+    enable_experiment: tuple[str, ...] = option(
+        STRINGS,
+        (),
+        "switch on an experiment, such as topology-aware-consumption; unknown names are ignored (repeatable)",
+    )
+    event_loop: str = option(EVENT_LOOP, "auto", "auto, asyncio or uvloop; auto is uvloop where it is installed")
+
+    # Addresses.
+    tcp_address: str = option(
+        STRING, "0.0.0.0:4150", "where TCP clients connect: host:port, or the path of a unix socket"
+    )
+    http_address: str = option(
+        STRING, "0.0.0.0:4151", "where HTTP clients connect: host:port, or the path of a unix socket; empty: no HTTP"
+    )
+    https_address: str = option(
+        STRING, "0.0.0.0:4152", "where HTTPS clients connect: host:port; empty or without --tls-cert: no HTTPS"
+    )
+    broadcast_address: str = option(
+        STRING, socket.gethostname, "the address that nsqlookupd is told; by default the host name"
+    )
+    broadcast_tcp_port: int = option(INT, 0, "the TCP port that nsqlookupd is told; 0: the port listened on", minimum=0)
+    broadcast_http_port: int = option(
+        INT, 0, "the HTTP port that nsqlookupd is told; 0: the port listened on", minimum=0
+    )
+    nsqlookupd_tcp_addresses: tuple[str, ...] = option(
+        STRINGS, (), "TCP address of an nsqlookupd to register with (repeatable)", flag="lookupd-tcp-address"
+    )
+    topology_region: str = option(STRING, "", "the region this node is in, for topology-aware-consumption")
+    topology_zone: str = option(STRING, "", "the zone this node is in, for topology-aware-consumption")
+    http_client_connect_timeout: int = option(
+        DURATION, 2 * SECOND, "how long a connection to nsqlookupd or an auth server may take", minimum=1
+    )
+    http_client_request_timeout: int = option(
+        DURATION, 5 * SECOND, "how long a whole request to nsqlookupd or an auth server may take", minimum=1
+    )
+
+    # Storage.
+    data_path: str = option(
+        STRING, "", "directory of logs, journal and metadata; it must exist; empty: the current one"
+    )
+    durability: str = option(
+        DURABILITY, "os", "what the OK of a publish means: memory (kept in memory), os (written), fsync (on the disk)"
+    )
+    mem_queue_size: int = option(INT, 10_000, "messages kept in memory per topic", minimum=0)
+    mem_queue_bytes: int = option(INT, 256 << 20, "bytes of messages kept in memory per topic, at most", minimum=0)
+    cold_cache_bytes: int = option(
+        INT, 32 << 20, "cache shared by all topics for what is read back from disk", minimum=0
+    )
+    max_bytes_per_file: int = option(INT, 100 << 20, "size at which a topic begins a new segment file", minimum=1)
+    sync_every: int = option(INT, 2500, "messages after which files are synced in the background", minimum=0)
+    sync_timeout: int = option(DURATION, 2 * SECOND, "time after which files are synced in the background", minimum=1)
+    disk_reserve: int = option(INT, 64 << 20, "free bytes kept on the disk: below it publishes are refused", minimum=0)
+
+    # Queue scan.
+    queue_scan_interval: int = option(
+        DURATION, 100 * MILLISECOND, "time between two looks at what timed out or is due", minimum=1
+    )
+    queue_scan_refresh_interval: int = option(
+        DURATION, 5 * SECOND, "accepted for compatibility: the list of channels is always fresh", minimum=1
+    )
+    queue_scan_selection_count: int = option(INT, 20, "channels looked at in one round", minimum=1)
+    queue_scan_worker_pool_max: int = option(INT, 4, "channels looked at before other work gets its turn", minimum=1)
+    queue_scan_dirty_percent: float = option(
+        FLOAT, 0.25, "share of channels with something due above which the next round follows at once", minimum=0
+    )
+
+    # Limits of messages and commands.
+    msg_timeout: int = option(
+        DURATION, MINUTE, "time a consumer has to finish a message, unless it asks for another", minimum=1
+    )
+    max_msg_timeout: int = option(DURATION, 15 * MINUTE, "longest such time a consumer can get", minimum=1)
+    max_msg_size: int = option(INT, 1 << 20, "largest message body in bytes", minimum=1)
+    max_body_size: int = option(INT, 5 << 20, "largest body of one command in bytes", minimum=1)
+    max_req_timeout: int = option(DURATION, HOUR, "longest delay of a deferred or requeued message", minimum=0)
+
+    # What clients can ask for.
+    max_heartbeat_interval: int = option(
+        DURATION, MINUTE, "longest time between heartbeats a client can ask for", minimum=1
+    )
+    max_rdy_count: int = option(INT, 2500, "largest RDY count of a client", minimum=0)
+    max_output_buffer_size: int = option(
+        INT, 64 << 10, "largest output buffer in bytes a client can ask for", minimum=0
+    )
+    max_output_buffer_timeout: int = option(
+        DURATION, 30 * SECOND, "longest wait before output is sent that a client can ask for", minimum=0
+    )
+    min_output_buffer_timeout: int = option(
+        DURATION, 25 * MILLISECOND, "shortest wait before output is sent that a client can ask for", minimum=0
+    )
+    output_buffer_timeout: int = option(
+        DURATION, 250 * MILLISECOND, "longest wait before output is sent, unless a client asks for another", minimum=0
+    )
+    max_channel_consumers: int = option(INT, 0, "most consumers of one channel; 0: no limit", minimum=0)
+
+    # TLS and compression.
+    tls_cert: str = option(STRING, "", "path of the certificate (PEM)")
+    tls_key: str = option(STRING, "", "path of the certificate's key (PEM)")
+    tls_client_auth_policy: str = option(STRING, "", "what is asked of client certificates: require or require-verify")
+    tls_root_ca_file: str = option(
+        STRING, "", "path of the authorities that client certificates are checked against (PEM)"
+    )
+    tls_required: str = option(
+        TLS_REQUIRED, "false", "refuse clients without TLS: true, false, or tcp-https (plain HTTP stays allowed)"
+    )
+    tls_min_version: str = option(
+        TLS_VERSION, "tls1.2", "oldest version of TLS accepted: tls1.0, tls1.1, tls1.2 or tls1.3"
+    )
+    deflate: bool = option(BOOL, True, "let clients ask for deflate compression")
+    max_deflate_level: int = option(INT, 6, "highest deflate level a client can ask for, from 1 to 9")
+    snappy: bool = option(BOOL, True, "let clients ask for snappy compression")
+
+    # Statsd and latency.
+    statsd_address: str = option(STRING, "", "UDP host:port of a statsd server; empty: none")
+    statsd_prefix: str = option(STRING, "nsq.%s", "prefix of statsd keys; %s becomes this node's address")
+    statsd_interval: int = option(DURATION, MINUTE, "time between two reports to statsd", minimum=1)
+    statsd_mem_stats: bool = option(BOOL, True, "report memory to statsd too")
+    statsd_udp_packet_size: int = option(INT, 508, "largest statsd packet in bytes", minimum=1)
+    statsd_exclude_ephemeral: bool = option(BOOL, False, "leave ephemeral topics and channels out of statsd reports")
+    e2e_processing_latency_percentiles: tuple[float, ...] = option(
+        PERCENTILES,
+        (),
+        "percentile to keep of the time from publish to finish, in (0, 1], such as 0.99 (repeatable, or with commas)",
+        flag="e2e-processing-latency-percentile",
+    )
+    e2e_processing_latency_window_time: int = option(
+        DURATION, 10 * MINUTE, "how far back those percentiles look", minimum=1
+    )
+
+    # Auth server.
+    auth_http_addresses: tuple[str, ...] = option(
+        STRINGS, (), "host:port or URL of an auth server (repeatable); none: no authorization", flag="auth-http-address"
+    )
+    auth_http_request_method: str = option(STRING, "get", "how an auth server is asked: get or post")
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        percentiles = tuple(sorted(self.e2e_processing_latency_percentiles, reverse=True))
+        object.__setattr__(self, "e2e_processing_latency_percentiles", percentiles)
+        # Asking clients for certificates makes no sense for those who may come without TLS.
+        if self.tls_client_auth_policy and self.tls_required == "false":
+            object.__setattr__(self, "tls_required", "true")
+
+    def validate(self) -> None:
+        super().validate()
+        if not 1 <= self.max_deflate_level <= 9:
+            raise OptionError("--max-deflate-level must be [1,9]")
+        if not 0 <= self.id < 1024:
+            raise OptionError("--node-id must be [0,1024)")
+        if max(self.broadcast_tcp_port, self.broadcast_http_port) > 65535:
+            raise OptionError("--broadcast-tcp-port and --broadcast-http-port must be [0,65535]")
+        if self.tls_client_auth_policy not in ("", "require", "require-verify"):
+            # The Go daemon takes an unknown word for "ask for nothing": too dangerous to copy.
+            raise OptionError("--tls-client-auth-policy must be require or require-verify")
+        if bool(self.tls_cert) != bool(self.tls_key):
+            raise OptionError("failed to build TLS config - --tls-cert and --tls-key must be given together")
+        if self.tls_required != "false" and not self.tls_cert:
+            raise OptionError("cannot require TLS client connections without TLS key and cert")
+        if self.auth_http_request_method not in ("get", "post"):
+            raise OptionError("--auth-http-request-method must be post or get")
+        for percentile in self.e2e_processing_latency_percentiles:
+            if not 0 < percentile <= 1:
+                raise OptionError(f"invalid E2E processing latency percentile: {percentile:g}")
+
+
+# --- Reading ----------------------------------------------------------------------------------------------------------
+
+OptionsT = TypeVar("OptionsT", bound=Options)
+
+
+def parse(options_class: type[OptionsT], argv: Sequence[str]) -> OptionsT:
+    """Options from the words of a command line and the file it names; raises OptionError."""
+    options = resolve(options_class, read_flags(options_class, argv))
+    options.validate()
+    return options
+
+
+def read_flags(options_class: type[Options], argv: Sequence[str]) -> dict[str, Any]:
+    """The values given on a command line, by flag name. Like Go's flag package, it ends at the first other word.
+
+    `-x v`, `-x=v`, `--x v` and `--x=v` are the same. A flag that can stand bare never takes the next word.
+    """
+    table = option_table(options_class)
+    values: dict[str, Any] = {}
+    words = iter(argv)
+    for word in words:
+        if not word.startswith("-") or word in ("-", "--"):
+            break
+        name, equals, text = word.removeprefix("-").removeprefix("-").partition("=")
+        if not name or name.startswith("-"):
+            raise OptionError(f"bad flag syntax: {word}")
+        entry = table.get("help" if name == "h" else name)
+        if entry is None:
+            raise OptionError(f"flag provided but not defined: -{name}")
+        if not equals:
+            given = "true" if entry.kind.bare else next(words, None)
+            if given is None:
+                raise OptionError(f"flag needs an argument: -{name}")
+            text = given
+        try:
+            value = entry.kind.from_text(text)
+        except ValueError as exc:
+            raise OptionError(f'invalid value "{text}" for flag -{name}: {exc}') from exc
+        values[entry.flag] = values.get(entry.flag, ()) + value if entry.kind.repeatable else value
+    return values
+
+
+def resolve(options_class: type[OptionsT], flags: Mapping[str, Any]) -> OptionsT:
+    """Options from the flags of `read_flags` and, beneath them, from the config file they name."""
+    table = option_table(options_class)
+    path = flags.get("config", "")
+    values = _read_file(options_class, path) if path else {}
+    values |= {key: flags[flag] for flag, entry in table.items() if (key := entry.key) is not None and flag in flags}
+    return options_class(**values)
+
+
+def _read_file(options_class: type[Options], path: str) -> dict[str, Any]:
+    """The settings of a config file. Keys we do not know are ignored, as NSQ does: files outlive versions."""
+    try:
+        with open(path, "rb") as file:
+            content = tomllib.load(file)
+    except (OSError, ValueError) as exc:
+        reason = exc.strerror if isinstance(exc, OSError) else exc
+        raise OptionError(f"failed to load config file {path} - {reason}") from exc
+    values: dict[str, Any] = {}
+    for entry in option_table(options_class).values():
+        if entry.key is None or entry.key not in content:
+            continue
+        found = content[entry.key]
+        if entry.kind.words is not None and found == "":
+            continue  # an empty word leaves the default
+        try:
+            values[entry.key] = _from_toml(entry.kind, found)
+        except TypeError:
+            problem = f"a {type(found).__name__} cannot be its value"
+            raise OptionError(f"failed to load config file {path} - {entry.key}: {problem}") from None
+        except ValueError as exc:
+            raise OptionError(f"failed to load config file {path} - {entry.key}: {exc}") from exc
+    return values
+
+
+def _from_toml(kind: Kind, found: Any) -> Any:
+    if not isinstance(found, str):
+        return kind.from_toml(found)
+    if kind is STRINGS:
+        return tuple(_split(found))
+    return kind.from_text(found)
+
+
+# --- Help -------------------------------------------------------------------------------------------------------------
+
+
+def help_text(options_class: type[Options]) -> str:
+    """Every flag with its default and its line of help, in Go's layout and alphabetical order."""
+    lines = [f"Usage of {options_class.program}:"]
+    for flag, entry in sorted(option_table(options_class).items()):
+        lines.append(f"  -{flag} {entry.kind.placeholder}".rstrip())
+        default = entry.kind.to_text(entry.default)
+        if entry.default == "" or not default:
+            shown = ""
+        else:
+            shown = f' (default "{default}")' if entry.kind is STRING else f" (default {default})"
+        lines.append(f"    \t{entry.help}{shown}")
+    return "\n".join(lines)

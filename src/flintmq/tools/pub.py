@@ -1,0 +1,265 @@
+"""`flintmq pub`: publish messages given as arguments, or the lines of a file or of standard input.
+
+Lines that are there together go out together, in MPUBs of bounded size, a few of them under way at a time; a line typed
+at a terminal goes out at once. Only what the broker has confirmed is counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import os
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequence
+
+import msgspec
+
+from flintmq import wire
+from flintmq.errors import ProtocolError
+from flintmq.options import MILLISECOND, parse_duration
+from flintmq.tools import DEFAULT_NSQD, Link, run
+
+__all__ = ["main"]
+
+# Well within the broker's default limits (5 MiB a command), and small enough to be confirmed often.
+_BATCH_BYTES = 512 * 1024
+_BATCH_MESSAGES = 500
+_COMMANDS_UNDER_WAY = 8
+_CHUNK_BYTES = 256 * 1024
+
+
+def main(argv: Sequence[str]) -> int:
+    arguments = _parser().parse_intermixed_args(argv)
+    if arguments.message and arguments.file:
+        _parser().error("give messages or --file, not both")
+    if not wire.valid_name(arguments.topic):
+        _parser().error(f'"{arguments.topic}" is not a topic name: use 1 to 64 letters, digits, ".", "_" or "-"')
+    if not all(arguments.message):
+        _parser().error("a message cannot be empty")
+    publisher = _Publisher(arguments.topic.encode(), arguments.defer, arguments.rate)
+    status = run("pub", lambda: _publish(publisher, arguments))
+    if status == 0 or publisher.messages or publisher.unconfirmed:
+        _print_summary(publisher, arguments.topic, as_json=arguments.json)
+    return status
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="flintmq pub",
+        description="Publish messages: the arguments, or each line of a file or of standard input.",
+    )
+    parser.add_argument("topic", metavar="TOPIC")
+    parser.add_argument("message", metavar="MESSAGE", nargs="*", type=os.fsencode)
+    parser.add_argument("--file", metavar="FILE", help="publish each line of this file; empty lines are left out")
+    parser.add_argument("--nsqd", metavar="ADDRESS", default=DEFAULT_NSQD, help="the broker (default %(default)s)")
+    parser.add_argument(
+        "--defer", metavar="DURATION", type=_milliseconds, default=0, help="deliver only after this time, such as 10s"
+    )
+    parser.add_argument("--rate", metavar="N", type=_rate, default=0.0, help="publish at most N messages a second")
+    parser.add_argument("--json", action="store_true", help="print the summary as JSON")
+    return parser
+
+
+def _milliseconds(text: str) -> int:
+    try:
+        milliseconds = parse_duration(text) // MILLISECOND
+    except ValueError as exc:
+        raise argparse.ArgumentTypeError(str(exc)) from exc
+    if milliseconds < 0:
+        raise argparse.ArgumentTypeError("a message cannot be deferred into the past")
+    return milliseconds
+
+
+def _rate(text: str) -> float:
+    rate = float(text)
+    if not 0 < rate < float("inf"):
+        raise argparse.ArgumentTypeError("a rate is above 0")
+    return rate
+
+
+async def _publish(publisher: _Publisher, arguments: argparse.Namespace) -> int:
+    with contextlib.ExitStack() as stack:
+        if arguments.file:
+            # Opened before connecting: a wrong name should not look like a missing broker.
+            descriptor = stack.enter_context(open(arguments.file, "rb", buffering=0)).fileno()  # noqa: ASYNC230
+        else:
+            descriptor = sys.stdin.fileno()
+            if not arguments.message and os.isatty(descriptor):
+                sys.stderr.write("reading messages from the terminal, one per line; end with ctrl-D\n")
+        # No heartbeats: while we wait for input nobody would read them.
+        publisher.link = link = await Link.open(arguments.nsqd, heartbeat_interval=-1)
+        try:
+            if arguments.message:
+                await publisher.send_all(arguments.message)
+                await publisher.settle()
+            else:
+                report = stack.enter_context(_progress(descriptor))
+                await _publish_lines(publisher, descriptor, report)
+        finally:
+            await link.close()
+    return 0
+
+
+async def _publish_lines(publisher: _Publisher, descriptor: int, report: Callable[[int], None]) -> None:
+    rest: list[bytes] = []  # the pieces of a line whose end has not come yet
+    async for chunk, is_last_for_now in _chunks(descriptor):
+        report(len(chunk))
+        *lines, tail = chunk.split(b"\n")
+        if lines:
+            lines[0] = b"".join(rest) + lines[0]
+            rest = []
+        rest.append(tail)
+        await publisher.send_all(line for line in lines if line)
+        if is_last_for_now:
+            # The next line may be minutes away: do not keep what the broker says about these until then.
+            await publisher.settle()
+    await publisher.send_all(line for line in [b"".join(rest)] if line)
+    await publisher.settle()
+
+
+async def _chunks(descriptor: int) -> AsyncIterator[tuple[bytes, bool]]:
+    """What can be read, as it comes, each with whether nothing more is at hand.
+
+    Read in a thread, because neither files nor terminals can be polled everywhere. A daemon thread, and `os.read`
+    rather than `sys.stdin`, because ctrl-C must end the program although the thread still waits for a line.
+    """
+    loop = asyncio.get_running_loop()
+    queue: asyncio.Queue[bytes | OSError] = asyncio.Queue(maxsize=4)
+
+    def read() -> None:
+        chunk: bytes | OSError = b"."
+        # RuntimeError and CancelledError: the loop has ended and nobody wants the rest.
+        with contextlib.suppress(RuntimeError, asyncio.CancelledError):
+            while chunk and not isinstance(chunk, OSError):
+                try:
+                    chunk = os.read(descriptor, _CHUNK_BYTES)
+                except OSError as exc:
+                    chunk = exc
+                asyncio.run_coroutine_threadsafe(queue.put(chunk), loop).result()
+
+    threading.Thread(target=read, name="input", daemon=True).start()
+    while chunk := await queue.get():
+        if isinstance(chunk, OSError):
+            raise chunk
+        yield chunk, queue.empty()
+
+
+class _Publisher:
+    """Sends batches and keeps count of what the broker has confirmed."""
+
+    def __init__(self, topic: bytes, defer_milliseconds: int, rate: float) -> None:
+        self.link: Link | None = None
+        #: Confirmed by the broker.
+        self.messages = 0
+        self.bytes = 0
+        self.started = time.monotonic()
+        self._topic = topic
+        self._defer = b"%d" % defer_milliseconds if defer_milliseconds else b""
+        self._rate = rate
+        self._batch_messages = _BATCH_MESSAGES
+        if rate:
+            # Small batches look like an even flow: ten a second, at least.
+            self._batch_messages = max(1, min(_BATCH_MESSAGES, int(rate / 10)))
+        self._sent = 0
+        # Messages and bytes of each command whose answer is still to come.
+        self._under_way: deque[tuple[int, int]] = deque()
+
+    @property
+    def unconfirmed(self) -> int:
+        return sum(messages for messages, _ in self._under_way)
+
+    async def send_all(self, bodies: Iterable[bytes]) -> None:
+        for batch in _batches(bodies, self._batch_messages):
+            await self._send(batch)
+
+    async def _send(self, batch: Sequence[bytes]) -> None:
+        assert self.link is not None
+        if self._rate:
+            wait = self.started + self._sent / self._rate - time.monotonic()
+            if wait > 0:
+                await self.settle()
+                await asyncio.sleep(wait)
+        if self._defer:
+            # NSQ has no deferred MPUB.
+            for body in batch:
+                self.link.send(wire.encode_command(b"DPUB", self._topic, self._defer, body=body))
+                self._under_way.append((1, len(body)))
+            commands_under_way = _COMMANDS_UNDER_WAY * _BATCH_MESSAGES
+        else:
+            self.link.send(wire.encode_mpub(self._topic, batch))
+            self._under_way.append((len(batch), sum(map(len, batch))))
+            commands_under_way = _COMMANDS_UNDER_WAY
+        self._sent += len(batch)
+        await self.link.drain()
+        await self.settle(commands_under_way)
+
+    async def settle(self, leave: int = 0) -> None:
+        """Wait until at most `leave` commands are unanswered."""
+        assert self.link is not None
+        while len(self._under_way) > leave:
+            try:
+                await self.link.response()
+            except ProtocolError:
+                self._under_way.popleft()  # refused, so nothing is unknown about it
+                raise
+            messages, size = self._under_way.popleft()
+            self.messages += messages
+            self.bytes += size
+
+
+def _batches(bodies: Iterable[bytes], most: int) -> Iterator[list[bytes]]:
+    batch: list[bytes] = []
+    size = 0
+    for body in bodies:
+        if batch and (len(batch) == most or size + len(body) > _BATCH_BYTES):
+            yield batch
+            batch, size = [], 0
+        batch.append(body)
+        size += len(body)
+    if batch:
+        yield batch
+
+
+@contextlib.contextmanager
+def _progress(descriptor: int) -> Iterator[Callable[[int], None]]:
+    """A progress bar where someone watches and does not type the messages; calls take the bytes read since the last."""
+    if not sys.stderr.isatty() or os.isatty(descriptor):
+        yield lambda count: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn, TransferSpeedColumn
+
+    columns = (TextColumn("publishing"), BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        # A pipe has no size; the bar then only moves.
+        task = progress.add_task("", total=os.fstat(descriptor).st_size or None)
+        yield lambda count: progress.advance(task, count)
+
+
+def _print_summary(publisher: _Publisher, topic: str, *, as_json: bool) -> None:
+    seconds = time.monotonic() - publisher.started
+    if as_json:
+        summary = {
+            "topic": topic,
+            "messages": publisher.messages,
+            "bytes": publisher.bytes,
+            "unconfirmed": publisher.unconfirmed,
+            "seconds": round(seconds, 6),
+        }
+        sys.stdout.write(msgspec.json.encode(summary).decode() + "\n")
+        return
+    amount = f"{_count(publisher.messages, 'message')} ({_count(publisher.bytes, 'byte')})"
+    line = f"published {amount} to {topic} in {seconds:.2f} s"
+    if publisher.messages > 1:
+        line += f", {publisher.messages / seconds:,.0f} a second"
+    if publisher.unconfirmed:
+        line += f"; {publisher.unconfirmed:,} more were sent and not confirmed"
+    sys.stdout.write(line + "\n")
+
+
+def _count(number: int, noun: str) -> str:
+    return f"{number:,} {noun}" if number == 1 else f"{number:,} {noun}s"

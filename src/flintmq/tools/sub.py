@@ -1,0 +1,211 @@
+"""`flintmq sub`: print the messages of a channel, and finish each after it was printed.
+
+A message is finished only once its line has left this process, so `flintmq sub … | something` loses nothing when the
+reader goes away: what was not written is given back to the channel. Ctrl-C stops the flow (CLS), prints what is already
+here and ends.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import base64
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from flintmq import wire
+from flintmq.options import SECOND, parse_duration
+from flintmq.tools import DEFAULT_NSQD, Link, refusal, run
+
+__all__ = ["main"]
+
+# How long the broker may take to answer CLS.
+_GOODBYE_SECONDS = 5.0
+
+# Refusals of a single command: the message will come again, the connection goes on.
+_HARMLESS = frozenset({"E_FIN_FAILED", "E_REQ_FAILED", "E_TOUCH_FAILED"})
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = _parser()
+    arguments = parser.parse_args(argv)
+    topic, slash, channel = arguments.source.partition("/")
+    if not slash or not wire.valid_name(topic) or not wire.valid_name(channel):
+        parser.error(f'"{arguments.source}" is not TOPIC/CHANNEL, such as greetings/printer')
+    return run("sub", lambda: _subscribe(topic, channel, arguments))
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="flintmq sub", description="Print the messages of a channel, one per line, and finish them."
+    )
+    parser.add_argument("source", metavar="TOPIC/CHANNEL", help="both are made where they do not exist")
+    parser.add_argument("--nsqd", metavar="ADDRESS", default=DEFAULT_NSQD, help="the broker (default %(default)s)")
+    parser.add_argument("-n", metavar="COUNT", dest="count", type=_positive, help="end after COUNT messages")
+    parser.add_argument(
+        "--max-in-flight", metavar="N", type=_positive, default=200, help="messages under way (default %(default)s)"
+    )
+    parser.add_argument("--json", action="store_true", help="print id, timestamp, attempts and body as JSON")
+    parser.add_argument(
+        "--timeout",
+        metavar="DURATION",
+        type=_seconds,
+        help="end when no message came for this time, such as 5s; with -n it is an error to end so",
+    )
+    return parser
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return number
+
+
+def _seconds(text: str) -> float:
+    try:
+        return parse_duration(text) / SECOND
+    except ValueError as exc:
+        raise argparse.ArgumentTypeError(str(exc)) from exc
+
+
+async def _subscribe(topic: str, channel: str, arguments: argparse.Namespace) -> int:
+    link = await Link.open(arguments.nsqd)
+    try:
+        link.send(wire.encode_command(b"SUB", topic.encode(), channel.encode()))
+        await link.response()
+        printer = _Printer(link, arguments)
+        loop = asyncio.get_running_loop()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            loop.add_signal_handler(number, printer.stop)
+        await printer.run()
+    finally:
+        await link.close()
+    if arguments.count and printer.printed < arguments.count and printer.timed_out:
+        sys.stderr.write(f"flintmq sub: timed out after {printer.printed} of {arguments.count} messages\n")
+        return 1
+    return 0
+
+
+class _Printer:
+    """Prints what a subscribed link delivers until it is told to stop, has printed enough or waited too long."""
+
+    def __init__(self, link: Link, arguments: argparse.Namespace) -> None:
+        self.printed = 0
+        self.timed_out = False
+        self._link = link
+        self._count: int | None = arguments.count
+        self._as_json: bool = arguments.json
+        self._timeout: float | None = arguments.timeout
+        self._ready = min(arguments.max_in_flight, link.features.get("max_rdy_count", 2500))
+        if self._count:
+            self._ready = min(self._ready, self._count)
+        self._stopping = False
+        self._closed = False
+        self._reader_is_gone = False
+        self._limit: asyncio.Timeout | None = None
+
+    def stop(self) -> None:
+        """Ask the broker for no more. It answers CLOSE_WAIT after the last message it had sent."""
+        if self._stopping:
+            return
+        self._stopping = True
+        self._link.send(wire.encode_command(b"CLS"))
+        self._set_limit(_GOODBYE_SECONDS)
+
+    async def run(self) -> None:
+        self._link.send(wire.encode_command(b"RDY", b"%d" % self._ready))
+        try:
+            await self._receive(self._timeout)
+        except TimeoutError:
+            if self._stopping:
+                raise ConnectionError(f"{self._link.address} does not answer") from None
+            self.timed_out = True
+            self.stop()
+            await self._receive(_GOODBYE_SECONDS)
+
+    async def _receive(self, seconds: float | None) -> None:
+        try:
+            async with asyncio.timeout(seconds) as self._limit:
+                while not self._closed:
+                    self._take(await self._link.frames())
+                    await self._link.drain()
+        finally:
+            self._limit = None
+
+    def _set_limit(self, seconds: float) -> None:
+        if self._limit is not None and not self._limit.expired():
+            self._limit.reschedule(asyncio.get_running_loop().time() + seconds)
+
+    def _take(self, frames: list[tuple[int, bytes]]) -> None:
+        lines: list[bytes] = []
+        ids: list[bytes] = []
+        for kind, payload in frames:
+            if kind == wire.FRAME_MESSAGE:
+                message = wire.decode_message(payload)
+                lines.append(_json_line(message) if self._as_json else message.body + b"\n")
+                ids.append(message.id)
+            elif kind == wire.FRAME_ERROR:
+                error = refusal(payload)
+                if error.code not in _HARMLESS:
+                    raise error
+                sys.stderr.write(f"flintmq sub: {error}\n")
+            elif payload == b"CLOSE_WAIT":
+                self._closed = True
+        if not ids:
+            return
+        self._reader_is_gone = self._reader_is_gone or not _write(b"".join(lines))
+        if self._reader_is_gone:
+            # Given back, or the broker would wait for their timeout. After CLS, or it would send them here again.
+            self.stop()
+            self._link.send(b"".join(wire.encode_command(b"REQ", id, b"0") for id in ids))
+            return
+        self.printed += len(ids)
+        if self._timeout is not None and not self._stopping:
+            self._set_limit(self._timeout)
+        self._finish(ids)
+
+    def _finish(self, ids: list[bytes]) -> None:
+        commands = []
+        if self._count:
+            # RDY before the FINs, and never above what is still wanted: otherwise each FIN makes room for a message
+            # that we would have to give back.
+            wanted = max(0, self._count - self.printed)
+            if wanted < self._ready:
+                self._ready = wanted
+                commands.append(wire.encode_command(b"RDY", b"%d" % wanted))
+        commands.extend(wire.encode_command(b"FIN", id) for id in ids)
+        self._link.send(b"".join(commands))
+        if self._count and self.printed >= self._count:
+            self.stop()
+
+
+def _json_line(message: wire.Message) -> bytes:
+    """Text bodies under `body`; others as base64 under `body_base64`, since JSON has no bytes."""
+    line: dict[str, Any] = {
+        "id": message.id.decode(),
+        "timestamp": message.timestamp,
+        "attempts": message.attempts,
+    }
+    try:
+        line["body"] = message.body.decode()
+    except UnicodeDecodeError:
+        line["body_base64"] = base64.b64encode(message.body).decode()
+    return msgspec.json.encode(line) + b"\n"
+
+
+def _write(data: bytes) -> bool:
+    """Whether all of it reached whoever reads our output."""
+    # Not through sys.stdout, which writes only a part, and says nothing, where PYTHONUNBUFFERED is set.
+    rest = memoryview(data)
+    try:
+        while rest:
+            rest = rest[os.write(sys.stdout.fileno(), rest) :]
+    except BrokenPipeError:  # `| head` has seen enough
+        return False
+    return True

@@ -1,0 +1,196 @@
+"""The NSQ protocol V2 without I/O: commands and frames as bytes, names, numbers, ids.
+
+Used by both sides. The byte loops that must be fast are in ``kernel``; here is what is read once per command or
+connection. Nothing in this module reads a socket, awaits or logs.
+
+A frame, server to client:      size (4) | type (4) | data            size counts type and data
+A message, the data of type 2:  timestamp (8) | attempts (2) | id (16) | body
+A command, client to server:    words separated by single spaces, \\n, and for some a body: size (4) | bytes
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from dataclasses import dataclass
+from struct import Struct
+
+from flintmq.errors import ProtocolError
+
+__all__ = [
+    "FRAME_ERROR",
+    "FRAME_MESSAGE",
+    "FRAME_RESPONSE",
+    "HEARTBEAT",
+    "HEARTBEAT_FRAME",
+    "MAGIC_V2",
+    "OK_FRAME",
+    "FrameDecoder",
+    "Message",
+    "decode_message",
+    "encode_command",
+    "encode_frame",
+    "encode_mpub",
+    "format_id",
+    "go_quote",
+    "is_ephemeral",
+    "parse_base10",
+    "parse_id",
+    "valid_name",
+]
+
+MAGIC_V2 = b"  V2"
+FRAME_RESPONSE = 0
+FRAME_ERROR = 1
+FRAME_MESSAGE = 2
+HEARTBEAT = b"_heartbeat_"
+#: The version clients are told: they compare it.
+NSQ_VERSION = "1.3.0"
+#: A message id on the wire: node id (10 bits), seq (54 bits).
+SEQ_BITS = 54
+SEQ_MASK = (1 << SEQ_BITS) - 1
+
+_frame_head = Struct(">II")
+_message_head = Struct(">qH16s")
+_size = Struct(">I")
+_name = re.compile(r"[.a-zA-Z0-9_-]+(?:#ephemeral)?")
+_name_bytes = re.compile(rb"[.a-zA-Z0-9_-]+(?:#ephemeral)?")
+_hex_id = re.compile(rb"[0-9a-f]{16}")
+
+
+def encode_frame(kind: int, data: bytes) -> bytes:
+    return _frame_head.pack(len(data) + 4, kind) + data
+
+
+OK_FRAME = encode_frame(FRAME_RESPONSE, b"OK")
+CLOSE_WAIT_FRAME = encode_frame(FRAME_RESPONSE, b"CLOSE_WAIT")
+HEARTBEAT_FRAME = encode_frame(FRAME_RESPONSE, HEARTBEAT)
+
+
+def encode_command(name: bytes, *params: bytes, body: bytes | None = None) -> bytes:
+    line = b" ".join((name, *params)) + b"\n"
+    return line if body is None else line + _size.pack(len(body)) + body
+
+
+def encode_mpub(topic: bytes, bodies: Sequence[bytes]) -> bytes:
+    parts = [_size.pack(len(bodies))]
+    for body in bodies:
+        parts.append(_size.pack(len(body)))
+        parts.append(body)
+    return encode_command(b"MPUB", topic, body=b"".join(parts))
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """A message as it arrives: ``timestamp`` in ns, ``attempts`` counts this delivery."""
+
+    timestamp: int
+    attempts: int
+    id: bytes
+    body: bytes
+
+
+def decode_message(data: bytes) -> Message:
+    if len(data) < _message_head.size:
+        raise ProtocolError("E_BAD_MESSAGE", f"a message frame of {len(data)} bytes")
+    timestamp, attempts, message_id = _message_head.unpack_from(data)
+    return Message(timestamp, attempts, message_id, data[_message_head.size :])
+
+
+class FrameDecoder:
+    """Bytes from a server in, whole frames out, however the stream was split."""
+
+    def __init__(self, max_size: int = 64 << 20) -> None:
+        self._buffer = bytearray()
+        self._max_size = max_size
+
+    def feed(self, data: bytes) -> list[tuple[int, bytes]]:
+        buffer = self._buffer
+        buffer += data
+        frames: list[tuple[int, bytes]] = []
+        at = 0
+        while len(buffer) - at >= 8:
+            size, kind = _frame_head.unpack_from(buffer, at)
+            if not 4 <= size <= self._max_size or kind > FRAME_MESSAGE:
+                raise ProtocolError("E_INVALID", f"a frame of size {size} and type {kind}")
+            stop = at + 4 + size
+            if len(buffer) < stop:
+                break
+            frames.append((kind, bytes(buffer[at + 8 : stop])))
+            at = stop
+        del buffer[:at]
+        return frames
+
+
+# --- Words --------------------------------------------------------------------------------------------------------
+
+
+def valid_name(name: str | bytes) -> bool:
+    """Topic and channel names: 1–64 of ``.a-zA-Z0-9_-``, ``#ephemeral`` may follow and counts."""
+    # fullmatch, because $ would let a trailing newline through.
+    if isinstance(name, str):
+        return 0 < len(name) <= 64 and _name.fullmatch(name) is not None
+    return 0 < len(name) <= 64 and _name_bytes.fullmatch(name) is not None
+
+
+def is_ephemeral(name: str) -> bool:
+    return name.endswith("#ephemeral")
+
+
+def parse_base10(text: bytes) -> int:
+    """Digits only: no sign, no space; nothing at all is 0; beyond 64 bits it wraps. ValueError otherwise."""
+    if not text:
+        return 0
+    if not text.isdigit():
+        raise ValueError(text)
+    if len(text) > 4096:
+        # int() refuses very long texts; only the value modulo 2^64 counts, and 2^64 divides 10^64.
+        text = text[-64:]
+    return int(text) & 0xFFFF_FFFF_FFFF_FFFF
+
+
+def format_id(prefix: int, seq: int) -> bytes:
+    return b"%016x" % (prefix | seq)
+
+
+def parse_id(text: bytes, prefix: int) -> int:
+    """The seq of a message id of this node; -1 if no message of this node can have this id."""
+    if _hex_id.fullmatch(text) is None:
+        return -1
+    seq = int(text, 16) ^ prefix
+    return seq if seq <= SEQ_MASK else -1
+
+
+_ESCAPES = {
+    0x07: "\\a",
+    0x08: "\\b",
+    0x0C: "\\f",
+    0x0A: "\\n",
+    0x0D: "\\r",
+    0x09: "\\t",
+    0x0B: "\\v",
+    0x22: '\\"',
+    0x5C: "\\\\",
+}
+
+
+def go_quote(data: bytes) -> bytes:
+    """``data`` as Go's ``%q`` prints it: the error texts that clients match on hold names in this form."""
+    out: list[str] = ['"']
+    # An invalid byte comes through as a lone surrogate U+DC80 … U+DCFF.
+    for char in data.decode("utf-8", "surrogateescape"):
+        code = ord(char)
+        if code in _ESCAPES:
+            out.append(_ESCAPES[code])
+        elif 0xDC80 <= code <= 0xDCFF:
+            out.append(f"\\x{code - 0xDC00:02x}")
+        elif char.isprintable():
+            out.append(char)
+        elif code < 0x80:
+            out.append(f"\\x{code:02x}")
+        elif code < 0x10000:
+            out.append(f"\\u{code:04x}")
+        else:
+            out.append(f"\\U{code:08x}")
+    out.append('"')
+    return "".join(out).encode()

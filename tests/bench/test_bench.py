@@ -1,0 +1,156 @@
+"""The benchmark itself: a small run of it, and the load generator's manners towards a daemon."""
+
+import json
+import os
+import shutil
+import socket
+import struct
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[2]
+TIMEOUT = 60
+HELLO = b'  V2IDENTIFY\n\0\0\0\x1c{"feature_negotiation":true}'
+
+needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="the load generator needs a C compiler")
+
+
+@pytest.fixture(scope="module")
+def environment(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
+    """Compile into a folder of the test's own, with the compiler that needs_compiler has looked for."""
+    return os.environ | {"XDG_CACHE_HOME": str(tmp_path_factory.mktemp("cache")), "CC": "cc"}
+
+
+@pytest.fixture(scope="module")
+def generator(environment: dict[str, str]) -> str:
+    command = [sys.executable, "-c", "from bench.load import build; print(build())"]
+    return subprocess.run(
+        command, cwd=ROOT, env=environment, check=True, capture_output=True, text=True, timeout=TIMEOUT
+    ).stdout.strip()
+
+
+def frame(kind: int, data: bytes) -> bytes:
+    return struct.pack(">II", 4 + len(data), kind) + data
+
+
+def read_exactly(connection: socket.socket, size: int) -> bytes:
+    with connection.makefile("rb", buffering=0) as stream:
+        data = b""
+        while len(data) < size and (more := stream.read(size - len(data))):
+            data += more
+        return data
+
+
+@contextmanager
+def one_connection_of(generator: str, *options: str) -> Iterator[tuple[socket.socket, subprocess.Popen[str]]]:
+    """A generator that has connected to us and had its IDENTIFY answered."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(TIMEOUT)
+        command = [generator, f"--port={server.getsockname()[1]}", *options]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+            try:
+                connection, _ = server.accept()
+                with connection:
+                    connection.settimeout(TIMEOUT)
+                    assert read_exactly(connection, len(HELLO)) == HELLO
+                    connection.sendall(frame(0, b"{}"))
+                    yield connection, process
+            finally:
+                process.kill()
+
+
+@needs_compiler
+def test_generator_answers_a_heartbeat(generator: str) -> None:
+    with one_connection_of(generator, "--mode=idle", "--seconds=60") as (connection, process):
+        assert process.stdout is not None
+        assert json.loads(process.stdout.readline()) == {"event": "ready", "connections": 1}
+        connection.sendall(frame(0, b"_heartbeat_"))
+        assert read_exactly(connection, 4) == b"NOP\n"
+        process.terminate()
+        assert json.loads(process.stdout.readline())["event"] == "done"
+        assert process.wait(TIMEOUT) == 0
+
+
+@needs_compiler
+def test_generator_fails_with_the_text_of_an_error_frame(generator: str) -> None:
+    with one_connection_of(generator, "--mode=pub", "--size=8", "--topic=orders") as (connection, process):
+        request = b"PUB orders\n\0\0\0\x08aaaaaaaa"
+        assert read_exactly(connection, len(request)) == request
+        connection.sendall(frame(1, b"E_PUB_FAILED no space"))
+        _, errors = process.communicate(timeout=TIMEOUT)
+        assert process.returncode == 1
+        assert "E_PUB_FAILED no space" in errors
+
+
+@needs_compiler
+def test_generator_finishes_every_message_it_gets(generator: str) -> None:
+    ids = [b"%016x" % number for number in range(20)]
+    attempts = [1] * 19 + [2]
+    messages = b"".join(
+        frame(2, struct.pack(">qH", 0, attempt) + id + b"body") for id, attempt in zip(ids, attempts, strict=True)
+    )
+    options = ("--mode=sub", "--topic=orders", "--channel=billing", "--rdy=25", "--messages=20", "--seconds=60")
+    with one_connection_of(generator, *options) as (connection, process):
+        assert read_exactly(connection, 19) == b"SUB orders billing\n"
+        connection.sendall(frame(0, b"OK"))
+        assert read_exactly(connection, 7) == b"RDY 25\n"
+        # Cut in the middle of a frame: the rest comes in another read.
+        connection.sendall(messages[:100])
+        assert read_exactly(connection, 21 * 2) == b"".join(b"FIN %s\n" % id for id in ids[:2])
+        connection.sendall(messages[100:])
+        assert read_exactly(connection, 21 * 18) == b"".join(b"FIN %s\n" % id for id in ids[2:])
+        assert read_exactly(connection, 4) == b"CLS\n"
+        connection.sendall(frame(0, b"CLOSE_WAIT"))
+        output, _ = process.communicate(timeout=TIMEOUT)
+        assert process.returncode == 0
+        report = json.loads(output.splitlines()[-1])
+        assert report["messages"] == report["least"] == report["most"] == 20
+        assert report["started"] <= report["first"] <= report["marked"] <= report["finished"]
+        assert report["marked_messages"] >= 19
+        assert report["redelivered"] == 1
+
+
+def test_unknown_scenario_is_refused_with_the_known_names() -> None:
+    command = [sys.executable, "-m", "bench", "--only", "mpub,nonsense"]
+    answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT)
+    assert answer.returncode == 2
+    assert "'nonsense' is none of mpub, consume" in answer.stderr
+
+
+@needs_compiler
+def test_quick_run_measures_our_broker(environment: dict[str, str], tmp_path: Path) -> None:
+    cli = pytest.importorskip("flintmq.cli", exc_type=ImportError)
+    # The benchmark starts the broker by module name: let it find the package that this test runs with.
+    paths = [str(Path(cli.__file__).parents[1]), environment.get("PYTHONPATH", "")]
+    output = tmp_path / "result.json"
+    table = tmp_path / "result.md"
+    options = ["--only", "mpub,consume", "--quick", "--json", str(output), "--markdown", str(table)]
+    answer = subprocess.run(
+        [sys.executable, "-m", "bench", *options],
+        cwd=ROOT,
+        env=environment | {"PYTHONPATH": os.pathsep.join(filter(None, paths))},
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT,
+    )
+    assert answer.returncode == 0, answer.stdout + answer.stderr
+
+    result = json.loads(output.read_text())
+    assert result["failures"] == []
+    rows = {row["metric"]: row for row in result["results"]}
+    assert list(rows) == ["mpub", "consume", "cpu-mpub", "cpu-consume"]
+    assert rows["mpub"]["ours_median"] > 0
+    assert rows["consume"]["ours_median"] > 0
+    assert all(row["peer"] == [] and row["ratio"] is None for row in rows.values())
+    loads = {sample["scenario"]: dict(sample["loads"]) for sample in result["samples"]}
+    assert loads["consume"]["sub"]["messages"] == result["sizes"]["consume"]
+    assert loads["mpub"]["mpub"]["messages"] <= result["sizes"]["mpub"]
+    assert result["machine"]["cores"] >= 1
+    assert len(result["machine"]["load_average_after"]) == 3
+    assert "MPUB ×200" in answer.stdout
+    assert "| MPUB ×200" in table.read_text()
