@@ -1,0 +1,411 @@
+"""The commands as people run them: real processes, real sockets, exit statuses and what is printed."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib.util
+import json
+import os
+import platform
+import re
+import selectors
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+
+import flintmq
+from flintmq import kernel
+from flintmq.options import NsqdOptions, option_table
+
+# A guard against hanging, nowhere a measure.
+PATIENCE = 60
+
+needs_broker = pytest.mark.skipif(
+    importlib.util.find_spec("flintmq.broker.daemon") is None, reason="the broker is not there"
+)
+
+
+def command(*argv: str) -> list[str]:
+    return [sys.executable, "-m", "flintmq", *argv]
+
+
+def run(*argv: str, stdin: bytes = b"", env: dict[str, str] | None = None) -> subprocess.CompletedProcess[bytes]:
+    return subprocess.run(
+        command(*argv), input=stdin, capture_output=True, timeout=PATIENCE, env=os.environ | (env or {}), check=False
+    )
+
+
+@contextlib.contextmanager
+def process(*argv: str) -> Iterator[subprocess.Popen[bytes]]:
+    """A command that goes on until it is told to end; killed at the end whatever happens."""
+    running = subprocess.Popen(
+        command(*argv), stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0
+    )
+    try:
+        yield running
+    finally:
+        running.kill()
+        running.communicate()
+
+
+def read_until(running: subprocess.Popen[bytes], stream: str, pattern: str) -> re.Match[str]:
+    """Read a process's output up to what is looked for; fails with all of it when the process ends first."""
+    source = getattr(running, stream)
+    text = ""
+    deadline = time.monotonic() + PATIENCE
+    with selectors.DefaultSelector() as selector:
+        selector.register(source, selectors.EVENT_READ)
+        while (found := re.search(pattern, text)) is None:
+            ready = selector.select(max(0.0, deadline - time.monotonic()))
+            chunk = os.read(source.fileno(), 65536) if ready else b""
+            assert chunk, f"no {pattern!r} in {text!r}"
+            text += chunk.decode()
+    return found
+
+
+@contextlib.contextmanager
+def broker(data_path: object, *argv: str) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+    """A running nsqd and the address it listens on."""
+    flags = (f"--data-path={data_path}", "--tcp-address=127.0.0.1:0", "--http-address=", "--https-address=")
+    with process("nsqd", *flags, *argv) as running:
+        yield running, read_until(running, "stderr", r"TCP: listening on (\S+)\n")[1]
+
+
+@pytest.fixture
+def nsqd(tmp_path):
+    with broker(tmp_path) as (_, address):
+        yield address
+
+
+@pytest.fixture
+def closed_port():
+    """An address where nobody listens: bound, so that nobody else takes it meanwhile."""
+    with socket.socket() as holder:
+        holder.bind(("127.0.0.1", 0))
+        yield f"127.0.0.1:{holder.getsockname()[1]}"
+
+
+# --- Without a broker
+
+
+def test_no_command_and_help_list_the_commands():
+    for argv in ([], ["--help"], ["help"]):
+        result = run(*argv)
+        assert result.returncode == 0
+        for name in (b"up", b"nsqd", b"pub", b"sub"):
+            assert b"\n  " + name + b" " in result.stdout
+
+
+def test_an_unknown_command_is_a_usage_error():
+    result = run("nsqx")
+    assert result.returncode == 2
+    assert b"no command 'nsqx'" in result.stderr
+
+
+@pytest.mark.parametrize("flag", ["--version", "-version", "--version=true"])
+def test_nsqd_version_names_nsq_s_and_ours(flag):
+    form = "compiled" if kernel.COMPILED else "interpreted"
+    result = run("nsqd", flag)
+    assert result.returncode == 0
+    python = platform.python_version()
+    assert result.stdout.decode() == f"nsqd v1.3.0 (built w/python{python}) flintmq {flintmq.__version__} {form}\n"
+
+
+def test_the_interpreted_kernel_can_be_asked_for():
+    assert run("--version", env={"FLINTMQ_PURE": "1"}).stdout.decode() == f"flintmq {flintmq.__version__} interpreted\n"
+
+
+def test_nsqd_help_lists_every_flag():
+    result = run("nsqd", "--help")
+    assert result.returncode == 0
+    shown = re.findall(r"^  -([a-z0-9-]+)", result.stdout.decode(), re.MULTILINE)
+    assert shown == sorted(option_table(NsqdOptions))
+
+
+def test_a_wrong_flag_ends_nsqd_with_status_2_and_a_hint():
+    result = run("nsqd", "--nope")
+    assert result.returncode == 2
+    assert result.stderr.decode().splitlines() == [
+        "flag provided but not defined: -nope",
+        "run 'nsqd --help' for a list of flags",
+    ]
+
+
+FATAL = r"\d{4}/\d\d/\d\d \d\d:\d\d:\d\d\.\d{6} FATAL: "
+
+
+def test_a_value_out_of_range_ends_nsqd_with_status_1_and_a_fatal_line():
+    result = run("nsqd", "--node-id=5000")
+    assert result.returncode == 1
+    text = r"failed to instantiate nsqd - --node-id must be \[0,1024\)\n"
+    assert re.fullmatch(r"\[nsqd\] " + FATAL + text, result.stderr.decode())
+
+
+def test_a_missing_config_file_ends_nsqd_with_status_1_and_the_prefix_of_the_flags(tmp_path):
+    path = tmp_path / "missing.cfg"
+    result = run("nsqd", f"--config={path}", "--log-prefix=x ")
+    assert result.returncode == 1
+    text = f"failed to load config file {re.escape(str(path))} - No such file or directory\n"
+    assert re.fullmatch("x " + FATAL + text, result.stderr.decode())
+
+
+@pytest.mark.parametrize("argv", [["pub", "greetings", "hello"], ["sub", "greetings/printer"]])
+def test_a_missing_broker_is_one_line_that_says_how_to_start_one(argv, closed_port):
+    result = run(*argv, "--nsqd", closed_port)
+    assert result.returncode == 1
+    (line,) = result.stderr.decode().splitlines()
+    reason = f"cannot connect to a broker at {closed_port} (Connection refused); start one with: flintmq up"
+    assert line == f"flintmq {argv[0]}: {reason}"
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["pub"],
+        ["pub", "bad name", "x"],
+        ["pub", "topic", ""],
+        ["pub", "topic", "x", "--file", "y"],
+        ["pub", "topic", "x", "--defer", "5"],
+        ["pub", "topic", "x", "--defer", "-5s"],
+        ["pub", "topic", "x", "--rate", "0"],
+        ["sub", "topic"],
+        ["sub", "topic/"],
+        ["sub", "topic/bad name"],
+        ["sub", "topic/channel", "-n", "0"],
+        ["sub", "topic/channel", "--timeout", "5"],
+    ],
+)
+def test_a_wrong_command_line_is_a_usage_error(argv, closed_port):
+    result = run(*argv, "--nsqd", closed_port)
+    assert result.returncode == 2
+    assert b"usage: flintmq " + argv[0].encode() in result.stderr
+
+
+def test_pub_names_the_file_that_is_not_there(tmp_path, closed_port):
+    result = run("pub", "topic", "--file", str(tmp_path / "missing"), "--nsqd", closed_port)
+    assert result.returncode == 1
+    assert result.stderr.decode() == f"flintmq pub: {tmp_path / 'missing'}: No such file or directory\n"
+
+
+def test_something_that_is_no_broker_is_named():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        running = subprocess.Popen(command("pub", "topic", "x", "--nsqd", address), stderr=subprocess.PIPE)
+        server.settimeout(PATIENCE)
+        with server.accept()[0] as connection:
+            connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
+            _, stderr = running.communicate(timeout=PATIENCE)
+    assert running.returncode == 1
+    assert f"what listens at {address} does not answer like an NSQ broker" in stderr.decode()
+
+
+# --- nsqd
+
+
+@needs_broker
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("event_loop", ["asyncio", "auto"])
+def test_a_signal_ends_nsqd_cleanly(tmp_path, number, event_loop):
+    with broker(tmp_path, f"--event-loop={event_loop}") as (running, _):
+        running.send_signal(number)
+        running.communicate(timeout=PATIENCE)
+        assert running.returncode == 0
+
+
+@needs_broker
+def test_nsqd_says_who_it_is_in_nsq_s_words(tmp_path):
+    with process("nsqd", f"--data-path={tmp_path}", "--tcp-address=127.0.0.1:0", "--node-id=7") as running:
+        line = r"\[nsqd\] \d{4}/\d\d/\d\d \d\d:\d\d:\d\d\.\d{6} INFO: "
+        first = rf"^{line}nsqd v1\.3\.0 \(built w/python[0-9.]+\S*\)\n{line}ID: 7\n"
+        read_until(running, "stderr", first + rf"(?s:.*){line}TCP: listening on 127\.0\.0\.1:\d+\n")
+
+
+@needs_broker
+def test_a_missing_data_path_ends_nsqd_with_a_fatal_line(tmp_path):
+    result = run("nsqd", f"--data-path={tmp_path / 'missing'}", "--tcp-address=127.0.0.1:0")
+    assert result.returncode == 1
+    assert re.search(FATAL + "failed to instantiate nsqd - failed to lock data-path: ", result.stderr.decode())
+
+
+@needs_broker
+def test_a_data_path_in_use_ends_the_second_nsqd(tmp_path):
+    with broker(tmp_path):
+        result = run("nsqd", f"--data-path={tmp_path}", "--tcp-address=127.0.0.1:0")
+    assert result.returncode == 1
+    assert b"failed to lock data-path: " in result.stderr
+
+
+@needs_broker
+def test_messages_survive_a_restart(tmp_path):
+    with broker(tmp_path) as (running, address):
+        assert run("pub", "greetings", "hello", "--nsqd", address).returncode == 0
+        running.terminate()
+        running.communicate(timeout=PATIENCE)
+    with broker(tmp_path) as (_, address):
+        assert run("sub", "greetings/printer", "-n", "1", "--nsqd", address).stdout == b"hello\n"
+
+
+# --- pub and sub
+
+
+@needs_broker
+def test_arguments_are_published_and_printed(nsqd):
+    result = run("pub", "greetings", "hello", "wörld", "--nsqd", nsqd)
+    assert (result.returncode, result.stderr) == (0, b"")
+    assert result.stdout.startswith(b"published 2 messages (11 bytes) to greetings in ")
+    result = run("sub", "greetings/printer", "-n", "2", "--nsqd", nsqd)
+    assert (result.returncode, result.stdout, result.stderr) == (0, "hello\nwörld\n".encode(), b"")
+
+
+@needs_broker
+def test_options_may_stand_between_messages(nsqd):
+    assert run("pub", "t", "a", "--nsqd", nsqd, "b", "--", "-c").returncode == 0
+    assert run("sub", "t/c", "-n", "3", "--nsqd", nsqd).stdout == b"a\nb\n-c\n"
+
+
+@needs_broker
+def test_lines_of_standard_input_are_published_and_empty_ones_left_out(nsqd):
+    result = run("pub", "t", "--json", "--nsqd", nsqd, stdin=b"a\n\nb\r\nc")
+    summary = json.loads(result.stdout)
+    assert (summary["topic"], summary["messages"], summary["bytes"], summary["unconfirmed"]) == ("t", 3, 4, 0)
+    assert run("sub", "t/c", "-n", "3", "--nsqd", nsqd).stdout == b"a\nb\r\nc\n"
+
+
+@needs_broker
+def test_nothing_on_standard_input_publishes_nothing(nsqd):
+    result = run("pub", "t", "--nsqd", nsqd)
+    assert (result.returncode, result.stdout[:20]) == (0, b"published 0 messages")
+
+
+@needs_broker
+def test_a_line_is_published_while_the_next_is_not_there_yet(nsqd):
+    publisher = subprocess.Popen(command("pub", "t", "--nsqd", nsqd), stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert publisher.stdin is not None
+    publisher.stdin.write(b"first\nsec")
+    publisher.stdin.flush()
+    assert run("sub", "t/c", "-n", "1", "--nsqd", nsqd).stdout == b"first\n"
+    stdout, _ = publisher.communicate(b"ond\n", timeout=PATIENCE)
+    assert stdout.startswith(b"published 2 messages")
+    assert run("sub", "t/c", "-n", "1", "--nsqd", nsqd).stdout == b"second\n"
+
+
+@needs_broker
+def test_a_long_file_arrives_whole(nsqd, tmp_path):
+    lines = [b"%d %s" % (number, b"x" * (number % 300)) for number in range(20_000)]
+    path = tmp_path / "lines"
+    path.write_bytes(b"\n".join(lines))
+    assert run("pub", "t", "--file", str(path), "--nsqd", nsqd).returncode == 0
+    printed = run("sub", "t/c", "-n", str(len(lines)), "--nsqd", nsqd).stdout.splitlines()
+    assert sorted(printed) == sorted(lines)
+
+
+@needs_broker
+def test_deferred_and_paced_messages_arrive(nsqd):
+    assert run("pub", "t", "later", "--defer", "20ms", "--nsqd", nsqd).returncode == 0
+    assert run("pub", "t", "a", "b", "--rate", "1000", "--nsqd", nsqd).returncode == 0
+    printed = run("sub", "t/c", "-n", "3", "--nsqd", nsqd).stdout.splitlines()
+    assert sorted(printed) == [b"a", b"b", b"later"]
+
+
+@needs_broker
+def test_a_refused_publish_is_reported_with_the_broker_s_words(nsqd):
+    result = run("pub", "t", "--nsqd", nsqd, stdin=b"x" * 1_100_000)
+    assert result.returncode == 1
+    assert result.stderr.startswith(b"flintmq pub: E_BAD_MESSAGE ")
+
+
+@needs_broker
+def test_json_shows_what_a_message_carries(nsqd):
+    run("pub", "t", "--nsqd", nsqd, stdin=b"text\n\xff\xfe")
+    lines = run("sub", "t/c", "-n", "2", "--json", "--nsqd", nsqd).stdout.splitlines()
+    text, binary = map(json.loads, lines)
+    assert (text["body"], text["attempts"]) == ("text", 1)
+    assert re.fullmatch("[0-9a-f]{16}", text["id"])
+    assert text["timestamp"] > 0
+    assert binary["body_base64"] == "//4="
+
+
+@needs_broker
+def test_sub_takes_no_more_than_it_was_asked_for(nsqd):
+    run("pub", "t", *map(str, range(10)), "--nsqd", nsqd)
+    first = run("sub", "t/c", "-n", "4", "--nsqd", nsqd).stdout
+    rest = run("sub", "t/c", "-n", "6", "--json", "--nsqd", nsqd).stdout
+    assert first == b"0\n1\n2\n3\n"
+    # A message that had been sent to the first and given back would show a second attempt.
+    assert [json.loads(line)["attempts"] for line in rest.splitlines()] == [1] * 6
+
+
+@needs_broker
+def test_sub_ends_after_a_time_without_messages(nsqd):
+    run("pub", "t", "x", "--nsqd", nsqd)
+    result = run("sub", "t/c", "--timeout", "200ms", "--nsqd", nsqd)
+    assert (result.returncode, result.stdout, result.stderr) == (0, b"x\n", b"")
+    result = run("sub", "t/c", "-n", "1", "--timeout", "200ms", "--nsqd", nsqd)
+    assert (result.returncode, result.stderr) == (1, b"flintmq sub: timed out after 0 of 1 messages\n")
+
+
+@needs_broker
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_ends_sub_cleanly_and_what_was_printed_is_finished(nsqd, number):
+    with process("sub", "t/c", "--nsqd", nsqd) as consumer:
+        run("pub", "t", "x", "--nsqd", nsqd)
+        read_until(consumer, "stdout", "x\n")
+        consumer.send_signal(number)
+        _, stderr = consumer.communicate(timeout=PATIENCE)
+        assert (consumer.returncode, stderr) == (0, b"")
+    assert run("sub", "t/c", "--timeout", "200ms", "--nsqd", nsqd).stdout == b""
+
+
+@needs_broker
+def test_messages_nobody_read_from_the_pipe_come_back(nsqd):
+    # Each is larger than a pipe holds, so a message is printed only if someone reads it.
+    bodies = [b"%d" % number + b"x" * 150_000 for number in range(10)]
+    run("pub", "t", "--nsqd", nsqd, stdin=b"\n".join(bodies))
+    with process("sub", "t/c", "--nsqd", nsqd) as consumer:
+        assert consumer.stdout is not None
+        assert consumer.stdout.read(1) == b"0"
+        consumer.stdout.close()
+        assert consumer.wait(PATIENCE) == 0
+        consumer.stdout = None  # so that nobody reads it again
+    again = run("sub", "t/c", "-n", "10", "--timeout", "10s", "--nsqd", nsqd).stdout.splitlines()
+    assert sorted(again) == bodies
+
+
+# --- up
+
+
+@needs_broker
+def test_up_makes_its_folder_and_prints_an_example_that_works(tmp_path):
+    path = tmp_path / "made" / "here"
+    with process("up", "--data-path", str(path), "--tcp-address", "127.0.0.1:0") as running:
+        found = read_until(running, "stdout", r'flintmq (sub \S+ --nsqd \S+)\nflintmq (pub \S+ )"hello"( --nsqd \S+)\n')
+        assert path.is_dir()
+        assert run(*found[2].split(), "hello", *found[3].split()).returncode == 0
+        assert run(*found[1].split(), "-n", "1").stdout == b"hello\n"
+        running.send_signal(signal.SIGINT)
+        _, stderr = running.communicate(timeout=PATIENCE)
+        assert (running.returncode, stderr) == (0, b"")
+
+
+@needs_broker
+def test_up_on_a_busy_port_says_what_to_do(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        result = run("up", "--data-path", str(tmp_path), "--tcp-address", address)
+    assert result.returncode == 1
+    text = result.stderr.decode()
+    assert address in text
+    assert "flintmq up --tcp-address" in text
+    assert "Traceback" not in text
+
+
+def test_up_that_cannot_make_its_folder_says_so(tmp_path):
+    (tmp_path / "file").write_text("")
+    result = run("up", "--data-path", str(tmp_path / "file" / "data"))
+    assert result.returncode == 1
+    assert result.stderr.startswith(b"flintmq up: cannot make the directory ")

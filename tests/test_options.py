@@ -1,0 +1,441 @@
+"""Flags, config file, durations, help and docs: all read the one table."""
+
+from __future__ import annotations
+
+import dataclasses
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from flintmq.errors import OptionError
+from flintmq.options import (
+    HOUR,
+    MILLISECOND,
+    MINUTE,
+    SECOND,
+    NsqdOptions,
+    default_node_id,
+    format_duration,
+    help_text,
+    option_table,
+    parse,
+    parse_duration,
+    read_flags,
+    resolve,
+)
+
+ROOT = Path(__file__).resolve().parent.parent
+EXAMPLE = ROOT / "deploy" / "nsqd.cfg.example"
+
+
+def nsqd(*argv: str) -> NsqdOptions:
+    return parse(NsqdOptions, argv)
+
+
+@pytest.fixture
+def config(tmp_path):
+    """Options from a config file with the given text, under the given flags."""
+
+    def read(text: str, *argv: str) -> NsqdOptions:
+        path = tmp_path / "nsqd.cfg"
+        path.write_text(text)
+        return nsqd(f"--config={path}", *argv)
+
+    return read
+
+
+# --- Durations
+
+DURATIONS = [
+    ("0", 0, "0s"),
+    ("0s", 0, "0s"),
+    ("5s", 5 * SECOND, "5s"),
+    ("250ms", 250 * MILLISECOND, "250ms"),
+    ("1h", HOUR, "1h0m0s"),
+    ("1h0m0s", HOUR, "1h0m0s"),
+    ("90s", 90 * SECOND, "1m30s"),
+    ("2h5s", 2 * HOUR + 5 * SECOND, "2h0m5s"),
+    ("1.5s", 1_500_000_000, "1.5s"),
+    ("-1s", -SECOND, "-1s"),
+    ("-1.5h", -90 * MINUTE, "-1h30m0s"),
+    ("+5s", 5 * SECOND, "5s"),
+    ("100ns", 100, "100ns"),
+    ("1.5us", 1_500, "1.5µs"),
+    ("1.5µs", 1_500, "1.5µs"),
+    ("1.5μs", 1_500, "1.5µs"),
+    ("749.280078ms", 749_280_078, "749.280078ms"),
+    (".5s", 500 * MILLISECOND, "500ms"),
+    ("5.s", 5 * SECOND, "5s"),
+    ("0.0000000001s", 0, "0s"),
+    ("2562047h47m16.854775807s", 2**63 - 1, "2562047h47m16.854775807s"),
+]
+
+
+@pytest.mark.parametrize(("text", "nanoseconds", "printed"), DURATIONS)
+def test_durations_are_read_and_printed_as_in_go(text, nanoseconds, printed):
+    assert parse_duration(text) == nanoseconds
+    assert format_duration(nanoseconds) == printed
+
+
+@pytest.mark.parametrize("text", ["", "-", "5", "s", ".s", ".", "5x", "1h5", "1s ", " 1s", "1 s", "--1s", "1e3s", "٣s"])
+def test_what_is_no_duration_is_refused(text):
+    with pytest.raises(ValueError, match="duration"):
+        parse_duration(text)
+
+
+def test_a_duration_beyond_64_bits_is_refused():
+    with pytest.raises(ValueError, match="too long"):
+        parse_duration("2562047h47m16.854775808s")
+
+
+@given(st.integers(-(2**63) + 1, 2**63 - 1))
+def test_a_printed_duration_reads_as_itself(nanoseconds):
+    assert parse_duration(format_duration(nanoseconds)) == nanoseconds
+
+
+# --- Flags
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [["-mem-queue-size", "7"], ["-mem-queue-size=7"], ["--mem-queue-size", "7"], ["--mem-queue-size=7"]],
+)
+def test_a_flag_may_have_one_or_two_dashes_and_a_space_or_an_equals_sign(argv):
+    assert nsqd(*argv).mem_queue_size == 7
+
+
+def test_the_value_of_a_flag_may_look_like_a_flag_or_be_empty():
+    options = nsqd("--log-prefix", "--x", "--http-address=", "--statsd-prefix=a=b")
+    assert (options.log_prefix, options.http_address, options.statsd_prefix) == ("--x", "", "a=b")
+
+
+def test_the_last_of_two_equal_flags_wins():
+    assert nsqd("--mem-queue-size=1", "--mem-queue-size=2").mem_queue_size == 2
+
+
+@pytest.mark.parametrize("word", ["1", "t", "T", "TRUE", "true", "True"])
+def test_booleans_take_go_s_words(word):
+    assert nsqd(f"--statsd-exclude-ephemeral={word}").statsd_exclude_ephemeral is True
+
+
+def test_a_bare_boolean_is_true_and_never_takes_the_next_word():
+    # "false" is then the first word that is no flag, and ends them.
+    options = nsqd("--statsd-exclude-ephemeral", "false", "--mem-queue-size=7")
+    assert options.statsd_exclude_ephemeral is True
+    assert options.mem_queue_size == 10_000
+
+
+@pytest.mark.parametrize("end", ["--", "-", "word", ""])
+def test_flags_end_at_the_first_other_word(end):
+    options = nsqd("--mem-queue-size=7", end, "--sync-every=9", "--no-such-flag")
+    assert (options.mem_queue_size, options.sync_every) == (7, 2500)
+
+
+def test_repeatable_flags_add_up_and_commas_do_not_split_them():
+    options = nsqd("--lookupd-tcp-address=a:1", "-lookupd-tcp-address", "b:2,c:3")
+    assert options.nsqlookupd_tcp_addresses == ("a:1", "b:2,c:3")
+
+
+def test_percentiles_may_be_repeated_or_have_commas_and_are_kept_from_high_to_low():
+    options = nsqd("--e2e-processing-latency-percentile=0.5,0.99", "--e2e-processing-latency-percentile", "1.0")
+    assert options.e2e_processing_latency_percentiles == (1.0, 0.99, 0.5)
+
+
+@pytest.mark.parametrize(
+    ("argv", "expected"),
+    [
+        ([], "false"),
+        (["--tls-required"], "true"),
+        (["--tls-required=0"], "false"),
+        (["--tls-required=TCP-https"], "tcp-https"),
+    ],
+)
+def test_tls_required_is_a_boolean_with_a_third_word(argv, expected):
+    options = resolve(NsqdOptions, read_flags(NsqdOptions, argv))
+    assert options.tls_required == expected
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("0x10", 16), ("010", 8), ("0b11", 3), ("1_000", 1000), ("+5", 5), ("00", 0)]
+)
+def test_whole_numbers_are_read_as_in_go(text, value):
+    assert nsqd("--mem-queue-size", text).mem_queue_size == value
+
+
+@pytest.mark.parametrize(
+    ("argv", "text"),
+    [
+        (["--nope"], "flag provided but not defined: -nope"),
+        (["--config"], "flag needs an argument: -config"),
+        (["---x"], "bad flag syntax: ---x"),
+        (["-=x"], "bad flag syntax: -=x"),
+        (["--mem-queue-size=abc"], 'invalid value "abc" for flag -mem-queue-size: "abc" is not a whole number'),
+        (["--mem-queue-size=08"], 'invalid value "08" for flag -mem-queue-size: "08" is not a whole number'),
+        (["--mem-queue-size=9223372036854775808"], "does not fit in 64 bits"),
+        (["--deflate=maybe"], 'invalid value "maybe" for flag -deflate: "maybe" is neither true nor false'),
+        (["--worker-id=3"], "neither true nor false"),
+        (["--sync-timeout=5"], "missing unit"),
+        (["--log-level=loud"], '"loud" is none of debug, info, warn, error, fatal'),
+        (["--tls-min-version=ssl3.0"], '"ssl3.0" is none of tls1.0, tls1.1, tls1.2, tls1.3'),
+        (["--tls-required=foo"], '"foo" is none of false, tcp-https, true'),
+        (["--durability=paper"], '"paper" is none of memory, os, fsync'),
+        (["--queue-scan-dirty-percent=x"], '"x" is not a number'),
+    ],
+)
+def test_a_wrong_flag_is_one_clear_line(argv, text):
+    with pytest.raises(OptionError) as error:
+        read_flags(NsqdOptions, argv)
+    assert text in str(error.value)
+    assert "\n" not in str(error.value)
+
+
+def test_deprecated_flags_have_no_effect():
+    assert nsqd("--verbose", "--worker-id") == nsqd()
+
+
+# --- Config file
+
+
+def test_flags_win_over_the_file_and_the_file_over_defaults(config):
+    options = config("mem_queue_size = 5\nsync_every = 6\n", "--sync-every=7")
+    assert (options.mem_queue_size, options.sync_every, options.max_rdy_count) == (5, 7, 2500)
+
+
+def test_repeatable_flags_replace_the_file_s_list(config):
+    assert config('nsqlookupd_tcp_addresses = ["a:1"]', "--lookupd-tcp-address=b:2").nsqlookupd_tcp_addresses == (
+        "b:2",
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "key", "value"),
+    [
+        ("id = 7", "id", 7),
+        ('id = "7"', "id", 7),
+        ("sync_timeout = 1500", "sync_timeout", 1500 * MILLISECOND),
+        ('sync_timeout = "1.5s"', "sync_timeout", 1500 * MILLISECOND),
+        ("deflate = false", "deflate", False),
+        ('deflate = "false"', "deflate", False),
+        # The other way round, as the Go daemon does it.
+        ("deflate = 1", "deflate", False),
+        ("statsd_exclude_ephemeral = 0", "statsd_exclude_ephemeral", True),
+        ('nsqlookupd_tcp_addresses = ["a:1", "b:2"]', "nsqlookupd_tcp_addresses", ("a:1", "b:2")),
+        ('nsqlookupd_tcp_addresses = "a:1, b:2"', "nsqlookupd_tcp_addresses", ("a:1", "b:2")),
+        ('nsqlookupd_tcp_addresses = ""', "nsqlookupd_tcp_addresses", ()),
+        ('auth_http_addresses = ["a:1"]', "auth_http_addresses", ("a:1",)),
+        ('enable_experiment = ["x"]', "enable_experiment", ("x",)),
+        ("e2e_processing_latency_percentiles = [0.5, 1.0]", "e2e_processing_latency_percentiles", (1.0, 0.5)),
+        ("e2e_processing_latency_percentiles = [1]", "e2e_processing_latency_percentiles", (1.0,)),
+        ('e2e_processing_latency_percentiles = "0.5,0.9"', "e2e_processing_latency_percentiles", (0.9, 0.5)),
+        ("tls_required = false", "tls_required", "false"),
+        ("tls_required = 0", "tls_required", "false"),
+        ('tls_min_version = "tls1.3"', "tls_min_version", "tls1.3"),
+        ('tls_min_version = ""', "tls_min_version", "tls1.2"),
+        ('log_level = "WARN"', "log_level", "warn"),
+        ("queue_scan_dirty_percent = 1", "queue_scan_dirty_percent", 1.0),
+        ("statsd_prefix = 5", "statsd_prefix", "5"),
+        ("statsd_prefix = true", "statsd_prefix", "true"),
+    ],
+)
+def test_values_of_the_file_are_coerced_as_in_nsq(config, text, key, value):
+    found = getattr(config(text), key)
+    assert found == value
+    assert type(found) is type(value)
+
+
+@pytest.mark.parametrize(
+    ("text", "word"), [("tls_required = true", "true"), ('tls_required = "tcp-https"', "tcp-https")]
+)
+def test_tls_required_in_the_file_is_a_boolean_or_a_word(config, text, word):
+    assert config(text, "--tls-cert=c", "--tls-key=k").tls_required == word
+
+
+def test_keys_nobody_knows_are_ignored_and_so_are_flag_names_and_what_is_no_setting(config):
+    assert config('no_such_key = 1\nnode_id = 7\nversion = true\nhelp = "x"\n[table]\nid = 9\n') == nsqd()
+
+
+@pytest.mark.parametrize(
+    ("text", "reason"),
+    [
+        ("bogus", "failed to load config file"),
+        ('mem_queue_size = "abc"', 'mem_queue_size: "abc" is not a whole number'),
+        ("mem_queue_size = 1.5", "mem_queue_size: a float cannot be its value"),
+        ("id = true", "id: a bool cannot be its value"),
+        ("sync_timeout = 1.5", "sync_timeout: a float cannot be its value"),
+        ('sync_timeout = "abc"', "sync_timeout: invalid duration"),
+        ("deflate = 1.0", "deflate: a float cannot be its value"),
+        ('deflate = "maybe"', "deflate:"),
+        ('log_level = "loud"', "log_level:"),
+        ("log_level = 1", "log_level:"),
+        ("nsqlookupd_tcp_addresses = [1]", "nsqlookupd_tcp_addresses: a list cannot be its value"),
+        ('data_path = ["x"]', "data_path: a list cannot be its value"),
+        ('tls_min_version = "x"', "tls_min_version:"),
+        ('tls_required = "x"', "tls_required:"),
+    ],
+)
+def test_a_wrong_file_is_one_clear_line_that_names_it(config, text, reason):
+    with pytest.raises(OptionError) as error:
+        config(text)
+    assert str(error.value).startswith("failed to load config file ")
+    assert "nsqd.cfg - " in str(error.value)
+    assert reason in str(error.value)
+
+
+def test_a_missing_file_is_an_error(tmp_path):
+    with pytest.raises(OptionError, match=r"failed to load config file .*missing\.cfg - No such file or directory"):
+        nsqd(f"--config={tmp_path / 'missing.cfg'}")
+
+
+def test_a_file_that_is_no_text_is_an_error(tmp_path):
+    path = tmp_path / "binary.cfg"
+    path.write_bytes(b"\xff\xfe\x00")
+    with pytest.raises(OptionError, match="failed to load config file"):
+        nsqd(f"--config={path}")
+
+
+def test_the_example_file_is_read():
+    assert nsqd(f"--config={EXAMPLE}").data_path == "/var/lib/nsqd"
+
+
+def test_the_example_file_shows_known_keys_and_true_defaults(config):
+    """With every commented setting switched on it stays valid, and only what must be an example is not the default."""
+    text = re.sub(r"^# (?=\w+ = )", "", EXAMPLE.read_text(), flags=re.MULTILINE)
+    assert set(tomllib.loads(text)) <= {entry.key for entry in option_table(NsqdOptions).values()}
+    options = config(text)
+    examples = {
+        "data_path", "id", "broadcast_address", "nsqlookupd_tcp_addresses", "tls_cert", "tls_key", "tls_required",
+        "tls_client_auth_policy", "tls_root_ca_file", "statsd_address", "e2e_processing_latency_percentiles",
+    }  # fmt: skip
+    defaults = NsqdOptions()
+    changed = {key for key in vars(defaults) if getattr(options, key) != getattr(defaults, key)}
+    assert changed == examples
+
+
+# --- Validation
+
+INVALID = [
+    ({"max_deflate_level": 0}, "--max-deflate-level must be [1,9]"),
+    ({"max_deflate_level": 10}, "--max-deflate-level must be [1,9]"),
+    ({"id": -1}, "--node-id must be [0,1024)"),
+    ({"id": 1024}, "--node-id must be [0,1024)"),
+    ({"tls_required": "true"}, "cannot require TLS client connections without TLS key and cert"),
+    ({"tls_required": "tcp-https"}, "cannot require TLS client connections without TLS key and cert"),
+    ({"tls_cert": "c"}, "failed to build TLS config - --tls-cert and --tls-key must be given together"),
+    ({"tls_client_auth_policy": "requre"}, "--tls-client-auth-policy must be require or require-verify"),
+    ({"auth_http_request_method": "GET"}, "--auth-http-request-method must be post or get"),
+    ({"e2e_processing_latency_percentiles": (2.0,)}, "invalid E2E processing latency percentile: 2"),
+    ({"e2e_processing_latency_percentiles": (0.0,)}, "invalid E2E processing latency percentile: 0"),
+    ({"broadcast_tcp_port": 65536}, "--broadcast-tcp-port and --broadcast-http-port must be [0,65535]"),
+    ({"durability": "paper"}, "--durability must be one of memory, os, fsync"),
+    ({"mem_queue_size": -1}, "--mem-queue-size must be at least 0"),
+    ({"queue_scan_interval": 0}, "--queue-scan-interval must be at least 1ns"),
+    ({"queue_scan_dirty_percent": -0.1}, "--queue-scan-dirty-percent must be at least 0"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "text"), INVALID)
+def test_values_out_of_range_are_refused_in_nsq_s_words(overrides, text):
+    with pytest.raises(OptionError) as error:
+        NsqdOptions(**overrides).validate()
+    assert str(error.value) == text
+
+
+def test_parse_validates():
+    with pytest.raises(OptionError, match="--node-id"):
+        nsqd("--node-id=5000")
+
+
+def test_defaults_are_valid():
+    NsqdOptions().validate()
+
+
+@pytest.mark.parametrize(("given", "kept"), [("false", "true"), ("tcp-https", "tcp-https"), ("true", "true")])
+def test_a_client_auth_policy_requires_tls(given, kept):
+    assert NsqdOptions(tls_client_auth_policy="require", tls_required=given).tls_required == kept
+
+
+# --- The table
+
+
+def test_options_are_made_by_hand_with_overrides_and_cannot_change():
+    options = NsqdOptions(data_path="/x", tcp_address="127.0.0.1:0", nsqlookupd_tcp_addresses=["a:1"])
+    assert (options.data_path, options.tcp_address) == ("/x", "127.0.0.1:0")
+    assert options.nsqlookupd_tcp_addresses == ("a:1",)
+    with pytest.raises(dataclasses.FrozenInstanceError):
+        options.data_path = "/y"  # type: ignore[misc]
+
+
+@pytest.mark.parametrize(("hostname", "node_id"), [("vm", 617), ("localhost", 16), ("host.example.com", 125)])
+def test_the_default_node_id_is_the_go_daemon_s(hostname, node_id):
+    assert default_node_id(hostname) == node_id
+
+
+# The flags of nsqd 1.3, and two that came after it. A flag that is lost breaks someone's start script.
+NSQ_FLAGS = """
+    auth-http-address auth-http-request-method broadcast-address broadcast-http-port broadcast-tcp-port config data-path
+    deflate e2e-processing-latency-percentile e2e-processing-latency-window-time enable-experiment http-address
+    http-client-connect-timeout http-client-request-timeout https-address log-level log-prefix lookupd-tcp-address
+    max-body-size max-bytes-per-file max-channel-consumers max-deflate-level max-heartbeat-interval max-msg-size
+    max-msg-timeout max-output-buffer-size max-output-buffer-timeout max-rdy-count max-req-timeout mem-queue-size
+    min-output-buffer-timeout msg-timeout node-id output-buffer-timeout queue-scan-selection-count
+    queue-scan-worker-pool-max snappy statsd-address statsd-exclude-ephemeral statsd-interval statsd-mem-stats
+    statsd-prefix statsd-udp-packet-size sync-every sync-timeout tcp-address tls-cert tls-client-auth-policy tls-key
+    tls-min-version tls-required tls-root-ca-file topology-region topology-zone verbose version worker-id
+""".split()
+
+
+def test_every_flag_of_nsq_is_there():
+    assert set(NSQ_FLAGS) <= set(option_table(NsqdOptions))
+
+
+@pytest.mark.parametrize(
+    ("flag", "key"),
+    [
+        ("node-id", "id"),
+        ("lookupd-tcp-address", "nsqlookupd_tcp_addresses"),
+        ("auth-http-address", "auth_http_addresses"),
+        ("e2e-processing-latency-percentile", "e2e_processing_latency_percentiles"),
+        ("enable-experiment", "enable_experiment"),
+    ],
+)
+def test_renamed_keys_are_nsq_s(flag, key):
+    assert option_table(NsqdOptions)[flag].key == key
+
+
+def test_every_default_has_the_type_its_flag_gives():
+    for entry in option_table(NsqdOptions).values():
+        if entry.kind.repeatable:
+            assert entry.default == (), entry.flag
+        else:
+            assert entry.kind.from_text(entry.kind.to_text(entry.default)) == entry.default, entry.flag
+
+
+def test_help_has_every_flag_with_its_default():
+    text = help_text(NsqdOptions)
+    assert text.startswith("Usage of nsqd:\n")
+    for flag, entry in option_table(NsqdOptions).items():
+        assert re.search(rf"^  -{flag}( |$)", text, re.MULTILINE), flag
+        assert entry.help in text, flag
+    assert '(default "0.0.0.0:4150")' in text
+    assert "(default 1m0s)" in text
+
+
+def test_every_option_is_in_the_docs_with_its_key_default_and_meaning():
+    rows = {}
+    for line in (ROOT / "docs" / "options.md").read_text().splitlines():
+        if found := re.match(r"\| `--([a-z0-9-]+)`", line):
+            rows[found[1]] = [cell.strip() for cell in line.strip("|").split(" | ")]
+    table = option_table(NsqdOptions)
+    assert set(rows) == set(table)
+    for flag, entry in table.items():
+        assert rows[flag][-1] == entry.help
+        if entry.key is not None:
+            assert rows[flag][1] == f"`{entry.key}`"
+            of_this_host = entry.key in ("id", "broadcast_address")
+            default = entry.kind.to_text(entry.default)
+            if default and not of_this_host:
+                assert rows[flag][2] == f"`{default}`"
