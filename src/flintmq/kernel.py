@@ -7,13 +7,16 @@ on buffers and numbers only and knows nothing of topics, sessions or files. Boun
 functions, after their inputs were checked.
 """
 
+import os
 from array import array
 from struct import Struct
 
 import cython
 
 if cython.compiled:
-    from cython.cimports.libc.string import memcpy
+    from cython.cimports.flintmq.posix_sockets import MSG_DONTWAIT, MSG_NOSIGNAL, recv, send
+    from cython.cimports.libc.errno import EAGAIN, EINTR, errno
+    from cython.cimports.libc.string import memcmp, memcpy
 
 COMPILED = cython.compiled
 
@@ -53,6 +56,34 @@ def _wr32(p: cython.p_uchar, v: cython.uint) -> cython.void:
     p[1] = (v >> 16) & 255
     p[2] = (v >> 8) & 255
     p[3] = v & 255
+
+
+def send_each(fds: list, frame: bytes) -> list:
+    """Send ``frame`` to each of these sockets; the positions of those that did not take all of it, with what they took.
+
+    A broken connection counts as one that took nothing: it is noticed when it is written to again.
+    """
+    left: list = []
+    fd: cython.int
+    i: cython.Py_ssize_t
+    n: cython.Py_ssize_t
+    size: cython.Py_ssize_t = len(frame)
+    if cython.compiled:
+        p: cython.p_uchar = frame
+        for i in range(len(fds)):
+            fd = fds[i]
+            n = send(fd, p, size, MSG_DONTWAIT | MSG_NOSIGNAL)
+            if n < size:
+                left.append((i, n if n > 0 else 0))
+    else:
+        for i, fd in enumerate(fds):
+            try:
+                n = os.write(fd, frame)
+            except OSError:
+                n = 0
+            if n < size:
+                left.append((i, n))
+    return left
 
 
 @cython.cclass
@@ -252,6 +283,85 @@ class Block:
         self.count = n
         self.pos = pos
         return done
+
+    @cython.ccall
+    def fill_from_sockets(
+        self,
+        fds: list,
+        start: cython.Py_ssize_t,
+        data: bytearray,
+        line: bytes,
+        ident: cython.ulonglong,
+        timestamp: cython.longlong,
+        max_size: cython.longlong,
+        max_bytes: cython.Py_ssize_t,
+    ) -> cython.Py_ssize_t:
+        """Read from ``fds[start:]``, one after the other, and make a frame of each that brings just one publish.
+
+        Such a publish is ``line``, a newline, a size and a body of that size. A socket with nothing to read becomes
+        -1 in ``fds``. At the first that brings something else, or when the block is full or ``max_bytes`` of frames
+        were made, the walk stops and its position is returned; ``data`` then holds the ``self.pos`` bytes it brought
+        (0: the stream has ended; less: minus the error's number). Where all were good that is ``len(fds)``.
+        """
+        i: cython.Py_ssize_t = start
+        n: cython.Py_ssize_t
+        head: cython.Py_ssize_t = len(line)
+        total: cython.Py_ssize_t = len(fds)
+        done: cython.Py_ssize_t
+        budget: cython.Py_ssize_t = self.used + max_bytes
+        number: cython.ulonglong = ident
+        if cython.compiled:
+            p: cython.p_uchar = data
+            q: cython.p_uchar = line
+            fd: cython.int
+            size: cython.longlong
+            while i < total:
+                fd = fds[i]
+                n = recv(fd, p, len(data), MSG_DONTWAIT)
+                if n <= 0:
+                    if n < 0 and (errno == EAGAIN or errno == EINTR):
+                        fds[i] = -1
+                        i += 1
+                        continue
+                    self.pos = -errno if n < 0 else 0
+                    return i
+                if n < head + 6 or p[head] != 10 or memcmp(p, q, head) != 0:
+                    self.pos = n
+                    return i
+                size = cython.cast(cython.int, _rd32(p + head + 1))
+                if size <= 0 or size > max_size or head + 5 + size != n or self.used + 34 + size > budget:
+                    self.pos = n
+                    return i
+                done = self.fill(data, head + 1, n, 1, number, timestamp, 1, max_bytes)
+                if done == 0:
+                    self.pos = n
+                    return i
+                number += 1
+                i += 1
+        else:
+            while i < total:
+                try:
+                    n = os.readv(fds[i], [data])
+                except (BlockingIOError, InterruptedError):
+                    fds[i] = -1
+                    i += 1
+                    continue
+                except OSError as exc:
+                    self.pos = -(exc.errno or 1)
+                    return i
+                if n < head + 6 or data[head] != 10 or data[:head] != line:
+                    self.pos = n
+                    return i
+                (length,) = _i32.unpack_from(data, head + 1)
+                if not 0 < length <= max_size or head + 5 + length != n or self.used + 34 + length > budget:
+                    self.pos = n
+                    return i
+                if not self.fill(data, head + 1, n, 1, number, timestamp, 1, max_bytes):
+                    self.pos = n
+                    return i
+                number += 1
+                i += 1
+        return i
 
     @cython.ccall
     def adopt(self, used: cython.Py_ssize_t, count: cython.Py_ssize_t) -> cython.bint:

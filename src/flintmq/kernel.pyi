@@ -6,6 +6,8 @@ SCAN_DONE: int
 SCAN_MORE: int
 SCAN_BAD: int
 
+def send_each(fds: list[int], frame: bytes) -> list[tuple[int, int]]: ...
+
 class Scan:
     pos: int
     index: int
@@ -34,6 +36,17 @@ class Block:
         ident: int,
         timestamp: int,
         attempts: int,
+        max_bytes: int,
+    ) -> int: ...
+    def fill_from_sockets(
+        self,
+        fds: list[int],
+        start: int,
+        data: bytearray,
+        line: bytes,
+        ident: int,
+        timestamp: int,
+        max_size: int,
         max_bytes: int,
     ) -> int: ...
     def adopt(self, used: int, count: int) -> bool: ...

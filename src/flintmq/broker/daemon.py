@@ -21,6 +21,7 @@ import functools
 import logging
 import os
 import secrets
+import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
@@ -28,13 +29,13 @@ from typing import Any
 
 import msgspec
 
-from flintmq.broker import takeover
+from flintmq.broker import sockets, takeover
 from flintmq.broker.channel import Channel
 from flintmq.broker.disk import Clock, Disk, SystemClock
 from flintmq.broker.journal import SIDE, Journal, TopicState
 from flintmq.broker.log import Log, Store
 from flintmq.broker.scan import Scan
-from flintmq.broker.session import Session
+from flintmq.broker.session import Lane, Session
 from flintmq.broker.topic import RESERVE, Topic
 from flintmq.errors import FlintError, FormatError, NotFoundError, StartError, StorageError
 from flintmq.options import NsqdOptions
@@ -93,6 +94,7 @@ class Broker:
         self._housekeeping_due = False
         self._pumps: dict[Channel, None] = {}
         self._stalled: list[Callable[[], None]] = []
+        self._lanes: dict[Topic, Lane] = {}
         self._syncing = False
         # Numbers.
         self._last_ident = 0
@@ -103,6 +105,8 @@ class Broker:
         self.stopping = False
         self._closed: asyncio.Future[None] | None = None
         self._server: asyncio.Server | None = None
+        self._poller: sockets.Poller | None = None
+        self._bound = ""
         self._lock = -1
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._metadata_due = False
@@ -124,6 +128,7 @@ class Broker:
         self._loop = asyncio.get_running_loop()
         self._closed = self._loop.create_future()
         self.later = self._loop.call_soon
+        self.now = self._loop.time
         self.disk.attach(self._loop.call_soon_threadsafe)
         self.path = Path(self.options.data_path or os.getcwd())
         self.journal = Journal(
@@ -177,15 +182,21 @@ class Broker:
     async def _listen(self) -> None:
         address = self.options.tcp_address
         try:
-            host, port = split_address(address)
-            if host is None:
-                self._server = await self._loop.create_unix_server(self._new_session, address, backlog=1024)
-            else:
-                self._server = await self._loop.create_server(
-                    self._new_session, host or None, port, backlog=1024, reuse_address=True
-                )
+            sock = _bind(address)
         except (OSError, ValueError) as exc:
             raise StartError(f"listen ({address}) failed - {_reason(exc)}") from exc
+        name = sock.getsockname()
+        if isinstance(name, str):
+            self._bound = name
+        else:
+            self._bound = f"[{name[0]}]:{name[1]}" if ":" in name[0] else f"{name[0]}:{name[1]}"
+        if sockets.available():
+            self._poller = sockets.Poller(self._loop, self._turned)
+            self._poller.listen(sock, self._new_session)
+        elif isinstance(name, str):
+            self._server = await self._loop.create_unix_server(self._new_session, sock=sock, backlog=1024)
+        else:
+            self._server = await self._loop.create_server(self._new_session, sock=sock, backlog=1024)
         log.info("TCP: listening on %s", self.tcp_address)
 
     def _new_session(self) -> Session:
@@ -194,12 +205,7 @@ class Broker:
     @property
     def tcp_address(self) -> str:
         """Where clients connect: ``host:port`` as really bound, or the path of a unix socket."""
-        if self._server is None or not self._server.sockets:
-            return self.options.tcp_address
-        name = self._server.sockets[0].getsockname()
-        if isinstance(name, str):
-            return name
-        return f"[{name[0]}]:{name[1]}" if ":" in name[0] else f"{name[0]}:{name[1]}"
+        return self._bound or self.options.tcp_address
 
     async def wait_closed(self) -> None:
         """Returns when the broker has stopped; raises what it died of."""
@@ -246,18 +252,28 @@ class Broker:
         for timer in self._timers.values():
             timer.cancel()
         self._timers.clear()
-        if self._server is not None:
-            self._server.close()
-        for session in list(self.sessions.values()):
-            session.drop()
+        self._disconnect()
         # Let the transports notice, so that no socket outlives the broker.
         for _ in range(3):
             await asyncio.sleep(0)
+        self._close_poller()
+        if self._bound and split_address(self._bound)[0] is None:
+            with contextlib.suppress(OSError):
+                os.unlink(self._bound)
+
+    def _disconnect(self) -> None:
         if self._server is not None:
-            if self.options.tcp_address and split_address(self.options.tcp_address)[0] is None:
-                with contextlib.suppress(OSError):
-                    os.unlink(self.options.tcp_address)
+            self._server.close()
             self._server = None
+        if self._poller is not None:
+            self._poller.stop_listening()
+        for session in list(self.sessions.values()):
+            session.drop()
+
+    def _close_poller(self) -> None:
+        if self._poller is not None:
+            self._poller.close()
+            self._poller = None
 
     def kill(self) -> None:
         """Stop as a crash would: nothing is flushed, no file is closed cleanly. For tests."""
@@ -267,10 +283,8 @@ class Broker:
         for timer in self._timers.values():
             timer.cancel()
         self._timers.clear()
-        if self._server is not None:
-            self._server.close()
-        for session in list(self.sessions.values()):
-            session.drop()
+        self._disconnect()
+        self._close_poller()
         self.disk.close()
         for topic in self.topics.values():
             topic.exiting = True
@@ -305,10 +319,8 @@ class Broker:
         self.stopping = True
         for timer in self._timers.values():
             timer.cancel()
-        if self._server is not None:
-            self._server.close()
-        for session in list(self.sessions.values()):
-            session.drop()
+        self._disconnect()
+        self.later(self._close_poller)
         for topic in self.topics.values():
             topic.exiting = True
             topic.log.closed = True
@@ -413,6 +425,7 @@ class Broker:
             # A gap right behind the mark is no backlog.
             behind = [first for first, stop in spans if stop > topic.pumped]
             topic.pumped = max(topic.pumped, behind[0]) if behind else end
+            topic.gaps.extend(_between(spans, topic.pumped, end))
         deferrals = list(topic.log.deferrals())
         addressed = side_spans(topic.side) if topic.side is not None else {}
         now, wall = self.clock.now(), self.clock.wall()
@@ -497,6 +510,7 @@ class Broker:
         del self.topics[name]
         self._turn.pop(topic, None)
         self._touched.pop(topic, None)
+        self._lanes.pop(topic, None)
         self._floor = max(self._floor, topic.ceiling, topic.log.end)
         if not topic.ephemeral:
             position = self.journal.note("untopic", topic.incarnation, self._floor)
@@ -527,6 +541,15 @@ class Broker:
             if self._last_ident not in self.sessions:
                 return self._last_ident
 
+    def lane(self, topic: Topic) -> Lane | None:
+        """The short way for single PUBs, where sockets are read without asyncio's help."""
+        if self._poller is None:
+            return None
+        lane = self._lanes.get(topic)
+        if lane is None:
+            lane = self._lanes[topic] = Lane(self, topic)
+        return lane
+
     def connected(self, session: Session) -> None:
         self.sessions[session.ident] = session
         if self.stopping:
@@ -550,7 +573,13 @@ class Broker:
         self._turn[topic] = None
         if not self._flush_due:
             self._flush_due = True
-            self.later(self.flush)
+            if self._poller is None or not self._poller.turning:
+                self.later(self.flush)
+
+    def _turned(self) -> None:
+        """All that could be read in this turn has been."""
+        if self._flush_due:
+            self.flush()
 
     def flush(self) -> None:
         """The end of a loop turn: one write per topic for all its publishers, then their answers, then deliveries."""
@@ -830,6 +859,40 @@ def _before(spans: list[tuple[int, int]], stop: int) -> Iterator[tuple[int, int]
     for first, last in spans:
         if first < stop:
             yield first, min(last, stop)
+
+
+def _between(spans: list[tuple[int, int]], first: int, stop: int) -> Iterator[tuple[int, int]]:
+    """What of ``first`` … ``stop - 1`` no span holds."""
+    for start, end in spans:
+        if first < start:
+            yield first, start
+        first = max(first, end)
+    if first < stop:
+        yield first, stop
+
+
+def _bind(address: str) -> socket.socket:
+    host, port = split_address(address)
+    if host is None:
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        where: Any = address
+    else:
+        # An empty host is every address, as in Go.
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        if host:
+            family, _, _, _, where = socket.getaddrinfo(host, port, family=family, type=socket.SOCK_STREAM)[0]
+        else:
+            where = ("", port)
+        sock = socket.socket(family, socket.SOCK_STREAM)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        sock.setblocking(False)
+        sock.bind(where)
+        sock.listen(1024)
+    except BaseException:
+        sock.close()
+        raise
+    return sock
 
 
 def split_address(address: str) -> tuple[str | None, int]:

@@ -95,6 +95,11 @@ class Disk:
                 thread.start()
             self._wake.notify()
 
+    @property
+    def closing(self) -> bool:
+        """No more work is taken; what is still to be done must be done at once."""
+        return self._stopping
+
     def _serve(self) -> None:
         while True:
             with self._wake:

@@ -36,7 +36,7 @@ from flintmq.broker.disk import BACKGROUND, COMMIT, Clock, Disk
 from flintmq.broker.ranges import Ranges
 from flintmq.errors import FormatError, StorageError
 
-__all__ = ["NEVER", "SIDE", "ChannelState", "Journal", "State", "TopicState"]
+__all__ = ["ANOTHER_BOOT", "NEVER", "SIDE", "ChannelState", "Journal", "State", "TopicState"]
 
 log = logging.getLogger(__name__)
 
@@ -53,6 +53,8 @@ DONE, BACK, NOTE = 1, 2, 3
 SIDE = 1 << 53
 #: Beyond every seq.
 NEVER = 1 << 54
+#: Stands for a due time on a clock that no longer runs.
+ANOTHER_BOOT = -1
 #: A new file is begun at this size.
 ROLL_AT = 8 << 20
 #: Channels whose state goes into a snapshot before the loop is handed back.
@@ -151,6 +153,9 @@ class State:
     def _topic(self, incarnation: int, name: str, base: int, ceiling: int) -> None:
         self.next_incarnation = max(self.next_incarnation, incarnation + 1)
         if incarnation not in self.topics:
+            # Names are unique: an older one was deleted, and the entry that said so was lost at the end of its file.
+            for other in [t for t in self.topics.values() if t.name == name and t.incarnation < incarnation]:
+                self._untopic(other.incarnation, other.ceiling)
             self.topics[incarnation] = TopicState(name, incarnation, base, ceiling, base, base)
 
     def _ceiling(self, incarnation: int, ceiling: int) -> None:
@@ -211,9 +216,18 @@ class State:
             self.channels[channel].finish(SIDE, side_stop)
 
     def _open(self, boot: bytes) -> None:
-        self.boot = boot
+        self.count_from(boot)
         for topic in self.topics.values():
             topic.end = None
+
+    def count_from(self, boot: bytes) -> None:
+        """From here on due times are on the clock of this boot; of those before only the wall time still counts."""
+        if boot != self.boot:
+            for channel in self.channels.values():
+                for seq, (attempts, due, wall) in channel.back.items():
+                    if due:
+                        channel.back[seq] = (attempts, ANOTHER_BOOT, wall)
+        self.boot = boot
 
     def _floor(self, floor: int, next_incarnation: int, next_channel: int) -> None:
         self.floor = max(floor, self.floor)
@@ -326,7 +340,7 @@ class Journal:
             self._fatal(StorageError(f"cannot write the journal in {self._folder}: {exc}"))
             return
         self._written = self.noted
-        if self._offset >= ROLL_AT and not self._snapshotting and not self._syncing:
+        if self._offset >= ROLL_AT and not (self._snapshotting or self._syncing or self._disk.closing):
             self._roll()
 
     # --- Syncing ---------------------------------------------------------------------------------------------------
@@ -341,7 +355,7 @@ class Journal:
 
     def sync(self, urgency: int = BACKGROUND) -> None:
         self.flush()
-        if self._syncing or self._written <= self.synced or self.closed:
+        if self._syncing or self._written <= self.synced or self.closed or self._disk.closing:
             return
         self._syncing = True
         fd, mark = self._fd, self._written
@@ -351,15 +365,25 @@ class Journal:
             if error is not None:
                 self._fatal(StorageError(f"cannot sync the journal in {self._folder}: {error}"))
                 return
-            self.synced = mark
-            ready = [then for position, then in self._waiting if position <= mark]
-            self._waiting = [pair for pair in self._waiting if pair[0] > mark]
-            for then in ready:
-                then()
-            if self._waiting:
-                self.sync(COMMIT)
+            self._reached(mark)
 
         self._disk.submit(lambda: self._disk.sync(fd), done, urgency)
+
+    def _reached(self, mark: int) -> None:
+        """Everything up to ``mark`` is on the device: tell those who wait for it."""
+        self.synced = max(self.synced, mark)
+        ready = [then for position, then in self._waiting if position <= mark]
+        self._waiting = [pair for pair in self._waiting if pair[0] > mark]
+        for then in ready:
+            then()
+        if self._waiting:
+            self.sync(COMMIT)
+
+    def sync_now(self) -> None:
+        """Write and sync everything said so far, and wait for it: at the start, before anybody is served."""
+        self.flush()
+        self._disk.sync(self._fd)
+        self._reached(self._written)
 
     def close(self, *, clean: bool) -> None:
         """Write and sync everything; with ``clean`` the next start may trust that nothing came after it."""
@@ -380,10 +404,16 @@ class Journal:
         """A new file with its header; (file, salt)."""
         salt = int.from_bytes(os.urandom(4), "big") or 1
         fd = self._disk.open(self._folder / name, create=True)
-        if not name.startswith("snapshot"):
-            self._disk.allocate(fd, ROLL_AT + (1 << 20))
-        head = _file_head.pack(_MAGIC, _VERSION, 0, salt, self._number, self._clock.boot_id())
-        self._disk.write(fd, [head, _number.pack(google_crc32c.extend(0, head))], 0)
+        try:
+            if not name.startswith("snapshot"):
+                self._disk.allocate(fd, ROLL_AT + (1 << 20))
+            head = _file_head.pack(_MAGIC, _VERSION, 0, salt, self._number, self._clock.boot_id())
+            self._disk.write(fd, [head, _number.pack(google_crc32c.extend(0, head))], 0)
+        except OSError:
+            # The name must be free for the next try.
+            self._disk.close_file(fd)
+            self._disk.remove(self._folder / name)
+            raise
         return fd, salt
 
     def start(self, state: State) -> None:
@@ -427,9 +457,7 @@ class Journal:
             if error is not None:
                 self._fatal(StorageError(f"cannot sync the journal in {self._folder}: {error}"))
                 return
-            self.synced = max(self.synced, mark)
-            if self._waiting:
-                self.when_synced(self._waiting[0][0], lambda: None)
+            self._reached(mark)
 
         self._disk.submit(work, done, COMMIT)
         self.take_snapshot()
@@ -444,7 +472,7 @@ class Journal:
         entries: list[bytes] = [_entry(NOTE, msgspec.msgpack.encode(("open", self._clock.boot_id())))]
 
         def slice_() -> None:
-            if self.closed:
+            if self.closed or self._disk.closing:
                 return
             # What the slice says must not be newer than what the journal says: a channel's finished messages
             # that are not written yet would otherwise be known to the snapshot alone. Harmless, they are finished.
@@ -469,15 +497,17 @@ class Journal:
         if self._disk.exists(temporary):
             self._disk.remove(temporary)
         fd, salt = self._begin(f"{name}.tmp")
-        offset = _file_head.size + 4
-        for i in range(0, len(entries), 1000):
-            some = b"".join(entries[i : i + 1000])
-            head = _batch_head.pack(salt, len(some), google_crc32c.extend(salt, some))
-            offset += self._disk.write(fd, [head, some], offset)
-        end = _batch_head.pack(salt, 0, google_crc32c.extend(salt, b""))
-        self._disk.write(fd, [end], offset)
-        self._disk.sync(fd)
-        self._disk.close_file(fd)
+        try:
+            offset = _file_head.size + 4
+            for i in range(0, len(entries), 1000):
+                some = b"".join(entries[i : i + 1000])
+                head = _batch_head.pack(salt, len(some), google_crc32c.extend(salt, some))
+                offset += self._disk.write(fd, [head, some], offset)
+            end = _batch_head.pack(salt, 0, google_crc32c.extend(salt, b""))
+            self._disk.write(fd, [end], offset)
+            self._disk.sync(fd)
+        finally:
+            self._disk.close_file(fd)
         self._disk.rename(temporary, self._folder / name)
         self._disk.sync_folder(self._folder)
         for other in self._disk.names(self._folder):
@@ -526,7 +556,7 @@ class Journal:
             raise FormatError(f"{path} is not a journal of flintmq")
         if version > _VERSION:
             raise FormatError(f"{path} was written by a newer version of flintmq (format {version}, known: {_VERSION})")
-        state.boot = boot
+        state.count_from(boot)
         at = size + 4
         while at + _batch_head.size <= len(data):
             mark, length, crc = _batch_head.unpack_from(data, at)

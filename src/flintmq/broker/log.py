@@ -351,6 +351,8 @@ class Log:
         self._pending: deque[Record] = deque()
         self._open_record: Record | None = None
         self._in_group = False
+        #: Bytes of frames that the last fill_from_sockets() made.
+        self.last_bytes = 0
         self._group_start: tuple[Segment | None, int, int] | None = None
         self._writing = False
         # On the disk.
@@ -447,6 +449,38 @@ class Log:
         self._open_record = record if record is not None and not (flags or extra or more) else None
         return first
 
+    def fill_from_sockets(
+        self, fds: list[int], start: int, data: bytearray, line: bytes, timestamp: int, max_size: int
+    ) -> tuple[int, int]:
+        """Append single publishes straight from sockets: see ``Block.fill_from_sockets``.
+
+        Where it stopped, and how many bytes are in ``data`` there.
+        """
+        block = self.blocks[-1] if self.blocks and not self._in_group else None
+        if block is None:
+            return start, -1
+        record = self._open_record
+        room = RECORD_BYTES
+        if record is not None and record.block is block:
+            room -= record.stop - record.start
+        else:
+            record = None
+        before, used = block.count, block.used
+        stopped = block.fill_from_sockets(
+            fds, start, data, line, self._store.prefix | self.end, timestamp, max_size, room
+        )
+        count = block.count - before
+        if count:
+            if record is None:
+                record = self._open_record = Record(block, used, block.used, self.end, count)
+                self._pending.append(record)
+            else:
+                record.stop = block.used
+                record.count += count
+            self._advance(count)
+            self.last_bytes = block.used - used
+        return stopped, block.pos
+
     def _advance(self, count: int) -> None:
         self.end += count
         self.memory_count += count
@@ -495,7 +529,7 @@ class Log:
         """Write everything, whatever the durability: a clean stop."""
         if self.folder is not None and self._pending:
             self._open_record = None
-            self._write_out(len(self._pending), inline=True)
+            self._write_out(len(self._pending), last=True)
 
     def spill(self, limit: int, cap: int) -> None:
         """Durability ``memory``: write the oldest blocks so that they can leave the memory."""
@@ -515,18 +549,21 @@ class Log:
                 self._open_record = None
             self._write_out(records)
 
-    def _write_out(self, records: int, inline: bool = False) -> None:
+    def _write_out(self, records: int, last: bool = False) -> None:
         pieces = self._plan(records)
-        if inline or self._store.unsynced < WRITE_IN_THREAD_AT:
-            try:
-                for piece in pieces:
-                    self._write(piece)
-            except OSError as exc:
-                self._write_failed(pieces, exc)
-            else:
-                self._wrote(pieces)
+        if not last and self._store.unsynced >= WRITE_IN_THREAD_AT:
+            self._write_in_thread(pieces)
             return
-        # The kernel throttles writers that run ahead of the device: let a thread wait for it.
+        try:
+            for piece in pieces:
+                self._write(piece)
+        except OSError as exc:
+            self._write_failed(pieces, exc)
+        else:
+            self._wrote(pieces, last)
+
+    def _write_in_thread(self, pieces: list[_Piece]) -> None:
+        """The kernel throttles writers that run ahead of the device: let a thread wait for it."""
         self._writing = True
         for piece in pieces:
             piece.segment.pins += 1
@@ -608,7 +645,7 @@ class Log:
             self._disk.write(fd, [file_header(segment)], 0)
         self._disk.write(self._store.file(segment), piece.buffers, piece.offset)
 
-    def _wrote(self, pieces: list[_Piece]) -> None:
+    def _wrote(self, pieces: list[_Piece], last: bool = False) -> None:
         for piece in pieces:
             segment = piece.segment
             if not self._unsynced or self._unsynced[-1] is not segment:
@@ -619,7 +656,9 @@ class Log:
             for record in piece.records:
                 self._unsynced_count += record.count
                 self.written = record.seq + record.count
-        if self.durability == "fsync":
+        if last:
+            pass
+        elif self.durability == "fsync":
             self.sync(COMMIT)
         elif self._unsynced_bytes >= SYNC_AT or (
             self._unsynced_count >= self._store.options.sync_every > 0

@@ -43,6 +43,7 @@ from flintmq.wire import (
 if TYPE_CHECKING:
     from flintmq.broker.channel import Channel
     from flintmq.broker.daemon import Broker
+    from flintmq.broker.sockets import SocketTransport
 
 __all__ = ["Session"]
 
@@ -138,6 +139,11 @@ class Session(asyncio.BufferedProtocol):
         self._missing = ""
         self._publish_line = b""
         self._publish_topic: Topic | None = None
+        #: The way for single PUBs to the topic last published to; see Lane.
+        self.lane: Lane | None = None
+        self._single: Commit | None = None
+        self._socket: socket.socket = cast(socket.socket, None)
+        self.fd = -1
         # Output: frames of this turn, and answers that wait for a commit in front of them.
         self._out: list[bytes] = []
         self._answers: deque[tuple[Commit, str] | bytes] = deque()
@@ -149,11 +155,14 @@ class Session(asyncio.BufferedProtocol):
         self._write = self._transport.write
         # The least unsent byte makes this session not ready: what is not sent yet stays in the log, not in memory.
         self._transport.set_write_buffer_limits(high=0)
+        sock = transport.get_extra_info("socket")
+        if sock is not None:
+            self._socket = sock
+            self.fd = sock.fileno()
         peer = transport.get_extra_info("peername")
         if isinstance(peer, tuple):
             self.client_id = self.hostname = str(peer[0])
             self.remote_address = f"[{peer[0]}]:{peer[1]}" if ":" in str(peer[0]) else f"{peer[0]}:{peer[1]}"
-            sock = transport.get_extra_info("socket")
             if sock is not None:
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         else:
@@ -271,6 +280,52 @@ class Session(asyncio.BufferedProtocol):
             self._fill += size
             self._take(self._held, self._fill)
 
+    def receive(self) -> None:
+        """Read from the plain socket. EOFError or OSError when the connection has ended."""
+        size = self._socket.recv_into(self.get_buffer(-1))
+        if not size:
+            raise EOFError
+        self.buffer_updated(size)
+
+    @property
+    def quiet(self) -> bool:
+        """Is there nothing under way here, so that a single PUB can take the short way?"""
+        return not (
+            (self._single is not None and not self._single.done)
+            or self._held is not None
+            or self._answers
+            or self._closing
+            or not self._writable
+        )
+
+    def wait_for(self, commit: Commit, topic: str, now: float) -> None:
+        """A single PUB came the short way; its ``OK`` comes with the commit."""
+        self._single = commit
+        self._last_command = now
+        self.publish_counts[topic] += 1
+        commit.sessions.append(self)
+
+    def published(self, topic: str, now: float) -> None:
+        """A single PUB came the short way, and is as safe as it was promised to be."""
+        self._last_command = now
+        self.publish_counts[topic] += 1
+        self._write(OK_FRAME)
+
+    def refused(self, error: Exception | None) -> None:
+        self._single = None
+        if not self._closing:
+            self._error(ProtocolError("E_PUB_FAILED", f"PUB failed {error}"))
+            self._flush()
+
+    def _queue_single(self, commit: Commit) -> None:
+        """More came before the answer to a single PUB: from now on answers have an order to keep."""
+        self._single = None
+        if commit.done:
+            return
+        commit.sessions.remove(self)
+        commit.waiters.append(self._committed)
+        self._answers.append((commit, "PUB"))
+
     def _unpack(self, codec: Codec, data: bytes) -> None:
         try:
             for piece in codec.decompress(data):
@@ -288,6 +343,8 @@ class Session(asyncio.BufferedProtocol):
 
     def _take(self, data: bytearray, stop: int) -> None:
         """Run the commands in ``data[:stop]`` and keep the rest."""
+        if self._single is not None:
+            self._queue_single(self._single)
         pos = self._run(data, stop) if not self._waiting else 0
         left = stop - pos
         if not left or (self._closing and not self._waiting):
@@ -361,6 +418,8 @@ class Session(asyncio.BufferedProtocol):
 
     def eof_received(self) -> bool:
         """The client sends no more. A command that was cut off gets its error; then the connection goes."""
+        if self._single is not None:
+            self._queue_single(self._single)
         if self._missing and not self._closing and self._held is not None:
             code, _, text = self._missing.partition(" ")
             self._error(ProtocolError(code, text))
@@ -486,8 +545,12 @@ class Session(asyncio.BufferedProtocol):
             raise ProtocolError("E_INVALID", f"invalid command {_text(params[0])}")
         after = handler(self, params, data, at, stop)
         if after >= 0 and params[0] in (b"PUB", b"MPUB") and len(params) == 2:
-            # A producer says the same line again and again: it need not be taken apart each time.
+            # A producer says the same line again and again: it need not be taken apart each time. The topic is
+            # remembered here and nowhere else: a DPUB to another one must not come between a line and its topic.
+            topic = self._publish_topic = self.broker.topics.get(params[1].decode("ascii"))
             self._publish_line = line
+            plain = self._socket is not None and self._codec is None and line == b"PUB " + params[1]
+            self.lane = self.broker.lane(topic) if plain and topic is not None else None
         return after
 
     def _publish_again(self, line: bytes, data: bytearray, at: int, stop: int) -> int:
@@ -693,7 +756,7 @@ class Session(asyncio.BufferedProtocol):
             return _MORE
         if isinstance(target, str):
             self._check_auth(verb)
-            target = self._publish_topic = self.broker.topic(target)
+            target = self.broker.topic(target)
         if self.broker.store.congested or target.busy:
             return self._wait(target.when_free if target.busy else self.broker.when_relieved)
         try:
@@ -710,8 +773,7 @@ class Session(asyncio.BufferedProtocol):
         # NSQ says the code twice here, and clients know it so.
         name = _name(params[1], "E_BAD_TOPIC", "E_BAD_TOPIC MPUB topic")
         self._check_auth("MPUB")
-        topic = self._publish_topic = self.broker.topic(name)
-        return self._mpub_body(topic, data, at, stop)
+        return self._mpub_body(self.broker.topic(name), data, at, stop)
 
     def _mpub_body(self, topic: Topic, data: bytearray, at: int, stop: int) -> int:
         """``[body size][count]{[size][body]}``: the sizes inside count, the body size is only held to its limit."""
@@ -879,6 +941,77 @@ class Session(asyncio.BufferedProtocol):
 
 def _nowhere(_: bytes | memoryview) -> None:
     """Where a session writes before it has a connection."""
+
+
+class Lane:
+    """Single PUBs of many clients to one topic: those of one turn are read, framed and answered together.
+
+    A connection takes this way if its socket is a plain one and its last command was a PUB to the topic. Whatever
+    else it sends goes the ordinary way.
+    """
+
+    def __init__(self, broker: Broker, topic: Topic) -> None:
+        self._broker = broker
+        self.topic = topic
+        self._line = b"PUB " + topic.name.encode()
+        self._arrived: list[tuple[Session, SocketTransport]] = []
+
+    def add(self, session: Session, transport: SocketTransport) -> bool:
+        """The session's socket can be read; True if it is the first of this turn."""
+        self._arrived.append((session, transport))
+        return len(self._arrived) == 1
+
+    def run(self) -> None:
+        arrived, self._arrived = self._arrived, []
+        topic = self.topic
+        short: list[tuple[Session, SocketTransport]] = []
+        if topic.open:
+            for pair in arrived:
+                if pair[0].quiet:
+                    short.append(pair)
+                else:
+                    pair[1].receive()
+        else:
+            for _, transport in arrived:
+                transport.receive()
+        fds = [transport.fd for _, transport in short]
+        data = self._broker.receive_buffer
+        limit = self._broker.options.max_msg_size
+        start = 0
+        while start < len(fds):
+            stopped, size, commit = topic.publish_from_sockets(fds, start, data, self._line, limit)
+            self._answer(short, fds, start, stopped, commit)
+            if stopped < len(fds):
+                session, transport = short[stopped]
+                if size > 0:
+                    session.buffer_updated(size)
+                elif size == 0:
+                    transport.ended()
+                elif stopped == start and size == -1 and commit is None:
+                    # The log has no block to put it in: it gets one the ordinary way.
+                    transport.receive()
+                else:
+                    transport.fail(OSError(-size, "the connection is broken"))
+                stopped += 1
+            start = stopped
+
+    def _answer(
+        self,
+        short: list[tuple[Session, SocketTransport]],
+        fds: list[int],
+        start: int,
+        stop: int,
+        commit: Commit | None,
+    ) -> None:
+        now = self._broker.now()
+        for i in range(start, stop):
+            if fds[i] < 0:
+                continue
+            session = short[i][0]
+            if commit is None:
+                session.published(self.topic.name, now)
+            else:
+                session.wait_for(commit, self.topic.name, now)
 
 
 _Handler = Callable[[Session, list[bytes], bytearray, int, int], int]

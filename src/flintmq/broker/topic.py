@@ -19,10 +19,12 @@ from flintmq.broker.channel import Channel
 from flintmq.broker.journal import SIDE
 from flintmq.broker.log import Log
 from flintmq.errors import NotFoundError, PublishError
-from flintmq.wire import is_ephemeral
+from flintmq.kernel import FRAME_OVERHEAD, send_each
+from flintmq.wire import OK_FRAME, is_ephemeral
 
 if TYPE_CHECKING:
     from flintmq.broker.daemon import Broker
+    from flintmq.broker.session import Session
 
 __all__ = ["Commit", "Topic"]
 
@@ -37,17 +39,26 @@ SLICE = 4_000
 class Commit:
     """The publishes of one loop turn to one topic: safe, refused, or neither yet."""
 
-    __slots__ = ("done", "end", "error", "waiters")
+    __slots__ = ("done", "end", "error", "sessions", "waiters")
 
     def __init__(self) -> None:
         self.end = 0
         self.done = False
         self.error: Exception | None = None
         self.waiters: list[Callable[[], None]] = []
+        #: Sessions that wait for this one PUB and nothing else: all of them are answered in one go.
+        self.sessions: list[Session] = []
 
     def resolve(self, error: Exception | None = None) -> None:
         self.done = True
         self.error = error
+        sessions, self.sessions = self.sessions, []
+        if error is None and sessions:
+            for i, sent in send_each([session.fd for session in sessions], OK_FRAME):
+                sessions[i].send_run(memoryview(OK_FRAME)[sent:])
+        else:
+            for session in sessions:
+                session.refused(error)
         for waiter in self.waiters:
             waiter()
         self.waiters.clear()
@@ -70,6 +81,8 @@ class Topic:
         self.pumped = base
         self.ceiling = base
         self._usable = base
+        #: Holes beyond ``pumped`` that unclean stops left: no message has these seqs. Only the broker adds to them.
+        self.gaps: deque[tuple[int, int]] = deque()
         #: What the journal knows to be durable; only the broker assigns.
         self.noted_durable = base
         #: Something else keeps ``pumped`` from moving: lookupds that have not answered yet.
@@ -100,12 +113,17 @@ class Topic:
     @property
     def depth(self) -> int:
         """Messages that no channel has seen yet."""
-        return self.log.end - self.pumped
+        return self.log.end - self.pumped - self._gap_count
 
     @property
     def backend_depth(self) -> int:
         memory = self.log.blocks[0].base if self.log.blocks else self.log.end
-        return max(0, memory - self.pumped)
+        # Gaps are as old as the last start: all of them lie before what is in memory.
+        return max(0, memory - self.pumped - self._gap_count)
+
+    @property
+    def _gap_count(self) -> int:
+        return sum(stop - first for first, stop in self.gaps)
 
     @property
     def frozen(self) -> bool:
@@ -127,6 +145,13 @@ class Topic:
         waiting, self._waiting = self._waiting, []
         for then in waiting:
             self.broker.later(then)
+
+    @property
+    def open(self) -> bool:
+        """Can a publish go ahead without a second look?"""
+        return not (
+            self.exiting or self._holder or self.ephemeral or self.broker.refusing or self.broker.store.congested
+        )
 
     def publish(
         self, data: bytearray, pos: int, stop: int, count: int, *, delay: int = 0, more: bool = False
@@ -150,12 +175,38 @@ class Topic:
         self.broker.turn(self)
         if self.log.durability == "memory" and self.log.end <= self._usable:
             return None
+        return self._commit()
+
+    def _commit(self) -> Commit:
+        """What this turn's publishers wait for."""
         commit = self._open_commit
         if commit is None:
             commit = self._open_commit = Commit()
             self._commits.append(commit)
         commit.end = self.log.end
         return commit
+
+    def publish_from_sockets(
+        self, fds: list[int], start: int, data: bytearray, line: bytes, max_size: int
+    ) -> tuple[int, int, Commit | None]:
+        """Single publishes straight from sockets, for as long as they are of the usual kind.
+
+        Where it stopped, how many bytes are in ``data`` there (-1: nothing was read), and what to wait for.
+        """
+        end = self.log.end
+        stopped, size = self.log.fill_from_sockets(fds, start, data, line, self.broker.clock.wall(), max_size)
+        count = self.log.end - end
+        if not count:
+            return stopped, size, None
+        self.message_count += count
+        record = self.log.last_bytes
+        self.message_bytes += record - FRAME_OVERHEAD * count
+        if self.log.end > self._usable - RESERVE // 2:
+            self._reserve()
+        self.broker.turn(self)
+        if self.log.durability == "memory" and self.log.end <= self._usable:
+            return stopped, size, None
+        return stopped, size, self._commit()
 
     def _reserve(self) -> None:
         """Say which seqs may be used from now on, and use none of them before that is on the device."""
@@ -202,8 +253,13 @@ class Topic:
             self._pump(committed)
 
     def _pump(self, seq: int) -> None:
-        deferred = self.log.deferred
-        while deferred and deferred[0][0] < seq:
+        deferred, gaps = self.log.deferred, self.gaps
+        while (deferred and deferred[0][0] < seq) or gaps:
+            if gaps and (not deferred or gaps[0] < deferred[0]):
+                first, stop = gaps.popleft()
+                for channel in self.channels.values():
+                    channel.skip(first, stop)
+                continue
             number, due = deferred.popleft()
             for channel in self.channels.values():
                 channel.hand_deferred(number, due)
@@ -318,6 +374,7 @@ class Topic:
             self.broker.journal.note("skip", self.incarnation, self.pumped, stop)
         while self.log.deferred and self.log.deferred[0][0] < stop:
             self.log.deferred.popleft()
+        self.gaps.clear()
         for channel in self.channels.values():
             channel.skip(self.pumped, stop)
         self.pumped = stop

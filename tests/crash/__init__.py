@@ -1,0 +1,9 @@
+"""What kill -9 may cost: nothing that was answered with OK.
+
+``broker``    a real nsqd of ours in its own process, to be killed and started again
+``ledger``    the oracle: what was published and answered, what each channel got, what must never be seen
+``load``      producers and consumers over raw connections, which tell the ledger everything
+``torture``   ``python -m tests.crash.torture`` kills a busy broker again and again; also the way to the limits
+``limits``    how long a start takes after a kill, and how much memory a backlog or many channels cost
+``test_kill`` a short torture with fixed seeds, and what the oracle itself must notice
+"""

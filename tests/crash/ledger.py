@@ -1,0 +1,273 @@
+"""The oracle of the torture: what was published and answered, what every channel got, and what must never be seen.
+
+The Ledger owns the message numbers. Numbers are given in the order in which publishes are sent, so a channel that
+existed before a publish is one whose first number is not larger. A ChannelBook is the ledger's page for one channel.
+Whoever sends or receives tells them at once; they speak of nothing but numbers, and do no I/O.
+
+What is a violation:
+
+    lost          acknowledged, and a channel that existed before never got it
+    torn          a batch without an answer that a channel got a part of
+    came back     finished, the broker had the time to write that down, and it was delivered again
+    early         delivered before its delay was over
+    two bodies    one id for two messages of a topic, or two ids for one message
+    damaged       a body that nobody published
+    attempts      less than 1
+
+Time is never compared with a limit to decide whether the broker "should have" written something down: consumers ask
+it something and count its answers (see ``load.Consumer``). So a slow machine makes the oracle milder, never wrong.
+"""
+
+from __future__ import annotations
+
+import random
+import zlib
+from array import array
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from struct import Struct
+
+# A body: number (8) | topic (1) | delay in ms (2) | filler | CRC-32 of all before (4)
+_head = Struct(">QBH")
+_crc = Struct(">I")
+SMALLEST_BODY = _head.size + _crc.size
+_FILLER = random.Random(0).randbytes(1 << 18)
+
+#: The clocks of two processes on one machine agree; this is for rounding.
+EARLY_TOLERANCE = 0.002
+_MOST_SAMPLES = 20
+
+# What the producer knows of a message.
+_UNANSWERED, _ACKNOWLEDGED, _IN_DOUBT = 0, 1, 2
+
+# What a channel's page says of a message.
+_RECEIVED = 1
+#: We said FIN.
+_FINISHED = 2
+#: The broker has answered something that we asked after the FIN: it knows.
+_CERTAIN = 4
+
+
+@dataclass
+class Violations:
+    """How often each rule was broken, and the first few times in words."""
+
+    counts: Counter[str] = field(default_factory=Counter)
+    samples: list[str] = field(default_factory=list)
+
+    def add(self, rule: str, text: str) -> None:
+        self.counts[rule] += 1
+        if self.counts[rule] <= _MOST_SAMPLES:
+            self.samples.append(f"{rule}: {text}")
+
+
+class Ledger:
+    def __init__(self, topics: Iterable[str]) -> None:
+        self.topics = list(topics)
+        self.books: dict[tuple[str, str], ChannelBook] = {}
+        self.violations = Violations()
+        # One entry per message, by number.
+        self._topic = bytearray()
+        self._delay = array("H")
+        self._sent = array("d")
+        self._answer = bytearray()
+        self._id = array("Q")
+        # Per topic: whose id it is.
+        self._numbers: list[dict[int, int]] = [{} for _ in self.topics]
+        # Batches of more than one message: first number, count.
+        self._batches: list[tuple[int, int]] = []
+        #: First deliveries that channels still owe, as far as is known: producers hold back when there are many.
+        self.owed = 0
+        self.acknowledged = 0
+        #: Messages before this number were published before the drain; and how often one of them was delivered since.
+        self.drain_from = 0
+        self.drained = 0
+
+    # --- Publishing --------------------------------------------------------------------------------------------------
+
+    @property
+    def published(self) -> int:
+        """How many messages were sent; also the next one's number."""
+        return len(self._topic)
+
+    def publish(self, topic: int, now: float, sizes: Iterable[int], delay: int = 0) -> tuple[int, list[bytes]]:
+        """New messages, about to be sent as one command at ``now``: the first one's number, and their bodies."""
+        first = self.published
+        bodies = []
+        for size in sizes:
+            number = len(self._topic)
+            start = number * 31 % (len(_FILLER) // 2)
+            content = _head.pack(number, topic, delay) + _FILLER[start : start + size - SMALLEST_BODY]
+            bodies.append(content + _crc.pack(zlib.crc32(content)))
+            self._topic.append(topic)
+            self._delay.append(delay)
+            self._sent.append(now)
+            self._answer.append(_UNANSWERED)
+            self._id.append(0)
+        if len(bodies) > 1:
+            self._batches.append((first, len(bodies)))
+        self.owed += len(bodies) * self._channels_of(topic)
+        return first, bodies
+
+    def acknowledge(self, first: int, count: int) -> None:
+        """The broker said OK."""
+        self._answer[first : first + count] = bytes([_ACKNOWLEDGED]) * count
+        self.acknowledged += count
+
+    def doubt(self, first: int, count: int) -> None:
+        """The broker died before it answered: these may be there or not."""
+        self._answer[first : first + count] = bytes([_IN_DOUBT]) * count
+        self.owed -= count * self._channels_of(self._topic[first])
+
+    def _channels_of(self, topic: int) -> int:
+        return sum(book.topic == topic for book in self.books.values())
+
+    # --- Channels ----------------------------------------------------------------------------------------------------
+
+    def subscribed(self, topic: str, channel: str) -> ChannelBook:
+        """SUB was answered with OK. From here on, and for a topic's first channel from the beginning, it gets all."""
+        book = self.books.get((topic, channel))
+        if book is None:
+            number = self.topics.index(topic)
+            is_first = not self._channels_of(number)
+            book = ChannelBook(self, number, f"{topic}/{channel}", 0 if is_first else self.published)
+            self.books[topic, channel] = book
+            if is_first:
+                self.owed += sum(
+                    topic == number and answer != _IN_DOUBT
+                    for topic, answer in zip(self._topic, self._answer, strict=True)
+                )
+        return book
+
+    # --- What arrives ------------------------------------------------------------------------------------------------
+
+    def identify(self, topic: int, body: bytes, message_id: int, where: str) -> int | None:
+        """The number of a message that arrived, if it is what was published."""
+        if len(body) < SMALLEST_BODY or zlib.crc32(body[:-4]) != _crc.unpack_from(body, len(body) - 4)[0]:
+            self.violations.add("damaged", f"{where}: a body of {len(body)} bytes, id {message_id:016x}")
+            return None
+        number, published_to, _ = _head.unpack_from(body)
+        if number >= self.published or published_to != topic:
+            self.violations.add("damaged", f"{where}: message {number} was not published to this topic")
+            return None
+        known = self._id[number]
+        if known != message_id:
+            if known:
+                self.violations.add("two bodies", f"{where}: {number} has the ids {known:016x} and {message_id:016x}")
+                return None
+            owner = self._numbers[topic].setdefault(message_id, number)
+            if owner != number:
+                self.violations.add("two bodies", f"{where}: {message_id:016x} is the id of {owner} and {number}")
+                return None
+            self._id[number] = message_id
+        return int(number)
+
+    def number_of(self, topic: int, message_id: int) -> int | None:
+        return self._numbers[topic].get(message_id)
+
+    def due(self, number: int) -> float:
+        """A delivery before this moment is early."""
+        return self._sent[number] + self._delay[number] / 1000
+
+    def first_delivery(self, number: int) -> None:
+        if self._answer[number] != _IN_DOUBT:
+            self.owed -= 1
+
+    # --- The end -----------------------------------------------------------------------------------------------------
+
+    def begin_drain(self) -> None:
+        self.drain_from = self.published
+
+    def missing(self, since: int = 0) -> int:
+        """How many acknowledged messages, from number ``since`` on, channels still have to get."""
+        return sum(len(book.missing(since)) for book in self.books.values())
+
+    def is_owed(self, number: int, topic: int) -> bool:
+        return self._topic[number] == topic and self._answer[number] == _ACKNOWLEDGED
+
+    def conclude(self) -> None:
+        """Everything was drained: what is not there now is lost."""
+        for book in self.books.values():
+            for number in book.missing():
+                self.violations.add("lost", f"{book.name} never got message {number}, {self._id[number]:016x}")
+            for first, count in self._batches:
+                if self._topic[first] == book.topic and first >= book.first and not self.is_owed(first, book.topic):
+                    got = sum(map(book.has, range(first, first + count)))
+                    if 0 < got < count:
+                        self.violations.add("torn", f"{book.name} got {got} of the {count} messages from {first} on")
+
+
+class ChannelBook:
+    """The ledger's page for one channel: which messages it got, finished, or was told to hold back."""
+
+    def __init__(self, ledger: Ledger, topic: int, name: str, first: int) -> None:
+        self._ledger = ledger
+        self.topic = topic
+        self.name = name
+        #: The first message that it must get.
+        self.first = first
+        self._state = bytearray()
+        self._held_until: dict[int, float] = {}
+        self.deliveries = 0
+        self.redeliveries = 0
+        #: Deliveries of what we had finished before; a kill may cause some.
+        self.duplicates = 0
+
+    def has(self, number: int) -> bool:
+        return number < len(self._state) and bool(self._state[number] & _RECEIVED)
+
+    def missing(self, since: int = 0) -> list[int]:
+        ledger = self._ledger
+        numbers = range(max(self.first, since), ledger.published)
+        return [n for n in numbers if not self.has(n) and ledger.is_owed(n, self.topic)]
+
+    def receive(self, body: bytes, message_id: int, attempts: int, now: float) -> int | None:
+        """A delivery arrived at ``now`` or a little before; its number, None if it is none of ours."""
+        ledger = self._ledger
+        number = ledger.identify(self.topic, body, message_id, self.name)
+        if number is None:
+            return None
+        if number >= len(self._state):
+            self._state.extend(bytes(ledger.published - len(self._state)))
+        state = self._state[number]
+        self.deliveries += 1
+        ledger.drained += number < ledger.drain_from
+        if attempts < 1:
+            ledger.violations.add("attempts", f"{self.name}: message {number} has attempts {attempts}")
+        if state & _CERTAIN:
+            ledger.violations.add("came back", f"{self.name}: message {number} was finished, attempts {attempts}")
+        early = ledger.due(number) - now
+        if early > EARLY_TOLERANCE:
+            ledger.violations.add("early", f"{self.name}: message {number} came {early * 1000:.1f} ms before its time")
+        until = self._held_until.pop(number, 0.0)
+        if until - now > EARLY_TOLERANCE:
+            early = until - now
+            ledger.violations.add("early", f"{self.name}: {number}, put back, came {early * 1000:.1f} ms too soon")
+        if state & _RECEIVED:
+            self.redeliveries += 1
+            self.duplicates += bool(state & _FINISHED)
+        else:
+            ledger.first_delivery(number)
+        self._state[number] = state | _RECEIVED
+        return number
+
+    def finished(self, number: int) -> None:
+        """FIN was sent."""
+        self._state[number] |= _FINISHED
+
+    def refused(self, number: int) -> None:
+        """FIN came too late: the message had timed out."""
+        self._state[number] &= ~_FINISHED
+
+    def certain(self, number: int, until: float) -> None:
+        """The broker knows what we answered: FIN, or with ``until`` a REQ that defers it to then."""
+        if until:
+            self._held_until[number] = until
+        else:
+            self._state[number] |= _CERTAIN
+
+    def uncertain(self, number: int) -> None:
+        """The broker died before it certainly wrote that down."""
+        self._held_until.pop(number, None)
+        self._state[number] &= ~_CERTAIN

@@ -1,0 +1,235 @@
+"""Two promises with a number in them: a start after a kill is quick, and memory does not follow the backlog.
+
+Each function runs a broker of its own on the data path it is given, measures, stops it and reports. None of them
+judges by time unless asked: that depends on the machine.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from flintmq.wire import (
+    FRAME_MESSAGE,
+    FRAME_RESPONSE,
+    HEARTBEAT,
+    MAGIC_V2,
+    FrameDecoder,
+    Message,
+    decode_message,
+    encode_command,
+    encode_mpub,
+)
+
+from .broker import BrokerProcess
+
+BODY_BYTES = 200
+STARTUP_SECONDS = 2.0
+#: How much more memory a backlog may cost than the messages that are meant to be there.
+WAITING_GROWTH_BYTES = 64 << 20
+IDLE_BYTES = 200 << 20
+IDLE_TOPICS, IDLE_CHANNELS = 1_000, 10
+#: nsqd's default of --mem-queue-size.
+MEM_QUEUE_SIZE = 10_000
+
+_BATCH = 1_000
+_BATCHES_UNDER_WAY = 4
+_CONNECTIONS_AT_ONCE = 50
+
+
+@dataclass
+class Startup:
+    messages: int
+    #: From the start of the process until SUB was answered, after the kill; and of a broker with nothing to read.
+    seconds: float
+    empty_seconds: float
+
+
+@dataclass
+class Memory:
+    before_bytes: int
+    after_bytes: int
+    most_bytes: int
+    #: What is judged, and what it must stay below.
+    judged_bytes: int
+    limit_bytes: int
+    #: In words, what the broker held.
+    load: str
+
+    @property
+    def passed(self) -> bool:
+        return self.judged_bytes < self.limit_bytes
+
+
+class _Client:
+    """A connection that is used one step at a time."""
+
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader = reader
+        self._writer = writer
+        self._decoder = FrameDecoder()
+        self._frames: list[tuple[int, bytes]] = []
+
+    @classmethod
+    @contextlib.asynccontextmanager
+    async def to(cls, broker: BrokerProcess) -> AsyncIterator[_Client]:
+        reader, writer = await asyncio.open_connection(*broker.address)
+        try:
+            writer.write(MAGIC_V2)
+            yield cls(reader, writer)
+        finally:
+            writer.close()
+            # A broker that was killed meanwhile says goodbye with a reset.
+            with contextlib.suppress(ConnectionError):
+                await writer.wait_closed()
+
+    def send(self, data: bytes) -> None:
+        self._writer.write(data)
+
+    async def next_frame(self) -> tuple[int, bytes]:
+        while True:
+            while not self._frames:
+                data = await self._reader.read(1 << 18)
+                if not data:
+                    raise ConnectionError("the broker closed the connection")
+                self._frames = self._decoder.feed(data)
+            kind, payload = self._frames.pop(0)
+            if payload != HEARTBEAT:
+                return kind, payload
+            self.send(b"NOP\n")
+
+    async def answer(self) -> None:
+        kind, payload = await self.next_frame()
+        if (kind, payload) != (FRAME_RESPONSE, b"OK"):
+            raise ConnectionError(f"the broker answered {payload!r}")
+
+    async def subscribe(self, topic: str, channel: str) -> None:
+        self.send(encode_command(b"SUB", topic.encode(), channel.encode()))
+        await self.answer()
+
+    async def message(self) -> Message:
+        kind, payload = await self.next_frame()
+        if kind != FRAME_MESSAGE:
+            raise ConnectionError(f"the broker answered {payload!r}")
+        return decode_message(payload)
+
+    async def publish(self, topic: str, count: int) -> None:
+        """Batches, a few of them under way, until ``count`` messages are acknowledged."""
+        command = encode_mpub(topic.encode(), [b"x" * BODY_BYTES] * _BATCH)
+        batches = -(-count // _BATCH)
+        for number in range(batches + _BATCHES_UNDER_WAY):
+            if number < batches:
+                self.send(command)
+                await self._writer.drain()
+            if number >= _BATCHES_UNDER_WAY:
+                await self.answer()
+
+
+async def _time_start(data_path: Path) -> float:
+    began = time.monotonic()
+    broker = await BrokerProcess.start(data_path)
+    try:
+        async with _Client.to(broker) as client:
+            await client.subscribe("backlog", "reader")
+            return round(time.monotonic() - began, 3)
+    finally:
+        await broker.kill()
+
+
+async def startup(data_path: Path, messages: int) -> Startup:
+    """Publish, kill -9 at once, and time the next start until it serves a client."""
+    empty = data_path / "empty"
+    full = data_path / "full"
+    for path in (empty, full):
+        path.mkdir()
+    empty_seconds = await _time_start(empty)
+    broker = await BrokerProcess.start(full)
+    try:
+        async with _Client.to(broker) as consumer, _Client.to(broker) as producer:
+            await consumer.subscribe("backlog", "reader")
+            await producer.publish("backlog", messages)
+            await broker.kill()
+    finally:
+        await broker.kill()
+    return Startup(messages, await _time_start(full), empty_seconds)
+
+
+class _Memory:
+    """Looks at a broker's memory from time to time."""
+
+    def __init__(self, broker: BrokerProcess) -> None:
+        self._broker = broker
+        self.most = self.now()
+        self._task = asyncio.create_task(self._watch())
+
+    def now(self) -> int:
+        return self._broker.resident_bytes()
+
+    async def _watch(self) -> None:
+        while True:
+            self.most = max(self.most, self.now())
+            await asyncio.sleep(0.2)
+
+    async def end(self) -> None:
+        self._task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await self._task
+
+
+async def waiting_memory(data_path: Path, messages: int) -> Memory:
+    """A backlog far beyond ``--mem-queue-size`` with a consumer that hardly moves."""
+    broker = await BrokerProcess.start(data_path, f"--mem-queue-size={MEM_QUEUE_SIZE}")
+    try:
+        async with _Client.to(broker) as consumer, _Client.to(broker) as producer:
+            await consumer.subscribe("backlog", "reader")
+            # A few first, so that what every broker with a topic needs is there before.
+            await producer.publish("backlog", MEM_QUEUE_SIZE)
+            memory = _Memory(broker)
+            before = memory.now()
+            finished = 0
+
+            async def consume_slowly() -> None:
+                nonlocal finished
+                consumer.send(b"RDY 10\n")
+                while True:
+                    consumer.send(b"FIN %b\n" % (await consumer.message()).id)
+                    finished += 1
+                    await asyncio.sleep(0.005)
+
+            slow = asyncio.create_task(consume_slowly())
+            try:
+                await producer.publish("backlog", messages)
+                after = memory.now()
+            finally:
+                slow.cancel()
+                with contextlib.suppress(asyncio.CancelledError):
+                    await slow
+                await memory.end()
+    finally:
+        await broker.kill()
+    # The messages that are meant to be in memory are there before and after; only growth counts.
+    load = f"{messages:,} messages of {BODY_BYTES} bytes waiting, {finished:,} finished meanwhile"
+    return Memory(before, after, memory.most, max(after, memory.most) - before, WAITING_GROWTH_BYTES, load)
+
+
+async def idle_memory(data_path: Path, _: int) -> Memory:
+    """Many topics with channels, and nothing in them."""
+    broker = await BrokerProcess.start(data_path)
+    try:
+        before = broker.resident_bytes()
+        gate = asyncio.Semaphore(_CONNECTIONS_AT_ONCE)
+
+        async def make(topic: int, channel: int) -> None:
+            async with gate, _Client.to(broker) as client:
+                await client.subscribe(f"topic-{topic}", f"channel-{channel}")
+
+        for topic in range(IDLE_TOPICS):
+            await asyncio.gather(*(make(topic, channel) for channel in range(IDLE_CHANNELS)))
+        after = broker.resident_bytes()
+    finally:
+        await broker.kill()
+    return Memory(before, after, after, after, IDLE_BYTES, f"{IDLE_TOPICS:,} topics with {IDLE_CHANNELS} channels each")
