@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import google_crc32c
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flintmq.compression import PIECE, Codec, Deflate, Snappy
@@ -31,6 +31,7 @@ def unpacked(codec: Codec, data: bytes) -> bytes:
 
 
 @both
+@settings(deadline=None)
 @given(st.lists(st.binary(max_size=300), max_size=8), st.data())
 def test_what_was_sent_comes_out_however_it_is_split(new: NewCodec, sent: list[bytes], data: st.DataObject) -> None:
     sender, receiver = new(), new()
@@ -182,6 +183,7 @@ def test_what_is_not_deflate_is_refused() -> None:
 
 
 @both
+@settings(deadline=None)
 @given(st.lists(st.binary(max_size=60), max_size=6))
 def test_garbage_raises_only_a_protocol_error(new: NewCodec, pieces: list[bytes]) -> None:
     codec = new()
@@ -192,6 +194,7 @@ def test_garbage_raises_only_a_protocol_error(new: NewCodec, pieces: list[bytes]
         assert exc.code == "E_INVALID"
 
 
+@settings(deadline=None)
 @given(st.lists(st.binary(max_size=60), max_size=6))
 def test_garbage_behind_a_good_beginning_raises_only_a_protocol_error(pieces: list[bytes]) -> None:
     codec = Snappy()

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flintmq.errors import ProtocolError
@@ -53,6 +53,7 @@ def test_mpub_counts_its_messages_and_their_bytes() -> None:
     assert encode_mpub(b"t", [b"a", b"bc"]) == b"MPUB t\n" + len(body).to_bytes(4, "big") + body
 
 
+@settings(deadline=None)
 @given(frames, st.lists(st.integers(1, 20)))
 def test_any_split_of_the_stream_gives_the_same_frames(expected: list[tuple[int, bytes]], sizes: list[int]) -> None:
     stream = b"".join(encode_frame(kind, data) for kind, data in expected)
@@ -65,6 +66,7 @@ def test_any_split_of_the_stream_gives_the_same_frames(expected: list[tuple[int,
     assert found == expected
 
 
+@settings(deadline=None)
 @given(st.lists(st.binary(max_size=40), max_size=10))
 def test_garbage_in_place_of_frames_raises_only_a_protocol_error(pieces: list[bytes]) -> None:
     decoder = FrameDecoder(max_size=100)
@@ -129,6 +131,7 @@ def test_bad_names(name: str) -> None:
     assert not valid_name(name.encode())
 
 
+@settings(deadline=None)
 @given(st.text(max_size=70))
 def test_a_name_is_as_good_in_text_as_in_bytes(name: str) -> None:
     assert valid_name(name) == valid_name(name.encode("utf-8", "surrogatepass"))
@@ -142,6 +145,7 @@ def test_ephemeral_is_a_matter_of_the_suffix() -> None:
 # --- Numbers
 
 
+@settings(deadline=None)
 @given(st.integers(0, 2**64 - 1))
 def test_digits_are_read_as_they_stand(number: int) -> None:
     assert parse_base10(b"%d" % number) == number
@@ -152,6 +156,7 @@ def test_no_digits_at_all_are_zero() -> None:
     assert parse_base10(b"") == 0
 
 
+@settings(deadline=None)
 @given(st.integers(0, 10**6000))
 def test_numbers_beyond_64_bits_wrap(number: int) -> None:
     # int() and str() refuse very long texts; this builds one without them.
@@ -175,6 +180,7 @@ def test_anything_but_digits_is_refused(text: bytes) -> None:
 # --- Ids
 
 
+@settings(deadline=None)
 @given(st.integers(0, 1023), st.integers(0, SEQ_MASK))
 def test_an_id_leads_back_to_its_seq(node: int, seq: int) -> None:
     prefix = node << 54
@@ -184,6 +190,7 @@ def test_an_id_leads_back_to_its_seq(node: int, seq: int) -> None:
     assert parse_id(text, prefix) == seq
 
 
+@settings(deadline=None)
 @given(st.integers(0, 1023), st.integers(0, 1023), st.integers(0, SEQ_MASK))
 def test_an_id_of_another_node_is_nobody_s(node: int, other: int, seq: int) -> None:
     found = parse_id(format_id(other << 54, seq), node << 54)
@@ -224,6 +231,7 @@ def test_bytes_are_quoted_as_go_does(data: bytes, quoted: str) -> None:
     assert go_quote(data) == quoted.encode()
 
 
+@settings(deadline=None)
 @given(st.binary(max_size=40))
 def test_whatever_is_quoted_is_text_on_one_line(data: bytes) -> None:
     quoted = go_quote(data).decode("utf-8")

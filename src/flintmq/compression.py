@@ -46,8 +46,9 @@ class Deflate:
                 data = self._in.unconsumed_tail
                 if piece:
                     yield piece
-                elif not data or self._in.eof:
-                    return
+                if self._in.eof:
+                    # NSQ takes it for the end of the connection; what follows would only pile up in the unpacker.
+                    raise ProtocolError("E_INVALID", "the deflate stream has ended")
         except zlib.error as exc:
             raise ProtocolError("E_INVALID", f"not deflate: {exc}") from exc
 

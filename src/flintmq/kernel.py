@@ -9,12 +9,13 @@ functions, after their inputs were checked.
 
 import os
 from array import array
+from mmap import mmap
 from struct import Struct
 
 import cython
 
 if cython.compiled:
-    from cython.cimports.flintmq.posix_sockets import MSG_DONTWAIT, MSG_NOSIGNAL, recv, send
+    from cython.cimports.flintmq.posix_calls import MSG_DONTWAIT, MSG_NOSIGNAL, recv, send
     from cython.cimports.libc.errno import EAGAIN, EINTR, errno
     from cython.cimports.libc.string import memcmp, memcpy
 
@@ -28,7 +29,9 @@ SCAN_BAD = 2
 SCAN_DONE = 0
 
 _MARK_SHIFT = 6
-_HEX = cython.declare(bytes, b"0123456789abcdef")
+_HEX = b"0123456789abcdef"
+#: The two digits of every byte.
+_PAIRS = cython.declare(bytes, b"".join(b"%02x" % n for n in range(256)))
 _u32 = Struct(">I")
 _i32 = Struct(">i")
 _head = Struct(">IIQH16s")
@@ -157,7 +160,7 @@ class Block:
     found by a short walk. Frames are only ever added: a slice that was handed out stays as it is.
     """
 
-    buf = cython.declare(bytearray, visibility="public")
+    buf = cython.declare(object, visibility="public")
     view = cython.declare(object, visibility="public")
     size = cython.declare(cython.Py_ssize_t, visibility="public")
     used = cython.declare(cython.Py_ssize_t, visibility="public")
@@ -168,11 +171,17 @@ class Block:
     start = cython.declare(cython.Py_ssize_t, visibility="public")
     stop = cython.declare(cython.Py_ssize_t, visibility="public")
     _marks = cython.declare(object)
+    _bytes = cython.declare(cython.p_uchar)
 
     def __init__(self, size: cython.Py_ssize_t, base: cython.longlong, buf=None):
+        """``buf`` may be any writable buffer; one that is to be recycled is an ``mmap``."""
         if buf is None:
             buf = bytearray(size)
         self.buf = buf
+        if cython.compiled and len(buf):
+            # Valid as long as the buffer is not resized, and it never is.
+            whole: cython.uchar[::1] = buf
+            self._bytes = cython.address(whole[0])
         self.size = len(buf)
         self.view = memoryview(buf)
         self.used = 0
@@ -182,13 +191,14 @@ class Block:
         self._marks = array("I", bytes(4 * (self.size // (FRAME_OVERHEAD << _MARK_SHIFT) + 2)))
 
     def recycle(self, base: cython.longlong) -> bool:
-        """Make this an empty block again; False if somebody still holds a view of it."""
+        """Make this an empty block again; False if that cannot be, because somebody still holds a view of it."""
+        if not isinstance(self.buf, mmap):
+            return False
         self.view.release()
         try:
-            # A bytearray refuses to change its size while a view of it is out.
-            self.buf.append(0)
-            self.buf.pop()
-        except BufferError:
+            # To the size it has: refused while a view is out, and nothing else happens.
+            self.buf.resize(self.size)
+        except (BufferError, SystemError):
             return False
         self.view = memoryview(self.buf)
         self.used = 0
@@ -225,9 +235,12 @@ class Block:
             k: cython.int
             v: cython.ulonglong
             src: cython.p_uchar = data
-            dst: cython.p_uchar = self.buf
+            dst: cython.p_uchar = self._bytes
             d: cython.p_uchar
-            hx: cython.p_uchar = _HEX
+            pairs: cython.p_uchar = _PAIRS
+            digits: cython.uchar[16]
+            high: cython.ulonglong = 0
+            fresh: cython.bint = True
             marks: cython.uint[::1] = self._marks
             mark_room: cython.Py_ssize_t = marks.shape[0] << 6
             while done < count:
@@ -247,10 +260,15 @@ class Block:
                 _wr32(d + 12, cython.cast(cython.uint, timestamp & 0xFFFFFFFF))
                 d[16] = (attempts >> 8) & 255
                 d[17] = attempts & 255
+                # Only the last digits change from one message to the next.
                 v = ident + done
-                for k in range(33, 17, -1):
-                    d[k] = hx[v & 15]
-                    v >>= 4
+                if fresh or (v >> 8) != high:
+                    fresh = False
+                    high = v >> 8
+                    for k in range(7):
+                        memcpy(cython.address(digits[12 - 2 * k]), pairs + 2 * ((high >> (8 * k)) & 255), 2)
+                memcpy(cython.address(digits[14]), pairs + 2 * (v & 255), 2)
+                memcpy(d + 18, cython.address(digits[0]), 16)
                 memcpy(d + 34, src + pos + 4, size)
                 used += 34 + size
                 pos += 4 + size
@@ -372,7 +390,7 @@ class Block:
         if used < 0 or used > self.size:
             return False
         if cython.compiled:
-            p: cython.p_uchar = self.buf
+            p: cython.p_uchar = self._bytes
             marks: cython.uint[::1] = self._marks
             room: cython.Py_ssize_t = marks.shape[0] << 6
             while at < used:
@@ -421,7 +439,7 @@ class Block:
         if i < 0 or i >= self.count:
             raise IndexError("the block does not hold this seq")
         if cython.compiled:
-            p: cython.p_uchar = self.buf
+            p: cython.p_uchar = self._bytes
             marks: cython.uint[::1] = self._marks
             at = marks[i >> 6]
             for _ in range(i & 63):
@@ -450,7 +468,7 @@ class Block:
         if left < max_count:
             max_count = left
         if cython.compiled:
-            p: cython.p_uchar = self.buf
+            p: cython.p_uchar = self._bytes
             while n < max_count:
                 size = 4 + _rd32(p + at)
                 if at + size - start > max_bytes:

@@ -1,5 +1,7 @@
 """The kernel's interface, for type checkers: its source speaks Cython's types."""
 
+from mmap import mmap
+
 COMPILED: bool
 FRAME_OVERHEAD: int
 SCAN_DONE: int
@@ -16,7 +18,7 @@ class Scan:
     def run(self, data: bytearray, stop: int, count: int, max_size: int) -> int: ...
 
 class Block:
-    buf: bytearray
+    buf: bytearray | mmap
     view: memoryview
     size: int
     used: int
@@ -25,7 +27,7 @@ class Block:
     pos: int
     start: int
     stop: int
-    def __init__(self, size: int, base: int, buf: bytearray | None = None) -> None: ...
+    def __init__(self, size: int, base: int, buf: bytearray | mmap | None = None) -> None: ...
     def recycle(self, base: int) -> bool: ...
     def fill(
         self,

@@ -302,7 +302,7 @@ def dpub(topic: str, milliseconds: int, body: bytes) -> bytes:
     return encode_command(b"DPUB", topic.encode(), b"%d" % milliseconds, body=body)
 
 
-# --- Waiting without sleeping -------------------------------------------------------------------------------------------
+# --- Waiting without sleeping -----------------------------------------------------------------------------------------
 
 
 async def until(condition: Callable[[], T]) -> T:
@@ -317,9 +317,7 @@ async def until(condition: Callable[[], T]) -> T:
 def _busy(broker: Broker) -> bool:
     disk = broker.disk
     assert isinstance(disk, CountingDisk)
-    return bool(
-        disk.under_way or broker._flush_due or broker._turn or broker._pumps or broker.scan._rounds_under_way
-    )
+    return bool(disk.under_way or broker._flush_due or broker._turn or broker._pumps or broker.scan._rounds_under_way)
 
 
 async def quiet(broker: Broker) -> None:
@@ -340,7 +338,7 @@ async def pass_time(broker: Broker, clock: FakeClock, seconds: float) -> None:
     await quiet(broker)
 
 
-# --- Looking inside -----------------------------------------------------------------------------------------------------
+# --- Looking inside ---------------------------------------------------------------------------------------------------
 
 
 def places(channel: Channel, seq: int) -> list[str]:

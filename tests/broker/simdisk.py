@@ -11,6 +11,7 @@ that a seed decides, so that a run with the same seed makes the same calls.
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import os
 import random
@@ -19,9 +20,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from flintmq.broker.daemon import Broker
 from flintmq.broker.disk import BACKGROUND, Disk
 
-__all__ = ["PowerLoss", "SimDisk"]
+__all__ = ["PowerLoss", "SimDisk", "settled"]
 
 PAGE = 4096
 SECTOR = 512
@@ -510,3 +512,14 @@ class SimDisk(Disk):
         """The files of a folder, in order."""
         return sorted(folder / name for name in self._folder(folder).entries if name.endswith(suffix))
 
+
+
+async def settled(broker: Broker) -> None:
+    """Turn the loop until nothing is under way. Work that is held does not count."""
+    disk = broker.disk
+    assert isinstance(disk, SimDisk)
+    calm = 0
+    while calm < 8:
+        await asyncio.sleep(0)
+        busy = (disk.under_way and not disk._held) or broker._flush_due or broker._turn or broker._pumps
+        calm = 0 if busy else calm + 1

@@ -12,8 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import random
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,8 @@ from flintmq.broker.topic import Topic
 from flintmq.wire import FRAME_MESSAGE, FRAME_RESPONSE, Message, decode_message, encode_mpub
 
 EXHAUSTIVE = os.environ.get("FLINTMQ_EXHAUSTIVE") == "1"
-LATE = 3600.0
+#: By topic and channel (None: seen by no channel yet) the messages, by their seqs.
+Contents = dict[tuple[str, str | None], dict[int, bytes]]
 
 
 class Ledger:
@@ -163,7 +163,7 @@ class World:
         self.ledger.saw(topic.name, bytes(frame[18:34]), bytes(frame[34:]))
         return bytes(frame[34:])
 
-    async def contents(self) -> dict[tuple[str, str | None], dict[int, bytes]]:
+    async def contents(self) -> Contents:
         """Every message that each channel has, and (None) that no channel has seen."""
         found = {}
         for topic in self.broker.topics.values():
@@ -191,7 +191,7 @@ def _seqs(channel: Channel) -> list[int]:
     return seqs
 
 
-# --- The run -----------------------------------------------------------------------------------------------------------
+# --- The run --------------------------------------------------------------------------------------------------------
 
 
 async def busy_run(world: World) -> None:
@@ -332,7 +332,7 @@ async def crash(
     return disk, world.ledger, clock
 
 
-def check(found: dict[tuple[str, str | None], dict[int, bytes]], ledger: Ledger) -> None:
+def check(found: Contents, ledger: Ledger) -> None:
     held = {key: set(messages.values()) for key, messages in found.items()}
     for topic, channel in ledger.channels:
         assert (topic, channel) in held, f"the channel {channel} of {topic} is lost"
@@ -375,19 +375,12 @@ async def inspect(disk: SimDisk, ledger: Ledger, clock: FakeClock, **options: An
     return after_stop
 
 
-# --- The tests ----------------------------------------------------------------------------------------------------------
+# --- The tests ------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(autouse=True)
 def small_journals(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(journal_module, "ROLL_AT", 900)
-
-
-@pytest.fixture
-async def last_call(tmp_path: Path, durability: str) -> int:
-    """How many file calls a whole run makes, its clean stop included."""
-    disk, _, _ = await crash(tmp_path, None, clean=True, durability=durability)
-    return disk.calls
+    monkeypatch.setattr(journal_module, "ROLL_AT", 500)
 
 
 async def test_the_run_does_what_it_is_meant_to(tmp_path: Path) -> None:
@@ -407,23 +400,59 @@ def losses(n: int) -> list[int | str]:
     return kinds if EXHAUSTIVE else [kinds[n % len(kinds)]]
 
 
-@pytest.mark.parametrize("durability", ["fsync"])
-@pytest.mark.timeout(1800 if EXHAUSTIVE else 300)
-async def test_power_loss_at_any_call_costs_nothing_that_was_promised(
-    tmp_path: Path, last_call: int, durability: str
+async def try_every_call(
+    folder: Path, seed: int, left_over: Callable[[SimDisk, int | str], SimDisk], step: int = 1, **options: Any
 ) -> None:
-    for n in range(1, last_call + 1):
-        disk, ledger, clock = await crash(tmp_path, n, durability=durability)
+    """Crash at each call; start on what ``left_over`` says is left."""
+    whole, _, _ = await crash(folder, None, seed=seed, clean=True, **options)
+    for n in range(1, whole.calls + 1, 1 if EXHAUSTIVE else step):
+        disk, ledger, clock = await crash(folder, n, seed=seed, **options)
         for loss in losses(n):
-            clock_then = _copy(clock)
-            clock_then.reboot(20)
             try:
-                await inspect(
-                    disk.after_power_loss(loss), _copy_ledger(ledger), clock_then, durability=durability
-                )
+                await inspect(left_over(disk, loss), _copy_ledger(ledger), _rebooted(clock), **options)
             except BaseException as exc:
-                exc.add_note(f"power lost at call {n}, {disk.history[n - 1]}, what was not synced: {loss}")
+                exc.add_note(f"crash at call {n}, {disk.history[n - 1]}, what was not synced: {loss}")
                 raise
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("seed", [1, 2])
+async def test_power_loss_at_any_call_costs_nothing_that_was_promised(tmp_path: Path, seed: int) -> None:
+    await try_every_call(tmp_path, seed, SimDisk.after_power_loss, durability="fsync")
+
+
+@pytest.mark.timeout(1800)
+async def test_kill_at_any_call_costs_nothing_that_was_answered(tmp_path: Path) -> None:
+    await try_every_call(tmp_path, 3, lambda disk, _: disk.after_kill(), durability="os")
+
+
+@pytest.mark.timeout(1800)
+async def test_what_a_start_after_a_kill_offers_survives_the_next_power_loss(tmp_path: Path) -> None:
+    """After kill -9 much may be in the page cache only. Once a start has called it durable it must be."""
+
+    async def started(disk: SimDisk, ledger: Ledger, clock: FakeClock) -> Contents:
+        world = World(disk, clock, ledger, durability="os")
+        await world.start()
+        found = await world.contents()
+        world.broker.kill()
+        await asyncio.sleep(0)
+        return found
+
+    whole, _, _ = await crash(tmp_path, None, clean=True, durability="os")
+    for n in range(1, whole.calls + 1, 1 if EXHAUSTIVE else 3):
+        killed, ledger, clock = await crash(tmp_path, n, durability="os")
+        async with frozen_time(clock) as raised:
+            disk = killed.after_kill()
+            before = await started(disk, ledger, clock)
+            for loss in losses(n):
+                assert await started(disk.after_power_loss(loss), ledger, clock) == before, f"call {n}, {loss}"
+        assert unexpected(raised) == []
+
+
+def _rebooted(clock: FakeClock) -> FakeClock:
+    copy = _copy(clock)
+    copy.reboot(20)
+    return copy
 
 
 def _copy(clock: FakeClock) -> FakeClock:

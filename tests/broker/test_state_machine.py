@@ -27,7 +27,14 @@ import pytest
 from fakes import SECOND, Client, CountingDisk, FakeClock, dpub, pass_time, places, pub, quiet, until
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule, run_state_machine_as_test
+from hypothesis.stateful import (
+    RuleBasedStateMachine,
+    initialize,
+    invariant,
+    precondition,
+    rule,
+    run_state_machine_as_test,
+)
 
 from flintmq.broker import journal as journal_module
 from flintmq.broker.channel import Channel

@@ -18,7 +18,7 @@ from array import array
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterable, Iterator
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from itertools import chain
 from typing import TYPE_CHECKING
 
@@ -106,13 +106,15 @@ class Runs:
 class Unusual:
     """A message in flight that is not an ordinary first delivery."""
 
-    __slots__ = ("attempts", "deadline", "delivered", "owner")
+    __slots__ = ("attempts", "deadline", "delivered", "owner", "queued")
 
     def __init__(self, owner: int, attempts: int, delivered: int, deadline: int) -> None:
         self.owner = owner
         self.attempts = attempts
         self.delivered = delivered
         self.deadline = deadline
+        #: The deadline under which it stands in the heap; any other entry there is from an earlier delivery.
+        self.queued = deadline
 
 
 class Channel:
@@ -390,8 +392,8 @@ class Channel:
     def _hold(self, session: Session, seq: int, attempts: int) -> None:
         now = self.broker.clock.now()
         deadline = now + session.deliver_timeout
-        self.unusual[seq] = Unusual(session.ident, attempts, now, deadline)
-        heappush(self._deadlines, (deadline, seq))
+        message = self.unusual[seq] = Unusual(session.ident, attempts, now, deadline)
+        self._queue(seq, message)
         self._watch(deadline)
         session.in_flight += 1
         session.message_count += 1
@@ -412,8 +414,17 @@ class Channel:
                 break
         self.ring.release(seq)
         message = self.unusual[seq] = Unusual(owner, 1, delivered, deadline)
-        heappush(self._deadlines, (deadline, seq))
+        self._queue(seq, message)
         return message
+
+    def _queue(self, seq: int, message: Unusual) -> None:
+        """Its entry in the heap of deadlines."""
+        message.queued = message.deadline
+        heappush(self._deadlines, (message.deadline, seq))
+        if len(self._deadlines) > 2 * len(self.unusual) + 1_000:
+            # Messages that are put back and delivered again at once leave their old entries behind.
+            self._deadlines = [(other.queued, number) for number, other in self.unusual.items()]
+            heapify(self._deadlines)
 
     def _lose(self, damage: DamageError) -> None:
         log.error("CHANNEL(%s): messages %d to %d are lost - %s", self.name, damage.first, damage.stop - 1, damage)
@@ -455,8 +466,8 @@ class Channel:
         longest = message.delivered + self.broker.options.max_msg_timeout
         # Only the deadline moves: the heap's entry is pushed on when it comes up.
         message.deadline = min(self.broker.clock.now() + session.msg_timeout, longest)
-        if message.deadline < self._deadlines[0][0]:
-            heappush(self._deadlines, (message.deadline, seq))
+        if message.deadline < message.queued:
+            self._queue(seq, message)
         self._watch(message.deadline)
 
     def _owned(self, session: Session, seq: int, verb: str) -> Unusual | None:
@@ -531,12 +542,12 @@ class Channel:
                 # A client may ask for any timeout: do not keep a FIFO for each ever seen.
                 del self._runs[runs.timeout]
         while left > 0 and self._deadlines and self._deadlines[0][0] <= now:
-            _, seq = heappop(self._deadlines)
+            queued, seq = heappop(self._deadlines)
             message = self.unusual.get(seq)
-            if message is None:
+            if message is None or message.queued != queued:
                 continue
             if message.deadline > now:
-                heappush(self._deadlines, (message.deadline, seq))
+                self._queue(seq, message)
                 continue
             del self.unusual[seq]
             self._timed_out(seq, message.owner, message.attempts)
@@ -566,6 +577,7 @@ class Channel:
             self.paused = paused
             if not (self.ephemeral or self.topic.ephemeral):
                 self.broker.journal.note("channel_pause", self.id, paused)
+            self.broker.structure_changed(self.ephemeral or self.topic.ephemeral)
         if not paused:
             for session in self.sessions.values():
                 self.wake(session)

@@ -32,7 +32,7 @@ import msgspec
 from flintmq.broker import sockets, takeover
 from flintmq.broker.channel import Channel
 from flintmq.broker.disk import Clock, Disk, SystemClock
-from flintmq.broker.journal import SIDE, Journal, TopicState
+from flintmq.broker.journal import ANOTHER_BOOT, SIDE, Journal, TopicState
 from flintmq.broker.log import Log, Store
 from flintmq.broker.scan import Scan
 from flintmq.broker.session import Lane, Session
@@ -228,6 +228,10 @@ class Broker:
         await asyncio.sleep(0)
         try:
             self._write_metadata()
+        except OSError as exc:
+            # Only others read it: no reason to keep less of what we need.
+            log.error("NSQ: cannot write nsqd.dat - %s", exc)
+        try:
             for topic in self.topics.values():
                 topic.close()
                 topic.log.write_all()
@@ -349,7 +353,8 @@ class Broker:
             if takeover.found(self.path):
                 self._take_over(pending)
             self.disk.rename(pending, root)
-            self.disk.sync_folder(self.path)
+        # Also when it was there: a kill may have come right after the rename.
+        self.disk.sync_folder(self.path)
         if self.disk.exists(moving):
             # The old files are ours now: out of the way with them, also after a crash half-way.
             data = takeover.read(self.path, max_msg_size=self.options.max_msg_size)
@@ -395,12 +400,20 @@ class Broker:
             if root / "topics" / name not in known:
                 # Left over from a deletion, or from a creation that was never answered.
                 _remove_tree(self.disk, root / "topics" / name)
+        if not clean:
+            # What is called durable from here on must be: a folder's own entry too.
+            self.disk.sync_folder(root / "topics")
         self.journal.start(state)
         for topic in self.topics.values():
             # The old ceiling was durable; after an unclean stop the log goes on there, so a new one is needed.
             topic.grant(topic.ceiling, 0)
             self.journal.note("durable", topic.incarnation, topic.log.durable)
+            # Ephemeral channels are gone: where the topic stands still now, the next start must know.
+            topic.note_frozen()
             self.turn(topic)
+        self.journal.sync_now()
+        if not clean:
+            self.journal.secure()
 
     def _restore_topic(self, root: Path, state: TopicState, clean: bool, same_boot: bool) -> Topic | None:
         folder = root / "topics" / f"{state.name}@{state.incarnation}"
@@ -417,7 +430,8 @@ class Broker:
         topic.paused = state.paused
         if self.disk.exists(folder / "side"):
             topic.side = topic._new_log(folder / "side", SIDE)
-            topic.side.recover(SIDE, None)
+            topic.side.recover(state.side_end, None)
+            topic.side.end = max(topic.side.end, state.side_end)
         spans = topic.log.spans()
         end = topic.log.end
         topic.pumped = end if state.frozen is None else min(state.frozen, end)
@@ -434,11 +448,9 @@ class Broker:
             channel.paused = channel_state.paused
             mine = [*_before(spans, topic.pumped), *addressed.get(channel_state.id, [])]
             back = channel_state.back
-            if not same_boot:
-                back = {
-                    seq: (attempts, now + due_wall - wall if due else 0, due_wall)
-                    for seq, (attempts, due, due_wall) in back.items()
-                }
+            for seq, (attempts, due, due_wall) in back.items():
+                if due == ANOTHER_BOOT or (due and not same_boot):
+                    back[seq] = (attempts, now + due_wall - wall, due_wall)
             topic.channels[channel.name] = channel
             self.topics[topic.name] = topic
             channel.restore(channel_state.outstanding.within(mine), back, deferrals)

@@ -491,6 +491,14 @@ class Journal:
 
         slice_()
 
+    def secure(self) -> None:
+        """Write the whole state down and wait for it: after an unclean start.
+
+        What was read back may be in the page cache only, and all that comes after builds on it.
+        """
+        notes = [("open", self._clock.boot_id()), *self._snapshot()]
+        self._write_snapshot(self._number, [_entry(NOTE, msgspec.msgpack.encode(note)) for note in notes])
+
     def _write_snapshot(self, number: int, entries: list[bytes]) -> None:
         name = f"snapshot-{number:08d}"
         temporary = self._folder / f"{name}.tmp"
@@ -511,7 +519,7 @@ class Journal:
         self._disk.rename(temporary, self._folder / name)
         self._disk.sync_folder(self._folder)
         for other in self._disk.names(self._folder):
-            kind, _, digits = other.partition("-")
+            kind, _, digits = other.removesuffix(".tmp").partition("-")
             if kind in ("journal", "snapshot") and digits.isdigit() and int(digits) < number:
                 self._disk.remove(self._folder / other)
 

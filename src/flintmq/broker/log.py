@@ -12,9 +12,9 @@ A segment file is a header, records, and, once it is full or the broker stops, a
 
 All numbers are big-endian. ``mark`` and both checksums (CRC-32C) are salted with a random value of the file, so that
 nothing inside a message body can pass for a record. ``started`` is the clock's now() of a deferred publish. A record
-is at most about 64 KiB of frames; a batch that needs more is a group: all its records but the last carry MORE, and
-recovery drops a group that has no end. A footer holds the sparse index, the spans of seqs and the deferrals, so that
-a start reads only the files that have none.
+is at most about 64 KiB of frames; a batch that needs more is a group: all its records but the last carry MORE, all
+but the first CONTINUES, and recovery drops a group that is not whole. A footer holds the sparse index, the spans of
+seqs and the deferrals, so that a start reads only the files that have none.
 
 Version 1. A later version must read every earlier one, and a file of a later version is refused, never guessed at.
 """
@@ -22,6 +22,7 @@ Version 1. A later version must read every earlier one, and a file of a later ve
 from __future__ import annotations
 
 import errno
+import functools
 import logging
 import os
 import sys
@@ -30,6 +31,7 @@ from bisect import bisect_right
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
+from mmap import mmap
 from pathlib import Path
 from struct import Struct
 
@@ -57,6 +59,7 @@ RECORD_HEADER = _record_head.size + 4
 
 MORE = 1
 DEFERRED = 2
+CONTINUES = 4
 
 #: A record's frames, at most (a single larger message makes a larger record).
 RECORD_BYTES = 64 << 10
@@ -232,6 +235,7 @@ class Store:
                 block = self._blocks.pop()
                 if block.recycle(base):
                     return block
+            return Block(size, base, mmap(-1, size))
         return Block(size, base)
 
     def give_back(self, block: Block) -> None:
@@ -250,19 +254,21 @@ class Store:
         if segment.fd >= 0:
             self._files.move_to_end(segment)
             return segment.fd
-        self._close_files(_MOST_FILES - 1)
+        self.adopt_file(segment, self.open(segment.path))
+        return segment.fd
+
+    def open(self, path: Path, *, create: bool = False) -> int:
         try:
-            segment.fd = self.disk.open(segment.path)
+            return self.disk.open(path, create=create)
         except OSError as exc:
             if exc.errno not in (errno.EMFILE, errno.ENFILE):
                 raise
             # Out of descriptors: that says nothing about the file. Close what is not in use and try again.
             self._close_files(0)
-            segment.fd = self.disk.open(segment.path)
-        self._files[segment] = None
-        return segment.fd
+            return self.disk.open(path, create=create)
 
     def adopt_file(self, segment: Segment, fd: int) -> None:
+        self._close_files(_MOST_FILES - 1)
         segment.fd = fd
         self._files[segment] = None
 
@@ -353,7 +359,10 @@ class Log:
         self._in_group = False
         #: Bytes of frames that the last fill_from_sockets() made.
         self.last_bytes = 0
-        self._group_start: tuple[Segment | None, int, int] | None = None
+        # Is the last record that was laid out, or the last one written (where the group starts), in a group whose end
+        # is still to come?
+        self._group_planned = False
+        self._group_written: tuple[Segment, int, int] | None = None
         self._writing = False
         # On the disk.
         self.segments: list[Segment] = []
@@ -367,6 +376,7 @@ class Log:
         self._last_sync = 0
         self._syncing = False
         self._sync_again = False
+        self._entered = False
         self.closed = False
 
     # --- Appending -------------------------------------------------------------------------------------------------
@@ -382,8 +392,18 @@ class Log:
     def committed(self) -> int:
         """Up to here a publish is as safe as it was promised to be."""
         if self.durability == "os":
-            return self.written
+            return self._whole
         return self.durable if self.durability == "fsync" else self.end
+
+    @property
+    def _whole(self) -> int:
+        """Up to here everything is written, less a batch whose end is still to come: it may yet be cut back."""
+        return self.written if self._group_written is None else self._group_written[2]
+
+    @property
+    def in_group(self) -> bool:
+        """Is a batch being appended whose end is still to come?"""
+        return self._in_group
 
     def append(
         self,
@@ -427,6 +447,7 @@ class Log:
             pos, count = block.pos, count - done
         record: Record | None = None
         flags = DEFERRED if delay else 0
+        continues = CONTINUES if self._in_group else 0
         started = self._store.clock.now() if delay else 0
         while count:
             if block is None:
@@ -436,7 +457,10 @@ class Log:
             if not done:
                 block = self._new_block(pos, data)
                 continue
-            record = Record(block, start, block.used, self.end, done, flags | MORE, delay // 1_000_000, started, extra)
+            record = Record(
+                block, start, block.used, self.end, done, flags | MORE | continues, delay // 1_000_000, started, extra
+            )
+            continues = CONTINUES
             self._pending.append(record)
             if delay:
                 self.deferred.extend((seq, started + delay) for seq in range(self.end, self.end + done))
@@ -512,7 +536,6 @@ class Log:
         self._pending.clear()
         self._open_record = None
         self._in_group = False
-        self._group_start = None
         self.end = seq
 
     # --- Writing ---------------------------------------------------------------------------------------------------
@@ -551,7 +574,7 @@ class Log:
 
     def _write_out(self, records: int, last: bool = False) -> None:
         pieces = self._plan(records)
-        if not last and self._store.unsynced >= WRITE_IN_THREAD_AT:
+        if self._store.unsynced >= WRITE_IN_THREAD_AT and not last and not self._disk.closing:
             self._write_in_thread(pieces)
             return
         try:
@@ -567,24 +590,26 @@ class Log:
         self._writing = True
         for piece in pieces:
             piece.segment.pins += 1
+        done = functools.partial(self._written_in_thread, pieces)
+        self._disk.submit(functools.partial(self._write_all_pieces, pieces), done, COMMIT)
 
-        def work() -> None:
-            for piece in pieces:
-                self._write(piece)
+    def _write_all_pieces(self, pieces: list[_Piece]) -> None:
+        for piece in pieces:
+            self._write(piece)
 
-        def done(_: None, error: BaseException | None) -> None:
-            self._writing = False
-            for piece in pieces:
-                piece.segment.pins -= 1
-            if error is None:
-                self._wrote(pieces)
-            elif isinstance(error, OSError):
-                self._write_failed(pieces, error)
-            else:
-                self._store.fatal(error)
-            self.flush()
-
-        self._disk.submit(work, done, COMMIT)
+    def _written_in_thread(self, pieces: list[_Piece], _: object, error: BaseException | None) -> None:
+        self._writing = False
+        for piece in pieces:
+            self._unpin(piece.segment)
+        if self.closed:
+            return
+        if error is None:
+            self._wrote(pieces)
+        elif isinstance(error, OSError):
+            self._write_failed(pieces, error)
+        else:
+            self._store.fatal(error)
+        self.flush()
 
     def _plan(self, records: int) -> list[_Piece]:
         """Lay the first pending records out in segments."""
@@ -599,7 +624,7 @@ class Log:
             size = RECORD_HEADER + len(record.extra) + record.stop - record.start
             if segment is not None and (
                 record.seq != segment.end
-                or (segment.size + size > limit and segment.size > FILE_HEADER and self._group_start is None)
+                or (segment.size + size > limit and segment.size > FILE_HEADER and not self._group_planned)
             ):
                 pieces.append(self._seal(segment))
                 segment = piece = None
@@ -612,11 +637,7 @@ class Log:
             if piece is None:
                 piece = _Piece(segment, segment.size, [], record.seq)
                 pieces.append(piece)
-            if record.flags & MORE:
-                if self._group_start is None:
-                    self._group_start = (segment, segment.size, record.seq)
-            else:
-                self._group_start = None
+            self._group_planned = bool(record.flags & MORE)
             header, frames = encode_record(record, segment.salt)
             piece.buffers.append(header)
             piece.buffers.append(frames)
@@ -638,7 +659,14 @@ class Log:
     def _write(self, piece: _Piece) -> None:
         segment = piece.segment
         if not segment.created:
-            fd = self._disk.open(segment.path, create=True)
+            try:
+                fd = self._store.open(segment.path, create=True)
+            except FileExistsError:
+                if any(segment.path == other.path for other in self.segments):
+                    raise
+                # Of a write that failed, and then could not be removed either.
+                self._disk.remove(segment.path)
+                fd = self._store.open(segment.path, create=True)
             segment.created = True
             self._store.adopt_file(segment, fd)
             self.segments.append(segment)
@@ -653,9 +681,15 @@ class Log:
                     self._unsynced.append(segment)
             self._unsynced_bytes += piece.size
             self._store.unsynced += piece.size
+            offset = piece.offset
             for record in piece.records:
                 self._unsynced_count += record.count
                 self.written = record.seq + record.count
+                if not record.flags & MORE:
+                    self._group_written = None
+                elif self._group_written is None:
+                    self._group_written = (segment, offset, record.seq)
+                offset += RECORD_HEADER + len(record.extra) + record.stop - record.start
         if last:
             pass
         elif self.durability == "fsync":
@@ -668,30 +702,44 @@ class Log:
         self._progressed()
 
     def _write_failed(self, pieces: list[_Piece], exc: OSError) -> None:
-        """Cut the file back to the last good offset; what was not written is gone, and its publishers are told."""
-        failed = next((p for p in pieces if p.records), None)
-        seq = failed.first if failed is not None else self.end
-        segment: Segment | None = failed.segment if failed is not None else None
-        offset = failed.offset if failed is not None else 0
-        if self._group_start is not None and self._group_start[2] < seq:
-            segment, offset, seq = self._group_start
-        log.error("LOG(%s): cannot write from seq %d on, its publishers are told - %s", self.name, seq, exc)
+        """Cut the file back to the last good offset; what was not written is gone, and its publishers are told.
+
+        Durability ``memory`` has promised it already: then it stays in memory, to be written later.
+        """
+        failed = next(piece for piece in pieces if piece.records)
+        segment, offset, seq = failed.segment, failed.offset, failed.first
+        kept = self.durability == "memory"
+        if self._group_written is not None and not kept:
+            # The beginning of a batch is written, and its end will never be.
+            segment, offset, seq = self._group_written
+            self._group_written = None
+        what = "it stays in memory" if kept else "its publishers are told"
+        log.error("LOG(%s): cannot write from seq %d on, %s - %s", self.name, seq, what, exc)
         self._active = None
-        if segment is not None and segment in self.segments:
-            # The next write begins a new segment; this one ends at its last whole record.
-            try:
-                self._disk.truncate(self._store.file(segment), offset)
-                _cut_segment(segment, seq, offset)
-            except OSError as again:
-                # Its tail is unknown, and harmless: the next segment starts at the same seq and hides it.
-                log.error("LOG(%s): cannot cut %s back - %s", self.name, segment.path, again)
-                _cut_segment(segment, seq, offset)
+        if segment in self.segments:
+            self._cut_file(segment, seq, offset)
         for piece in pieces:
             if piece.segment in self.segments and piece.segment.base >= seq:
                 self._remove_segment(piece.segment)
         self.written = min(self.written, seq)
+        self._group_planned = self._group_written is not None
+        if kept:
+            self._pending.extendleft(reversed([record for piece in pieces for record in piece.records]))
+            self._failed(self.end, exc)
+            return
         self._cut_back(seq)
         self._failed(seq, exc)
+
+    def _cut_file(self, segment: Segment, seq: int, offset: int) -> None:
+        """The segment ends before ``seq``, at its last whole record; the next write begins a new one."""
+        try:
+            self._disk.truncate(self._store.file(segment), offset)
+        except OSError as exc:
+            # Its tail is unknown, and harmless: the next segment starts at the same seq and hides it.
+            log.error("LOG(%s): cannot cut %s back - %s", self.name, segment.path, exc)
+        _hide_after(segment, seq)
+        segment.size = offset
+        segment.sealed = False
 
     # --- Syncing ---------------------------------------------------------------------------------------------------
 
@@ -705,14 +753,14 @@ class Log:
         if self._syncing:
             self._sync_again = True
             return
-        if not self._unsynced or self.closed:
+        if not self._unsynced or self.closed or self._disk.closing:
             return
         self._syncing = True
         self._sync_again = False
         segments, self._unsynced = self._unsynced, []
         size, self._unsynced_bytes = self._unsynced_bytes, 0
         self._unsynced_count = 0
-        mark = self.written
+        mark = self._whole
         files = []
         for segment in segments:
             # A segment that was freed before it was ever synced needs no sync.
@@ -725,15 +773,17 @@ class Log:
             for _, fd in files:
                 self._disk.sync(fd)
             if folder is not None:
-                self._disk.sync_folder(folder)
+                self._sync_folder(folder)
 
         def done(_: None, error: BaseException | None) -> None:
             self._syncing = False
             for segment, _fd in files:
-                segment.pins -= 1
                 segment.folder_synced = True
-                if segment.pins == 0 and segment.sealed and segment is not self._active:
-                    self._store.close_file(segment)
+                self._unpin(segment)
+            if self.closed:
+                # The topic was deleted meanwhile, and its folder with it: whatever went wrong, nobody minds.
+                self._store.synced(size)
+                return
             if error is not None:
                 # Never retried: after a failed sync the kernel may call the lost pages clean.
                 self._store.fatal(StorageError(f"cannot sync {self.folder}: {error}"))
@@ -748,6 +798,21 @@ class Log:
 
         self._disk.submit(work, done, urgency)
 
+    def _sync_folder(self, folder: Path) -> None:
+        self._disk.sync_folder(folder)
+        if not self._entered:
+            # The folder's own entry; otherwise the power takes it with all that is in it.
+            self._disk.sync_folder(folder.parent)
+            self._entered = True
+
+    def _unpin(self, segment: Segment) -> None:
+        """A thread no longer uses the segment's file."""
+        segment.pins -= 1
+        if segment.pins:
+            return
+        if self.closed or segment not in self.segments or (segment.sealed and segment is not self._active):
+            self._store.close_file(segment)
+
     def sync_now(self) -> None:
         """Bring everything to the device and wait for it: a clean stop."""
         for segment in self._unsynced:
@@ -757,16 +822,25 @@ class Log:
         self._store.synced(self._unsynced_bytes)
         self._unsynced_bytes = 0
         if self.folder is not None:
-            self._disk.sync_folder(self.folder)
-        self.durable = self.written
+            self._sync_folder(self.folder)
+        self.durable = max(self.durable, self._whole)
 
     def close(self) -> None:
         """Seal the active segment and close the files. What was not written is not saved: call write_all() first."""
+        if self._group_written is not None and self.durability != "memory":
+            # The rest of this batch will never come.
+            segment, offset, seq = self._group_written
+            self._group_written = None
+            self._cut_file(segment, seq, offset)
+            self.end = self.written = seq
         if self._active is not None and not self.closed:
             piece = self._seal(self._active)
-            self._write(piece)
             if piece.segment not in self._unsynced:
                 self._unsynced.append(piece.segment)
+            try:
+                self._write(piece)
+            except OSError as exc:
+                log.warning("LOG(%s): %s has no footer, the next start takes longer - %s", self.name, self.folder, exc)
             self._active = None
             self.sync_now()
         self.abandon()
@@ -801,7 +875,7 @@ class Log:
             self._read_ahead(segment, chunk)
             if seq >= found.base:
                 return found
-        self._read(segment, chunk)
+        self._read(segment, chunk, seq)
         return None
 
     def frame(self, seq: int) -> bytearray | None:
@@ -810,7 +884,7 @@ class Log:
         if block is None:
             return None
         block.find(seq)
-        return block.buf[block.start : block.stop]
+        return bytearray(block.view[block.start : block.stop])
 
     def _place(self, seq: int) -> tuple[Segment, int]:
         """In which segment and chunk ``seq`` is written; DamageError if in none."""
@@ -837,31 +911,39 @@ class Log:
     def _read_ahead(self, segment: Segment, chunk: int) -> None:
         if chunk + 1 < len(segment.index_seqs):
             if self._store.cold(segment, chunk + 1) is None:
-                self._read(segment, chunk + 1)
+                self._read(segment, chunk + 1, segment.index_seqs[chunk + 1])
         elif segment.sealed:
             i = self.segments.index(segment) + 1
             if i < len(self.segments) and self.segments[i].index_seqs and not self._in_memory(self.segments[i].base):
                 if self._store.cold(self.segments[i], 0) is None:
-                    self._read(self.segments[i], 0)
+                    self._read(self.segments[i], 0, self.segments[i].base)
 
     def _in_memory(self, seq: int) -> bool:
         i = bisect_right(self._bases, seq) - 1
         return i >= 0 and seq < self.blocks[i].base + self.blocks[i].count
 
-    def _read(self, segment: Segment, chunk: int) -> None:
-        if (segment, chunk) in self._reading or self.closed:
+    def _read(self, segment: Segment, chunk: int, seq: int) -> None:
+        """Read the chunk, of which ``seq`` is wanted, in a thread."""
+        if (segment, chunk) in self._reading or self.closed or self._disk.closing:
             return
         start = segment.index_offsets[chunk]
         last = chunk + 1 == len(segment.index_offsets)
         stop = segment.size if last else segment.index_offsets[chunk + 1]
         first = segment.index_seqs[chunk]
         after = segment.end if last else segment.index_seqs[chunk + 1]
-        fd = self._store.file(segment)
+        try:
+            fd = self._store.file(segment)
+        except OSError as exc:
+            log.error("LOG(%s): cannot open %s - %s", self.name, segment.path, exc)
+            if exc.errno not in (errno.EMFILE, errno.ENFILE):
+                segment.damaged.append((first, after))
+            # Out of descriptors: whoever wants it asks again.
+            return
         self._reading.add((segment, chunk))
         segment.pins += 1
 
         def work() -> tuple[Block | None, list[tuple[int, int]]]:
-            return _decode_chunk(self._disk.read(fd, stop - start, start), segment.salt, first, after)
+            return _decode_chunk(self._disk.read(fd, stop - start, start), segment.salt, first, after, seq)
 
         def done(result: tuple[Block | None, list[tuple[int, int]]] | None, error: BaseException | None) -> None:
             self._reading.discard((segment, chunk))
@@ -882,11 +964,13 @@ class Log:
                 if block is not None:
                     self._store.keep_cold(segment, chunk, block)
                 for a, b in damage:
+                    if (a, b) in segment.damaged:
+                        continue
                     log.error(
                         "LOG(%s): seqs %d to %d in %s do not match their checksum", self.name, a, b - 1, segment.path
                     )
                     segment.damaged.append((a, b))
-                self.damaged.extend(damage)
+                    self.damaged.append((a, b))
             self._arrived()
 
         self._disk.submit(work, done, READ)
@@ -979,15 +1063,15 @@ class Log:
         log goes on at this seq; None after a clean stop, when it goes on where it ended.
         """
         assert self.folder is not None
-        bases = []
+        paths = []
         for name in self._disk.names(self.folder):
             path = self.folder / name
             if name.endswith(".tmp"):
                 self._disk.remove(path)
             elif name.endswith(".seg"):
-                bases.append(path)
-        for i, path in enumerate(bases):
-            self._recover_segment(path, i + 1 == len(bases), durable)
+                paths.append(path)
+        for i, path in enumerate(paths):
+            self._recover_segment(path, paths[i + 1] if i + 1 < len(paths) else None, durable)
         for segment, later in zip(self.segments, self.segments[1:], strict=False):
             # A segment that could not be cut back is hidden by the one that was begun after it.
             if segment.end > later.base:
@@ -995,25 +1079,33 @@ class Log:
         end = max([segment.end for segment in self.segments], default=self.end)
         self.end = self.written = self.durable = max(end, self.end) if after is None else max(end, self.end, after)
 
-    def _recover_segment(self, path: Path, last: bool, durable: int) -> None:
-        fd = self._disk.open(path)
+    def _recover_segment(self, path: Path, later: Path | None, durable: int) -> None:
+        fd = self._store.open(path)
         size = self._disk.size(fd)
-        segment = _read_header(path, self._disk.read(fd, FILE_HEADER, 0))
+        head = self._disk.read(fd, FILE_HEADER + RECORD_HEADER, 0)
+        segment = _read_header(path, head) or _guess_header(path, head)
         if segment is None:
             self._disk.close_file(fd)
-            if last and size < FILE_HEADER:
+            if later is None and size < FILE_HEADER:
                 # The power went while it was made: nothing was in it.
                 self._disk.remove(path)
                 return
             log.error("LOG(%s): the header of %s is damaged, the file is set aside", self.name, path)
             self._disk.rename(path, path.with_suffix(".bad"))
             return
+        if _read_footer(self._disk, fd, size, segment):
+            if segment.end <= durable:
+                self._store.adopt_file(segment, fd)
+                segment.folder_synced = True
+                self.segments.append(segment)
+                return
+            # It was sealed, but perhaps never synced: its footer may be there and what is before it not.
+            segment = Segment(path, segment.base, segment.salt, segment.boot)
         self._store.adopt_file(segment, fd)
         segment.folder_synced = True
-        if _read_footer(self._disk, fd, size, segment):
-            self.segments.append(segment)
-            return
-        salvage = _Salvage(self._disk, fd, size, segment)
+        # Where a write failed and could not be cut back, the next file holds what came instead.
+        limit = int(later.stem, 16) if later is not None else sys.maxsize
+        salvage = _Salvage(self._disk, fd, size, segment, durable, limit)
         salvage.run()
         for first, stop in salvage.damage:
             log.error("LOG(%s): seqs %d to %d in %s were not written whole", self.name, first, stop - 1, path)
@@ -1141,6 +1233,20 @@ def _read_header(path: Path, head: bytes) -> Segment | None:
     return Segment(path, base, salt, boot)
 
 
+def _guess_header(path: Path, head: bytes) -> Segment | None:
+    """A damaged header, from what is known otherwise: the file's name, and the mark that its first record begins with.
+
+    Of the boot nothing is known then, so that deferrals go by the wall clock.
+    """
+    if len(head) < FILE_HEADER + RECORD_HEADER:
+        return None
+    (salt,) = _crc.unpack_from(head, FILE_HEADER)
+    stop = FILE_HEADER + _record_head.size
+    if not salt or _crc.unpack_from(head, stop)[0] != google_crc32c.extend(salt, head[FILE_HEADER:stop]):
+        return None
+    return Segment(path, int(path.stem, 16), salt, bytes(16))
+
+
 def encode_record(record: Record, salt: int) -> tuple[bytes, memoryview]:
     frames = record.block.view[record.start : record.stop]
     return _encode_head(record, salt, bytes(frames)), frames
@@ -1229,26 +1335,28 @@ def _entry_at(data: bytes, salt: int, at: int, offset: int) -> Entry | None:
     return Entry(offset + at, size, seq, count, flags, started, delay * 1_000_000, extra, frames_at)
 
 
-def _decode_chunk(data: bytes, salt: int, first: int, after: int) -> tuple[Block | None, list[tuple[int, int]]]:
-    """The frames of a chunk as a block, and which seqs of ``first`` … ``after - 1`` are not in it."""
+def _decode_chunk(
+    data: bytes, salt: int, first: int, after: int, wanted: int
+) -> tuple[Block | None, list[tuple[int, int]]]:
+    """The frames of a chunk as a block, and which seqs of ``first`` … ``after - 1`` cannot be read.
+
+    A block holds no holes: where some cannot be read, it is the block of the messages around ``wanted``.
+    """
     parts: list[bytes] = []
     damage: list[tuple[int, int]] = []
     base = expected = first
     count = 0
-    broken = False
     for entry in read_records(data, salt, 0, 0, True):
-        if isinstance(entry, int):
-            broken = True
+        if isinstance(entry, int) or entry.seq < expected or entry.seq + entry.count > after:
+            # Not a record, or one that was copied into a message's body, which lies open where it is damaged.
             continue
         if entry.seq != expected:
-            # A hole: what is missing is damaged if something else stood there. A block holds no holes, so the
-            # messages after one are found by reading again from the hole's end.
-            if broken:
-                damage.append((expected, entry.seq))
-            if parts:
+            damage.append((expected, entry.seq))
+            if parts and wanted < entry.seq:
                 break
+            parts.clear()
             base = entry.seq
-        broken = False
+            count = 0
         length = entry.size - (entry.frames_at - entry.offset)
         parts.append(data[entry.frames_at : entry.frames_at + length])
         count += entry.count
@@ -1286,12 +1394,6 @@ def _read_footer(disk: Disk, fd: int, size: int, segment: Segment) -> bool:
     return True
 
 
-def _cut_segment(segment: Segment, seq: int, offset: int) -> None:
-    _hide_after(segment, seq)
-    segment.size = offset
-    segment.sealed = False
-
-
 def _hide_after(segment: Segment, seq: int) -> None:
     """The segment holds nothing from ``seq`` on."""
     while segment.index_seqs and segment.index_seqs[-1] >= seq:
@@ -1307,15 +1409,18 @@ def _hide_after(segment: Segment, seq: int) -> None:
 
 
 class _Salvage:
-    """Reads a segment that has no footer: which whole records are in it, less a last group that has no end."""
+    """Reads a segment that has no footer: which whole records are in it, less groups that are not whole."""
 
     STEP = 4 << 20
 
-    def __init__(self, disk: Disk, fd: int, size: int, segment: Segment) -> None:
+    def __init__(self, disk: Disk, fd: int, size: int, segment: Segment, durable: int, limit: int) -> None:
         self._disk = disk
         self._fd = fd
         self._size = size
         self._segment = segment
+        # What lies before the one was on the device, groups with their ends; nothing counts from the other on.
+        self._durable = durable
+        self._limit = limit
         self.entries: list[Entry] = []
         self.damage: list[tuple[int, int]] = []
 
@@ -1333,21 +1438,26 @@ class _Salvage:
                     break
                 step *= 2
             for entry in entries:
-                if entry.seq < expected:
-                    # Only a record that was cut off earlier can be here: a later one took its seqs.
+                if entry.seq < expected or entry.seq >= self._limit:
+                    # Only a record that was cut off earlier can be here: a later one took its seqs. Or it was copied
+                    # into a message's body, which lies open where it is damaged.
                     continue
-                if entry.seq > expected:
-                    if group >= 0:
+                missing = entry.seq > expected
+                if missing:
+                    self.damage.append((expected, entry.seq))
+                expected = entry.seq + entry.count
+                if expected > self._durable:
+                    if group >= 0 and (missing or not entry.flags & CONTINUES):
                         del self.entries[group:]
                         group = -1
-                    self.damage.append((expected, entry.seq))
-                if entry.flags & MORE:
-                    if group < 0:
+                    if entry.flags & CONTINUES and group < 0:
+                        # The beginning of its group is missing.
+                        continue
+                    if not entry.flags & MORE:
+                        group = -1
+                    elif group < 0:
                         group = len(self.entries)
-                else:
-                    group = -1
                 self.entries.append(entry)
-                expected = entry.seq + entry.count
             if last:
                 break
             offset = entries[-1].offset + entries[-1].size

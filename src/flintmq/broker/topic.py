@@ -16,10 +16,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flintmq.broker.channel import Channel
-from flintmq.broker.journal import SIDE
+from flintmq.broker.journal import NEVER, SIDE
 from flintmq.broker.log import Log
 from flintmq.errors import NotFoundError, PublishError
-from flintmq.kernel import FRAME_OVERHEAD, send_each
+from flintmq.kernel import FRAME_OVERHEAD, Scan, send_each
 from flintmq.wire import OK_FRAME, is_ephemeral
 
 if TYPE_CHECKING:
@@ -81,6 +81,9 @@ class Topic:
         self.pumped = base
         self.ceiling = base
         self._usable = base
+        # While the journal does not know yet that ``pumped`` stands still: nothing beyond this is safe.
+        self._settled = NEVER
+        self._settling = 0
         #: Holes beyond ``pumped`` that unclean stops left: no message has these seqs. Only the broker adds to them.
         self.gaps: deque[tuple[int, int]] = deque()
         #: What the journal knows to be durable; only the broker assigns.
@@ -91,6 +94,8 @@ class Topic:
         self._commits: deque[Commit] = deque()
         self._open_commit: Commit | None = None
         self._holder: object = None
+        # Why the rest of the batch that is being appended in slices has to be refused.
+        self._batch_error: PublishError | None = None
         self._waiting: list[Callable[[], None]] = []
         # Counters.
         self.message_count = 0
@@ -142,6 +147,7 @@ class Topic:
 
     def release(self) -> None:
         self._holder = None
+        self._batch_error = None
         waiting, self._waiting = self._waiting, []
         for then in waiting:
             self.broker.later(then)
@@ -162,18 +168,26 @@ class Topic:
         """
         if self.exiting:
             raise PublishError("exiting")
-        if self.broker.refusing:
+        if self._batch_error is not None:
+            raise self._batch_error
+        if self.broker.refusing and not self.log.in_group:
             raise PublishError(self.broker.refusing)
         self.message_count += count
         self.message_bytes += stop - pos - 4 * count
-        if self.ephemeral and self.frozen and self.depth + count > self.broker.options.mem_queue_size:
-            # Nobody listens and the memory is full: dropped without a word, as NSQ does.
-            return None
+        if self.ephemeral and self.frozen:
+            room = self.broker.options.mem_queue_size - self.depth
+            if count > room:
+                # Nobody listens and the memory is full: the newest are dropped without a word, as NSQ does.
+                if room <= 0:
+                    return None
+                fitting = Scan(pos)
+                fitting.run(data, stop, room, stop)
+                stop, count = fitting.pos, room
         self.log.append(data, pos, stop, count, self.broker.clock.wall(), delay=delay, more=more)
         if self.log.end > self._usable - RESERVE // 2:
             self._reserve()
         self.broker.turn(self)
-        if self.log.durability == "memory" and self.log.end <= self._usable:
+        if self.log.durability == "memory" and self.log.end <= min(self._usable, self._settled):
             return None
         return self._commit()
 
@@ -204,7 +218,7 @@ class Topic:
         if self.log.end > self._usable - RESERVE // 2:
             self._reserve()
         self.broker.turn(self)
-        if self.log.durability == "memory" and self.log.end <= self._usable:
+        if self.log.durability == "memory" and self.log.end <= min(self._usable, self._settled):
             return stopped, size, None
         return stopped, size, self._commit()
 
@@ -245,7 +259,7 @@ class Topic:
 
     def _progressed(self) -> None:
         """A mark of the log moved: answer publishers, let the channels see more."""
-        committed = min(self.log.committed, self._usable)
+        committed = min(self.log.committed, self._usable, self._settled)
         commits = self._commits
         while commits and commits[0].end <= committed and commits[0] is not self._open_commit:
             commits.popleft().resolve()
@@ -273,6 +287,9 @@ class Topic:
         reason = getattr(exc, "strerror", None) or str(exc)
         self.broker.unwell(f"cannot write to the disk: {reason}")
         self._open_commit = None
+        if self.busy:
+            # The slices of a batch so far are gone: its last one must not pass for the whole.
+            self._batch_error = PublishError(reason)
         while self._commits and self._commits[-1].end > seq:
             self._commits.pop().resolve(PublishError(reason))
 
@@ -342,9 +359,28 @@ class Topic:
             self.broker.delete_topic(self.name)
 
     def _freeze(self) -> None:
-        """Tell the journal whether, and where, ``pumped`` stands still."""
-        if not self.ephemeral:
-            self.broker.journal.note("frozen", self.incarnation, self.pumped if self.frozen else None)
+        """``pumped`` stands still from here on, or moves again."""
+        position = self.note_frozen()
+        self._settled = NEVER
+        if not self.frozen or not position or any(not channel.ephemeral for channel in self.channels.values()):
+            return
+        # No channel that outlives a crash would get what is published now, so it is safe only once the journal knows
+        # that there is a backlog.
+        self._settled = self.pumped
+        self._settling = position
+
+        def settled() -> None:
+            if self._settling == position:
+                self._settled = NEVER
+                self._progressed()
+
+        self.broker.journal.when_synced(position, settled)
+
+    def note_frozen(self) -> int:
+        """Tell the journal whether, and where, ``pumped`` stands still; its position, 0 if it need not know."""
+        if self.ephemeral:
+            return 0
+        return self.broker.journal.note("frozen", self.incarnation, self.pumped if self.frozen else None)
 
     # --- Operators -------------------------------------------------------------------------------------------------
 
@@ -354,6 +390,7 @@ class Topic:
             if not self.ephemeral:
                 self.broker.journal.note("pause", self.incarnation, paused)
             self._freeze()
+            self.broker.structure_changed(self.ephemeral)
         if not self.frozen:
             self.broker.turn(self)
 

@@ -1,4 +1,4 @@
-# The two system calls that the compiled kernel makes itself.
+# The system calls that the compiled kernel makes itself.
 cdef extern from "sys/socket.h" nogil:
     ssize_t recv(int fd, void* buf, size_t n, int flags)
     ssize_t send(int fd, const void* buf, size_t n, int flags)
