@@ -24,6 +24,7 @@ from pathlib import Path
 from .errors import BenchError, StartError
 
 MEM_QUEUE_SIZE = 2_000_000
+MEM_QUEUE_BYTES = 2 << 30
 START_TIMEOUT = 30.0
 # Data that nobody will read again may be flushed for this long; then the process is killed.
 THROW_AWAY_GRACE = 5.0
@@ -41,8 +42,9 @@ _HELLO = b"  V2IDENTIFY\n" + struct.pack(">I", len(_IDENTIFY_BODY)) + _IDENTIFY_
 class Side:
     """How to start one of the two daemons.
 
-    ``{flags}`` in the command stands for the flags that every NSQ daemon knows, ``{durability}`` for the one that only
-    ours has. A command without ``{flags}`` gets them at its end.
+    ``{flags}`` in the command stands for the flags that every NSQ daemon knows, ``{durability}`` for those that only
+    ours has. A command without ``{flags}`` gets them at its end. The peer keeps everything in memory
+    (``--mem-queue-size``); ours runs as it is installed, except where a scenario is about memory.
     """
 
     name: str
@@ -59,8 +61,12 @@ class Side:
     def peer(cls, path: str) -> Side:
         return cls("peer", (path, "{flags}"), "")
 
-    def arguments(self, flags: list[str]) -> list[str]:
+    def arguments(self, flags: list[str], in_memory: bool) -> list[str]:
         words = self.command if "{flags}" in self.command else (*self.command, "{flags}")
+        if "{durability}" not in self.command or in_memory or self.durability == "memory":
+            flags = [*flags, f"--mem-queue-size={MEM_QUEUE_SIZE}"]
+            if "{durability}" in self.command:
+                flags.append(f"--mem-queue-bytes={MEM_QUEUE_BYTES}")
         arguments: list[str] = []
         for word in words:
             if word == "{flags}":
@@ -156,9 +162,9 @@ def data_folder() -> Iterator[Path]:
 
 
 @contextmanager
-def running(side: Side, folder: Path) -> Iterator[Daemon]:
+def running(side: Side, folder: Path, in_memory: bool = False) -> Iterator[Daemon]:
     """Start a daemon on a data folder and stop it at the end, whatever happened in between."""
-    daemon = _start(side, folder)
+    daemon = _start(side, folder, in_memory)
     try:
         yield daemon
     except BenchError as exc:
@@ -168,13 +174,13 @@ def running(side: Side, folder: Path) -> Iterator[Daemon]:
 
 
 @contextmanager
-def fresh(side: Side) -> Iterator[Daemon]:
-    """A daemon with an empty data folder."""
-    with data_folder() as folder, running(side, folder) as daemon:
+def fresh(side: Side, in_memory: bool = False) -> Iterator[Daemon]:
+    """A daemon with an empty data folder; with ``in_memory`` ours too keeps everything in memory."""
+    with data_folder() as folder, running(side, folder, in_memory) as daemon:
         yield daemon
 
 
-def _start(side: Side, folder: Path) -> Daemon:
+def _start(side: Side, folder: Path, in_memory: bool) -> Daemon:
     data = folder / "data"
     data.mkdir(exist_ok=True)
     log = folder / "log"
@@ -185,7 +191,6 @@ def _start(side: Side, folder: Path) -> Daemon:
             f"--tcp-address=127.0.0.1:{tcp_port}",
             f"--http-address=127.0.0.1:{http_port}",
             f"--data-path={data}",
-            f"--mem-queue-size={MEM_QUEUE_SIZE}",
             "--max-rdy-count=2500",
             "--log-level=error",
         ]
@@ -193,7 +198,11 @@ def _start(side: Side, folder: Path) -> Daemon:
         with log.open("wb") as output:
             try:
                 process = subprocess.Popen(
-                    side.arguments(flags), stdin=subprocess.DEVNULL, stdout=output, stderr=output, process_group=0
+                    side.arguments(flags, in_memory),
+                    stdin=subprocess.DEVNULL,
+                    stdout=output,
+                    stderr=output,
+                    process_group=0,
                 )
             except OSError as exc:
                 raise StartError(f"{side.name} cannot be started: {exc}") from exc
@@ -210,7 +219,7 @@ def _start(side: Side, folder: Path) -> Daemon:
         if process.poll() is None:
             daemon.stop(0.0)
             raise StartError(f"{side.name} did not answer within {START_TIMEOUT:.0f} s:\n{_tail(log)}")
-    raise StartError(f"{side.name} does not start: {shlex.join(side.arguments(flags))}\n{_tail(log)}")
+    raise StartError(f"{side.name} does not start: {shlex.join(side.arguments(flags, in_memory))}\n{_tail(log)}")
 
 
 def _answers(port: int) -> bool:

@@ -225,7 +225,7 @@ def latency(run: Run) -> Figures:
 
 def memory(run: Run) -> Figures:
     figures: Figures = {}
-    with fresh(run.side) as daemon:
+    with fresh(run.side, in_memory=True) as daemon:
         daemon.settle()
         idle = daemon.rss_bytes()
         figures["ready"] = daemon.ready_seconds * 1e3

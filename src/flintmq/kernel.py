@@ -32,6 +32,8 @@ _MARK_SHIFT = 6
 _HEX = b"0123456789abcdef"
 #: The two digits of every byte.
 _PAIRS = cython.declare(bytes, b"".join(b"%02x" % n for n in range(256)))
+#: The value of every byte as a lower-case hex digit; 128 for one that is none.
+_DIGITS = cython.declare(bytes, bytes(_HEX.find(n) if n in _HEX else 128 for n in range(256)))
 _u32 = Struct(">I")
 _i32 = Struct(">i")
 _head = Struct(">IIQH16s")
@@ -171,24 +173,40 @@ class Block:
     start = cython.declare(cython.Py_ssize_t, visibility="public")
     stop = cython.declare(cython.Py_ssize_t, visibility="public")
     _marks = cython.declare(object)
+    # Compiled: where both begin. Valid for ever, because neither is ever resized.
     _bytes = cython.declare(cython.p_uchar)
+    _mark = cython.declare(cython.p_uint)
+    _mark_room = cython.declare(cython.Py_ssize_t)
+    # The last cut: from where, at most how many and how much, in a block of how many; and what came of it.
+    _cut_seq = cython.declare(cython.longlong)
+    _cut_most = cython.declare(cython.Py_ssize_t)
+    _cut_bytes = cython.declare(cython.Py_ssize_t)
+    _cut_of = cython.declare(cython.Py_ssize_t)
+    _cut_start = cython.declare(cython.Py_ssize_t)
+    _cut_stop = cython.declare(cython.Py_ssize_t)
+    _cut_count = cython.declare(cython.Py_ssize_t)
 
     def __init__(self, size: cython.Py_ssize_t, base: cython.longlong, buf=None):
         """``buf`` may be any writable buffer; one that is to be recycled is an ``mmap``."""
         if buf is None:
             buf = bytearray(size)
         self.buf = buf
-        if cython.compiled and len(buf):
-            # Valid as long as the buffer is not resized, and it never is.
-            whole: cython.uchar[::1] = buf
-            self._bytes = cython.address(whole[0])
         self.size = len(buf)
         self.view = memoryview(buf)
         self.used = 0
         self.base = base
         self.count = 0
         self.pos = self.start = self.stop = 0
+        self._cut_seq = -1
+        self._cut_most = self._cut_bytes = self._cut_of = self._cut_start = self._cut_stop = self._cut_count = 0
         self._marks = array("I", bytes(4 * (self.size // (FRAME_OVERHEAD << _MARK_SHIFT) + 2)))
+        if cython.compiled:
+            marks: cython.uint[::1] = self._marks
+            self._mark = cython.address(marks[0])
+            self._mark_room = marks.shape[0] << 6
+            if len(buf):
+                whole: cython.uchar[::1] = buf
+                self._bytes = cython.address(whole[0])
 
     def recycle(self, base: cython.longlong) -> bool:
         """Make this an empty block again; False if that cannot be, because somebody still holds a view of it."""
@@ -204,6 +222,7 @@ class Block:
         self.used = 0
         self.base = base
         self.count = 0
+        self._cut_seq = -1
         return True
 
     @cython.ccall
@@ -241,8 +260,8 @@ class Block:
             digits: cython.uchar[16]
             high: cython.ulonglong = 0
             fresh: cython.bint = True
-            marks: cython.uint[::1] = self._marks
-            mark_room: cython.Py_ssize_t = marks.shape[0] << 6
+            marks: cython.p_uint = self._mark
+            mark_room: cython.Py_ssize_t = self._mark_room
             while done < count:
                 if pos + 4 > stop:
                     raise ValueError("fill: a record is cut off")
@@ -391,8 +410,8 @@ class Block:
             return False
         if cython.compiled:
             p: cython.p_uchar = self._bytes
-            marks: cython.uint[::1] = self._marks
-            room: cython.Py_ssize_t = marks.shape[0] << 6
+            marks: cython.p_uint = self._mark
+            room: cython.Py_ssize_t = self._mark_room
             while at < used:
                 if at + 34 > used or n >= room:
                     return False
@@ -429,6 +448,7 @@ class Block:
         if count < self.count:
             self.used = self.find(self.base + count)
             self.count = count
+            self._cut_seq = -1
         return 0
 
     @cython.ccall
@@ -440,8 +460,7 @@ class Block:
             raise IndexError("the block does not hold this seq")
         if cython.compiled:
             p: cython.p_uchar = self._bytes
-            marks: cython.uint[::1] = self._marks
-            at = marks[i >> 6]
+            at = self._mark[i >> 6]
             for _ in range(i & 63):
                 at += 4 + _rd32(p + at)
             self.stop = at + 4 + _rd32(p + at)
@@ -460,11 +479,25 @@ class Block:
         self, seq: cython.longlong, max_count: cython.Py_ssize_t, max_bytes: cython.Py_ssize_t
     ) -> cython.Py_ssize_t:
         """How many frames from ``seq`` on make up a run; ``view[self.start:self.stop]`` are its bytes."""
+        if (
+            seq == self._cut_seq
+            and max_count == self._cut_most
+            and max_bytes == self._cut_bytes
+            and self.count == self._cut_of
+        ):
+            # Every channel of a topic wants the same run.
+            self.start = self._cut_start
+            self.stop = self._cut_stop
+            return self._cut_count
         start: cython.Py_ssize_t = self.find(seq)
         at: cython.Py_ssize_t = self.stop
         left: cython.Py_ssize_t = self.base + self.count - seq
         n: cython.Py_ssize_t = 1
         size: cython.Py_ssize_t
+        self._cut_seq = seq
+        self._cut_most = max_count
+        self._cut_bytes = max_bytes
+        self._cut_of = self.count
         if left < max_count:
             max_count = left
         if cython.compiled:
@@ -484,8 +517,9 @@ class Block:
                     break
                 at += size
                 n += 1
-        self.start = start
-        self.stop = at
+        self.start = self._cut_start = start
+        self.stop = self._cut_stop = at
+        self._cut_count = n
         return n
 
 
@@ -504,6 +538,10 @@ class Ring:
     _mask = cython.declare(cython.longlong)
     _done = cython.declare(object)
     _done_used = cython.declare(cython.Py_ssize_t)
+    # Compiled: where the two arrays begin. They are replaced, never resized.
+    _owner = cython.declare(cython.p_uint)
+    _range = cython.declare(cython.p_longlong)
+    _range_room = cython.declare(cython.Py_ssize_t)
 
     def __init__(self):
         self.lo = self.hi = 0
@@ -547,7 +585,7 @@ class Ring:
         if need > self._mask + 1:
             self._grow(need)
         if cython.compiled:
-            ow: cython.uint[::1] = self._owners
+            ow: cython.p_uint = self._owner
             m: cython.longlong = self._mask
             for i in range(self.hi, first):
                 ow[i & m] = 0
@@ -575,6 +613,9 @@ class Ring:
             new[i & (size - 1)] = old[i & self._mask]
         self._owners = new
         self._mask = size - 1
+        if cython.compiled:
+            view: cython.uint[::1] = new
+            self._owner = cython.address(view[0])
         return 0
 
     @cython.ccall
@@ -599,7 +640,7 @@ class Ring:
     def _advance(self) -> cython.int:
         lo: cython.longlong = self.lo
         if cython.compiled:
-            ow: cython.uint[::1] = self._owners
+            ow: cython.p_uint = self._owner
             m: cython.longlong = self._mask
             while lo < self.hi and ow[lo & m] == 0:
                 lo += 1
@@ -633,38 +674,50 @@ class Ring:
             self.finished = 0
             return pos
         if self._done is None:
-            self._done = array("q", bytes(16 * 64))
+            self._set_done(array("q", bytes(16 * 64)))
         used = self._done_used
         if cython.compiled:
             src: cython.p_uchar = data
             p: cython.p_uchar
-            ow: cython.uint[::1] = self._owners
-            out: cython.longlong[::1] = self._done
-            room: cython.Py_ssize_t = out.shape[0]
+            ow: cython.p_uint = self._owner
+            out: cython.p_longlong = self._range
+            room: cython.Py_ssize_t = self._range_room
             m: cython.longlong = self._mask
             lo: cython.longlong = self.lo
             hi: cython.longlong = self.hi
             k: cython.int
             u: cython.ulonglong
-            x: cython.uchar
-            bad: cython.bint = False
+            base: cython.ulonglong = 0
+            high: cython.p_uchar = cython.NULL
+            digits: cython.p_uchar = _DIGITS
+            bad: cython.uint
+            a: cython.uint
+            b: cython.uint
+            c: cython.uint
+            x: cython.uint
             while stop - pos >= 21:
                 p = src + pos
                 if p[0] != 70 or p[1] != 73 or p[2] != 78 or p[3] != 32 or p[20] != 10:
                     break
-                u = 0
-                for k in range(4, 20):
-                    x = p[k]
-                    if 48 <= x <= 57:
-                        x -= 48
-                    elif 97 <= x <= 102:
-                        x -= 87
-                    else:
-                        bad = True
+                if high == cython.NULL or memcmp(p + 4, high, 12) != 0:
+                    # A run of messages has the same first digits: they are read once.
+                    high = p + 4
+                    base = 0
+                    bad = 0
+                    for k in range(12):
+                        x = digits[high[k]]
+                        bad |= x
+                        base = (base << 4) | x
+                    base <<= 16
+                    if bad & 128:
                         break
-                    u = (u << 4) | x
-                if bad:
+                a = digits[p[16]]
+                b = digits[p[17]]
+                c = digits[p[18]]
+                x = digits[p[19]]
+                if (a | b | c | x) & 128:
                     break
+                u = base | (a << 12) | (b << 8) | (c << 4) | x
                 v = cython.cast(cython.longlong, u ^ prefix)
                 if v < lo or v >= hi or ow[v & m] != owner:
                     break
@@ -676,8 +729,8 @@ class Ring:
                 else:
                     if used == room:
                         self._widen()
-                        out = self._done
-                        room = out.shape[0]
+                        out = self._range
+                        room = self._range_room
                     out[used] = v
                     out[used + 1] = v + 1
                     used += 2
@@ -720,13 +773,22 @@ class Ring:
     def _widen(self) -> cython.int:
         new = array("q", self._done)
         new.extend(array("q", bytes(8 * len(self._done))))
+        self._set_done(new)
+        return 0
+
+    @cython.cfunc
+    def _set_done(self, new) -> cython.int:
         self._done = new
+        if cython.compiled:
+            view: cython.longlong[::1] = new
+            self._range = cython.address(view[0])
+            self._range_room = view.shape[0]
         return 0
 
     def add_done(self, first: int, stop: int) -> None:
         """Collect a range that was finished in another way than by ``finish_run``."""
         if self._done is None:
-            self._done = array("q", bytes(16 * 64))
+            self._set_done(array("q", bytes(16 * 64)))
         used = self._done_used
         if used and self._done[used - 1] == first:
             self._done[used - 1] = stop

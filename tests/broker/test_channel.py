@@ -7,7 +7,7 @@ from collections import Counter
 
 import pytest
 from conftest import StartBroker
-from fakes import SECOND, Client, FakeClock, pass_time, places, quiet, until
+from fakes import SECOND, Client, FakeClock, dpub, pass_time, places, quiet, until
 
 from flintmq.broker import channel as channel_module
 from flintmq.broker.channel import QUANTUM, Channel
@@ -510,6 +510,27 @@ async def test_a_paused_channel_keeps_what_comes_and_what_comes_back(
     await quiet(broker)
     assert len(consumer.messages) == 4
     assert channel.depth == 1
+
+
+async def test_many_deferred_messages_are_not_looked_through_again_and_again(
+    start_broker: StartBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A hundred thousand of them would stop the loop each time memory is looked after; and memory is freed anyway."""
+    monkeypatch.setattr(channel_module, "LOOK_THROUGH", 50)
+    broker = await start_broker(mem_queue_size=100)
+    producer, consumer = Client(broker), await consumer_of(broker, 100)
+    producer.send(b"".join(dpub("t", 3_600_000, b"%d" % number) for number in range(60)))
+    await quiet(broker)
+    topic, channel = broker.topics["t"], channel_of(broker)
+    assert len(channel.deferred) == 60
+    monkeypatch.setattr(channel, "_put_back_seqs", lambda: pytest.fail("looked through"))
+    for _ in range(30):
+        await producer.publish_many("t", bodies(100))
+        await until(lambda: len(consumer.messages) == 100)
+        consumer.finish(*consumer.messages)
+        consumer.take()
+        broker._housekeeping()
+    assert topic.log.memory_count < 1000
 
 
 # --- Sampling ---------------------------------------------------------------------------------------------------------

@@ -272,16 +272,17 @@ def test_a_torn_tail_costs_the_torn_batch_and_what_follows_it() -> None:
     marks = [(teller.journal._offset, teller.recovered())]
     for seq in range(100, 110):
         teller.done(1, seq, seq + 1)
-        teller.back(2, seq + 400, 1, 0, 0)
         teller.journal.flush()
         marks.append((teller.journal._offset, teller.recovered()))
     (path,) = teller.disk.paths(ROOT)
     content = teller.disk.content(path)
     for cut in range(marks[0][0], marks[-1][0] + 1):
-        expected = [state for offset, state in marks if offset <= cut][-1]
         for tail in (b"", bytes(5_000), b"?" * 50):
+            torn = content[:cut] + tail
+            # A batch that ends in zeros is whole when zeros follow.
+            expected = [state for offset, state in marks if torn[:offset] == content[:offset]][-1]
             disk = SimDisk(ROOT, inline=True)
-            disk.replace(path, content[:cut] + tail)
+            disk.replace(path, torn)
             assert teller.recovered(disk) == expected, f"cut at {cut}"
 
 
@@ -382,6 +383,20 @@ def test_whoever_waits_for_a_sync_is_told_after_a_roll() -> None:
     assert told == ["before"], "nobody is told before the device has it"
     teller.run()
     assert told == ["before", "during", "after"]
+
+
+def test_what_was_said_before_a_roll_is_on_the_device_when_it_is_told_so() -> None:
+    teller = Teller()
+    told: list[str] = []
+    position = teller.note("topic", 1, "t", 100, 1_000)
+    teller.journal.flush()
+    teller.journal._waiting.append((position, lambda: told.append("synced")))
+    teller.journal._roll()
+    while teller.posted:
+        teller.posted.popleft()()
+    assert told == ["synced"]
+    assert teller.laters, "the snapshot is not written yet"
+    assert teller.recovered(teller.disk.after_power_loss("none")) == dump(teller.state)
 
 
 def test_a_wait_for_what_is_synced_already_is_over_at_once() -> None:

@@ -35,6 +35,8 @@ class Ledger:
     """What the broker has promised, and what it was asked to do away with."""
 
     def __init__(self) -> None:
+        #: Whether what was acknowledged must be there after this kind of crash.
+        self.binding = True
         #: Acknowledged for a channel, or (None) for the topic's first one, and not asked to be finished since.
         self.owed: dict[tuple[str, str | None], set[bytes]] = {}
         #: Known to be finished or emptied: must not come back.
@@ -334,9 +336,9 @@ async def crash(
 
 def check(found: Contents, ledger: Ledger) -> None:
     held = {key: set(messages.values()) for key, messages in found.items()}
-    for topic, channel in ledger.channels:
+    for topic, channel in ledger.channels if ledger.binding else ():
         assert (topic, channel) in held, f"the channel {channel} of {topic} is lost"
-    for (topic, channel), owed in ledger.owed.items():
+    for (topic, channel), owed in ledger.owed.items() if ledger.binding else ():
         if channel is None:
             # A channel that nobody was told of may have been made, and has the backlog then.
             here = set().union(*(bodies for (name, _), bodies in held.items() if name == topic))
@@ -401,12 +403,13 @@ def losses(n: int) -> list[int | str]:
 
 
 async def try_every_call(
-    folder: Path, seed: int, left_over: Callable[[SimDisk, int | str], SimDisk], step: int = 1, **options: Any
+    folder: Path, seed: int, left_over: Callable[[SimDisk, int | str], SimDisk], binding: bool = True, **options: Any
 ) -> None:
     """Crash at each call; start on what ``left_over`` says is left."""
     whole, _, _ = await crash(folder, None, seed=seed, clean=True, **options)
-    for n in range(1, whole.calls + 1, 1 if EXHAUSTIVE else step):
+    for n in range(1, whole.calls + 1):
         disk, ledger, clock = await crash(folder, n, seed=seed, **options)
+        ledger.binding = binding
         for loss in losses(n):
             try:
                 await inspect(left_over(disk, loss), _copy_ledger(ledger), _rebooted(clock), **options)
@@ -424,6 +427,12 @@ async def test_power_loss_at_any_call_costs_nothing_that_was_promised(tmp_path: 
 @pytest.mark.timeout(1800)
 async def test_kill_at_any_call_costs_nothing_that_was_answered(tmp_path: Path) -> None:
     await try_every_call(tmp_path, 3, lambda disk, _: disk.after_kill(), durability="os")
+
+
+@pytest.mark.timeout(1800)
+async def test_power_loss_may_cost_what_was_not_synced_but_no_id_stands_for_two_messages(tmp_path: Path) -> None:
+    """Durability `os` delivers what may yet be lost: its seqs must not be used again. And no half batches, ever."""
+    await try_every_call(tmp_path, 4, SimDisk.after_power_loss, binding=False, durability="os")
 
 
 @pytest.mark.timeout(1800)
@@ -463,6 +472,7 @@ def _copy(clock: FakeClock) -> FakeClock:
 
 def _copy_ledger(ledger: Ledger) -> Ledger:
     copy = Ledger()
+    copy.binding = ledger.binding
     copy.owed = {key: set(bodies) for key, bodies in ledger.owed.items()}
     copy.gone = set(ledger.gone)
     copy.channels = set(ledger.channels)

@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import functools
 import json
 import os
 import stat
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import StartBroker
@@ -16,7 +18,7 @@ from fakes import SECOND, Client, CountingDisk, FakeClock, pass_time, pub, quiet
 
 from flintmq.broker import journal as journal_module
 from flintmq.broker.daemon import Broker
-from flintmq.broker.disk import Buffer
+from flintmq.broker.disk import BACKGROUND, Buffer
 from flintmq.broker.topic import RESERVE
 from flintmq.errors import NotFoundError, StartError
 from flintmq.wire import SEQ_MASK, encode_mpub
@@ -167,26 +169,29 @@ async def test_seqs_are_never_used_twice_not_even_by_a_topic_made_again(broker: 
 
 
 async def test_seqs_are_reserved_on_the_device_before_they_are_used(start_broker: StartBroker) -> None:
-    class SlowJournal(CountingDisk):
-        """Syncs of the journal wait until they are let go."""
+    class HeldDisk(CountingDisk):
+        """Its threads can be held back."""
 
         def __init__(self) -> None:
             super().__init__()
             self.hold = False
-            self.held: list[object] = []
+            self.held: list[Callable[[], None]] = []
 
-        def submit(self, work, done, urgency=2):  # type: ignore[no-untyped-def]
+        def submit(
+            self, work: Callable[[], Any], done: Callable[[Any, BaseException | None], None], urgency: int = BACKGROUND
+        ) -> None:
+            start = functools.partial(super().submit, work, done, urgency)
             if self.hold:
-                self.held.append((work, done, urgency))
+                self.held.append(start)
             else:
-                super().submit(work, done, urgency)
+                start()
 
         def let_go(self) -> None:
             self.hold = False
-            for work, done, urgency in self.held:  # type: ignore[misc]
-                super().submit(work, done, urgency)
+            for start in self.held:
+                start()
 
-    disk = SlowJournal()
+    disk = HeldDisk()
     broker = await start_broker(disk=disk)
     disk.hold = True
     producer = Client(broker)

@@ -16,7 +16,7 @@ from collections import deque
 from pathlib import Path
 
 #: A start after a kill may have much to read; a machine may be busy.
-PATIENCE = 60.0
+PATIENCE = 100.0
 
 _LISTENING = re.compile(r"TCP: listening on (\S+):(\d+)")
 _TROUBLE = re.compile(r"\b(ERROR|CRITICAL|FATAL)\b|Traceback")

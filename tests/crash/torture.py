@@ -145,8 +145,10 @@ class Torture:
 
     async def _kill_while_starting(self) -> None:
         broker = await BrokerProcess.spawn(self._data_path, *self._flags())
-        await asyncio.sleep(self._rng.uniform(0.3, 1.1) * self._starts[-1])
-        await self._kill(broker)
+        try:
+            await asyncio.sleep(self._rng.uniform(0.3, 1.1) * self._starts[-1])
+        finally:
+            await self._kill(broker)
         self._report.kills_while_starting += 1
 
     async def _life(self) -> None:
@@ -157,8 +159,10 @@ class Torture:
             *(Producer(self._ledger, self._fork(), list(TOPICS.values()), MOST_OWED) for _ in range(PRODUCERS)),
         ]
         connecting = asyncio.gather(*(c.connect(broker.address) for c in connections), return_exceptions=True)
-        await asyncio.sleep(self._settings.seconds_between * self._rng.uniform(0.2, 1.8))
-        await self._kill(broker)
+        try:
+            await asyncio.sleep(self._settings.seconds_between * self._rng.uniform(0.2, 1.8))
+        finally:
+            await self._kill(broker)
         for failure in await connecting:
             # Killed before it was connected: that is a moment like any other.
             if isinstance(failure, BaseException) and not isinstance(failure, ConnectionError):

@@ -46,6 +46,8 @@ QUANTUM = 1 << 23
 WINDOW = 1 << 16
 #: Messages put back that one scan of a channel handles before it hands the loop back.
 EXPIRE_AT_ONCE = 5_000
+#: So many messages that were put back are looked through to learn whether one of them needs a block of the log.
+LOOK_THROUGH = 1_000
 _MOST_ATTEMPTS = 65_535
 
 
@@ -259,15 +261,22 @@ class Channel:
         if self.seen < self.topic.pumped:
             self.catch_up(self.topic.pumped)
         budget = PUMP_BYTES
+        waiting, requeued, side = self.waiting, self.requeued, self.side
+        turns = len(ready)
         while ready:
-            available = self.waiting.total + len(self.requeued) + self.side.total
+            available = waiting.total + len(requeued) + side.total
             if not available:
                 return
             session = ready[0]
             room = session.room
             if room > 0:
-                # Share what there is: one of three ready clients must not take a whole burst.
-                sent = self._send(session, min(room, -(-available // len(ready))))
+                # Share what there is among those whose turn is still to come in this round: one of three ready
+                # clients must not take a whole burst.
+                share = available if turns == 1 else -(-available // turns)
+                if room > share:
+                    room = share
+                ordinary = available == waiting.total
+                sent = self._send_run(session, room) if ordinary else self._send(session, room)
                 if sent < 0:
                     # Not in memory: the log calls pump again when it has been read.
                     return
@@ -277,6 +286,7 @@ class Channel:
                 ready.append(session)
             else:
                 session.listed = False
+            turns = turns - 1 or len(ready)
             if budget <= 0 and ready:
                 self.broker.pump_later(self)
                 return
@@ -713,6 +723,8 @@ class Channel:
             return True
         if self.ring.count and self.ring.lo < stop and self.ring.hi > first and self.ring.held(first, stop):
             return True
-        if not (self.requeued or self.unusual or len(self.deferred)):
-            return False
+        count = len(self.requeued) + len(self.unusual) + len(self.deferred)
+        if count > LOOK_THROUGH and not (self.ephemeral or self.topic.ephemeral):
+            # Perhaps not; but a wrong yes costs no more than memory up to its limit, and this is asked all the time.
+            return True
         return any(first <= seq < stop for seq in self._put_back_seqs())

@@ -66,12 +66,13 @@ RECORD_BYTES = 64 << 10
 #: A block in memory: small for a quiet topic, large for a busy one.
 SMALLEST_BLOCK, LARGEST_BLOCK = 4 << 10, 1 << 20
 #: What is read back from a file at once; also the step of the sparse index.
-CHUNK_BYTES = 256 << 10
+CHUNK_BYTES = 512 << 10
 #: Unsynced bytes of all logs: a sync starts, writes move to a thread, publishers pause.
 SYNC_AT, WRITE_IN_THREAD_AT, PAUSE_AT = 16 << 20, 64 << 20, 128 << 20
 #: Background syncs of one log are at least this far apart: each costs the device the same, however small it is.
 SYNC_SPACING = 100_000_000
 _POOL_BLOCKS = 8
+_SPARE_BLOCKS = 8
 _MOST_FILES = 400
 
 
@@ -88,6 +89,15 @@ def _packed(values: array[int]) -> bytes:
         values = values[:]
         values.byteswap()
     return values.tobytes()
+
+
+def _fresh_memory() -> list[mmap]:
+    """Memory for blocks whose pages are there already: a busy loop has no time to wait for them one by one."""
+    spare = [mmap(-1, LARGEST_BLOCK) for _ in range(_SPARE_BLOCKS)]
+    with open("/dev/zero", "rb", buffering=0) as zero:
+        for memory in spare:
+            zero.readinto(memory)
+    return spare
 
 
 class Segment:
@@ -213,6 +223,8 @@ class Store:
         self.unsynced = 0
         self._files: OrderedDict[Segment, None] = OrderedDict()
         self._blocks: list[Block] = []
+        self._spare: list[mmap] = []
+        self._preparing = False
         self._cold: OrderedDict[Segment, dict[int, Block]] = OrderedDict()
         self._cold_order: OrderedDict[tuple[Segment, int], int] = OrderedDict()
         self._cold_bytes = 0
@@ -235,8 +247,15 @@ class Store:
                 block = self._blocks.pop()
                 if block.recycle(base):
                     return block
-            return Block(size, base, mmap(-1, size))
+            if len(self._spare) < _SPARE_BLOCKS // 2 and not self._preparing and not self.disk.closing:
+                self._preparing = True
+                self.disk.submit(_fresh_memory, self._prepared)
+            return Block(size, base, self._spare.pop() if self._spare else mmap(-1, size))
         return Block(size, base)
+
+    def _prepared(self, spare: list[mmap] | None, error: BaseException | None) -> None:
+        self._preparing = False
+        self._spare.extend(spare or ())
 
     def give_back(self, block: Block) -> None:
         """Nobody needs the block any more: keep it, because fresh memory costs page faults."""
@@ -246,6 +265,7 @@ class Store:
     def idle(self) -> None:
         """Nothing happened for a while: give the spare blocks back to the system."""
         self._blocks.clear()
+        self._spare.clear()
 
     # --- Open files ------------------------------------------------------------------------------------------------
 
