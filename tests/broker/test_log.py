@@ -941,3 +941,24 @@ async def test_a_full_disk_at_the_stop_saves_what_it_can(start_broker: StartBrok
         await settled(broker)
         assert consumer.bodies == [body]
         assert broker.topics[topic].log.end - broker.topics[topic].log.first == 1, "no gap: the stop was a clean one"
+
+
+@pytest.mark.parametrize("durability", ["memory", "os"])
+async def test_a_publish_after_the_last_ephemeral_channel_waits_until_the_backlog_is_known(
+    start_broker: StartBroker, tmp_path: Path, durability: str
+) -> None:
+    """A start that did not know of a backlog would take the message for one that had been handed on."""
+    disk = SimDisk(tmp_path)
+    broker = await start_broker(disk=disk, durability=durability)
+    client, consumer = Client(broker), Client(broker)
+    consumer.send(b"SUB t c#ephemeral\n")
+    await settled(broker)
+    disk.hold()
+    consumer.hang_up()
+    await settled(broker)
+    client.send(pub("t", b"one"))
+    await settled(broker)
+    assert client.responses == []
+    disk.release()
+    await settled(broker)
+    assert client.responses == [b"OK"]

@@ -49,6 +49,8 @@ EXPIRE_AT_ONCE = 5_000
 #: So many messages that were put back are looked through to learn whether one of them needs a block of the log.
 LOOK_THROUGH = 1_000
 _MOST_ATTEMPTS = 65_535
+#: How near a consumer is to this node: see Session.locality.
+ZONE, REGION, GLOBAL = 0, 1, 2
 
 
 class Runs:
@@ -151,6 +153,8 @@ class Channel:
         self.requeue_count = 0
         self.timeout_count = 0
         self.dropped_count = 0
+        #: Messages sent from memory to consumers of the same zone, of the same region, and to all others.
+        self.sent_from_memory = [0, 0, 0]
         # For the journal: rows of what was put back since it last asked.
         self._back = array("q")
         #: The deadline at which the scan will look here; only it assigns.
@@ -260,6 +264,16 @@ class Channel:
             return
         if self.seen < self.topic.pumped:
             self.catch_up(self.topic.pumped)
+        if not self.broker.topology_aware:
+            self._pump(ready)
+            return
+        # Those nearby first, as long as they take any: the zone, the region, then everybody.
+        near = [deque(session for session in ready if session.locality == rank) for rank in (ZONE, REGION, GLOBAL)]
+        for group in near:
+            self._pump(group)
+        self._ready = deque(chain(*near))
+
+    def _pump(self, ready: deque[Session]) -> None:
         budget = PUMP_BYTES
         waiting, requeued, side = self.waiting, self.requeued, self.side
         turns = len(ready)
@@ -338,6 +352,8 @@ class Channel:
             self._watch(deadline)
         session.in_flight += count
         session.message_count += count
+        if self.topic.log.from_memory:
+            self.sent_from_memory[session.locality] += count
         session.send_run(block.view[start:stop])
         return stop - start
 
@@ -407,6 +423,8 @@ class Channel:
         self._watch(deadline)
         session.in_flight += 1
         session.message_count += 1
+        if self.topic.log.from_memory:
+            self.sent_from_memory[session.locality] += 1
 
     def _unburden(self, stop: int) -> None:
         """The ring would span too much: its oldest deliveries become unusual ones."""

@@ -77,6 +77,7 @@ class Broker:
         self.clock: Clock = clock or SystemClock()
         self.disk = disk or Disk()
         self.prefix = options.id << 54
+        self.topology_aware = "topology-aware-consumption" in options.enable_experiment
         self.store = Store(self.disk, self.clock, options, fatal=self._fatal, relieved=self._relieved)
         self.topics: dict[str, Topic] = {}
         self.sessions: dict[int, Session] = {}
@@ -357,9 +358,10 @@ class Broker:
         self.disk.sync_folder(self.path)
         if self.disk.exists(moving):
             # The old files are ours now: out of the way with them, also after a crash half-way.
-            data = takeover.read(self.path, max_msg_size=self.options.max_msg_size)
-            aside = takeover.move_aside(data, self.path)
-            log.info("NSQ: the files of the old nsqd were moved to %s", aside)
+            if takeover.found(self.path):
+                data = takeover.read(self.path, max_msg_size=self.options.max_msg_size)
+                aside = takeover.move_aside(data, self.path)
+                log.info("NSQ: the files of the old nsqd were moved to %s", aside)
             self.disk.remove(moving)
             self.disk.sync_folder(root)
         fd = self.disk.open(root / "format.json")

@@ -387,6 +387,8 @@ class Log:
         # On the disk.
         self.segments: list[Segment] = []
         self._active: Segment | None = None
+        #: Was the last block found in memory?
+        self.from_memory = False
         self._reading: set[tuple[Segment, int]] = set()
         self.damaged: list[tuple[int, int]] = []
         # Syncing.
@@ -887,7 +889,9 @@ class Log:
         if i >= 0:
             block = self.blocks[i]
             if seq < block.base + block.count:
+                self.from_memory = True
                 return block
+        self.from_memory = False
         segment, chunk = self._place(seq)
         found = self._store.cold(segment, chunk)
         if found is not None and seq < found.base + found.count:

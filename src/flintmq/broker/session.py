@@ -106,6 +106,8 @@ class Session(asyncio.BufferedProtocol):
         self._identified = False
         self.deliver_timeout = broker.options.msg_timeout
         self.sample_rate = 0
+        #: 0: a client of the node's own zone, 1: of its region, 2: any other, and everybody without the experiment.
+        self.locality = 2
         # Flow control.
         self.ready_count = 0
         self.in_flight = 0
@@ -671,6 +673,10 @@ class Session(asyncio.BufferedProtocol):
             self._identified = True
             self.deliver_timeout = self.msg_timeout
             self.sample_rate = sample_rate
+            if self.broker.topology_aware:
+                same_region = self.topology_region == options.topology_region
+                same_zone = self.topology_zone == options.topology_zone
+                self.locality = 0 if same_zone else 1 if same_region else 2
             self._start_heartbeats()
         else:
             self._set_timer()

@@ -1,0 +1,145 @@
+"""A broker started on the data path of a Go nsqd: everything that was in it is there, under our roof.
+
+What is in the files is the business of ``test_takeover``; here it is what a consumer gets of it. ``go_data/clean_stop``
+was left by the real daemon.
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections import Counter
+from pathlib import Path
+
+import pytest
+from conftest import StartBroker
+from fakes import Client, CountingDisk, FakeClock, quiet
+
+from flintmq.broker import daemon, takeover
+
+CLEAN_STOP = Path(__file__).parent / "go_data" / "clean_stop"
+
+
+@pytest.fixture
+def data_path(tmp_path: Path) -> Path:
+    path = tmp_path / "data"
+    shutil.copytree(CLEAN_STOP, path)
+    return path
+
+
+def expected(path: Path) -> dict[tuple[str, str], Counter[tuple[bytes, int, int]]]:
+    """Per topic and channel: (body, timestamp, attempts of the next delivery). The topic's backlog is for everyone."""
+    found: dict[tuple[str, str], Counter[tuple[bytes, int, int]]] = {}
+    for topic in takeover.read(path, max_msg_size=1 << 20).topics:
+        backlog = [] if topic.paused else [(m.body, m.timestamp, 1) for m in topic.queue]
+        for channel in topic.channels:
+            own = [(m.body, m.timestamp, m.attempts + 1) for m in channel.queue]
+            found[topic.name, channel.name] = Counter(backlog + own)
+    return found
+
+
+async def consume_all(broker: daemon.Broker) -> dict[tuple[str, str], Counter[tuple[bytes, int, int]]]:
+    found = {}
+    for topic in list(broker.topics.values()):
+        for channel in list(topic.channels.values()):
+            channel.pause(False)
+            client = Client(broker)
+            await client.subscribe(topic.name, channel.name, 2500)
+            await quiet(broker)
+            messages = client.messages
+            client.finish(*messages)
+            found[topic.name, channel.name] = Counter((m.body, m.timestamp, m.attempts) for m in messages)
+            client.hang_up()
+    return found
+
+
+async def test_every_channel_gets_its_messages_with_their_attempts_and_times(
+    data_path: Path, start_broker: StartBroker
+) -> None:
+    wanted = expected(data_path)
+    assert sum(sum(counter.values()) for counter in wanted.values()) > 20
+    assert any(attempts > 1 for counter in wanted.values() for _, _, attempts in counter)
+    broker = await start_broker(data_path=data_path)
+    assert await consume_all(broker) == wanted
+
+
+async def test_pause_flags_and_the_backlog_of_a_paused_topic_are_kept(
+    data_path: Path, start_broker: StartBroker
+) -> None:
+    before = takeover.read(data_path, max_msg_size=1 << 20).topics
+    waiting = {topic.name: len(list(topic.queue)) for topic in before}
+    assert any(topic.paused and waiting[topic.name] for topic in before)
+    assert any(channel.paused for topic in before for channel in topic.channels)
+    broker = await start_broker(data_path=data_path)
+    for topic in before:
+        ours = broker.existing_topic(topic.name)
+        assert ours.paused == topic.paused
+        assert {c.name: c.paused for c in topic.channels} == {c.name: c.paused for c in ours.channels.values()}
+        if topic.paused:
+            assert ours.depth == waiting[topic.name]
+
+
+async def test_what_was_taken_over_survives_a_restart_and_a_crash(data_path: Path, start_broker: StartBroker) -> None:
+    wanted = expected(data_path)
+    broker = await start_broker(data_path=data_path)
+    await broker.stop()
+    broker = await start_broker(data_path=data_path)
+    broker.kill()
+    broker = await start_broker(data_path=data_path)
+    assert await consume_all(broker) == wanted
+    await broker.stop()
+    broker = await start_broker(data_path=data_path)
+    assert all(not counter for counter in (await consume_all(broker)).values())
+
+
+async def test_old_files_are_moved_aside_and_ours_take_their_place(data_path: Path, start_broker: StartBroker) -> None:
+    old = {path.name: path.read_bytes() for path in data_path.iterdir()}
+    broker = await start_broker(data_path=data_path)
+    await broker.stop()
+    folders = [path for path in data_path.iterdir() if path.is_dir() and path.name != "flintmq"]
+    assert len(folders) == 1
+    assert {path.name: path.read_bytes() for path in folders[0].iterdir()} == old
+    assert {path.name for path in data_path.iterdir()} == {"flintmq", "nsqd.dat", folders[0].name}
+
+
+@pytest.mark.parametrize("moment", ["_take_over", "rename", "move_aside", "remove"])
+async def test_a_crash_during_the_take_over_only_repeats_it(
+    data_path: Path, start_broker: StartBroker, monkeypatch: pytest.MonkeyPatch, moment: str
+) -> None:
+    wanted = expected(data_path)
+
+    class Crash(BaseException):
+        pass
+
+    def crash(*_: object, **__: object) -> None:
+        raise Crash
+
+    with monkeypatch.context() as patch:
+        if moment == "_take_over":
+            patch.setattr(daemon._Importer, "finish", crash)
+        elif moment == "move_aside":
+            patch.setattr(takeover, "move_aside", crash)
+        else:
+            # Before the new folder gets its name; after the old files were moved.
+            patch.setattr(f"fakes.CountingDisk.{moment}", crash, raising=False)
+        broker = daemon.Broker(data_path=str(data_path), disk=CountingDisk(), clock=FakeClock(), disk_reserve=0)
+        with pytest.raises(Crash):
+            await broker.start()
+        # The process is gone, and with it its lock.
+        broker._unlock()
+        broker.disk.close()
+        broker.journal.close(clean=False)
+    broker = await start_broker(data_path=data_path)
+    assert await consume_all(broker) == wanted
+
+
+async def test_new_messages_come_after_the_old_ones(data_path: Path, start_broker: StartBroker) -> None:
+    wanted = expected(data_path)
+    broker = await start_broker(data_path=data_path)
+    names = [topic for topic, _ in wanted if not broker.topics[topic].paused]
+    producer = Client(broker)
+    await producer.publish(names[0], b"new")
+    found = await consume_all(broker)
+    for (topic, channel), counter in wanted.items():
+        extra = found[topic, channel] - counter
+        assert [body for body, _, _ in extra] == ([b"new"] if topic == names[0] else [])
+        assert not counter - found[topic, channel]
