@@ -143,6 +143,7 @@ def numbered(count: int, size: int = 20, start: int = 0) -> list[bytes]:
 # --- Torn tails ------------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("tear", ["cut off", "zeros", "noise"])
 def test_a_torn_tail_keeps_every_whole_batch_and_no_part_of_one(tear: str) -> None:
     rig = Rig()
@@ -219,6 +220,7 @@ def test_a_batch_in_slices_that_is_never_ended_is_dropped_by_a_clean_stop() -> N
 # --- Flipped bits ----------------------------------------------------------------------------------------------------
 
 
+@pytest.mark.timeout(3600)
 @pytest.mark.parametrize("sealed", [True, False], ids=["sealed", "unsealed"])
 def test_a_flipped_bit_costs_one_record_and_is_told(sealed: bool) -> None:
     rig = Rig()

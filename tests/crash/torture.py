@@ -338,7 +338,9 @@ def _print(report: dict[str, object], as_json: bool) -> None:
             for item in value:
                 console.print(f"  {item}", markup=False)
         else:
-            text = f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
+            # Not the seed: it is there to be copied.
+            grouped = isinstance(value, int) and not isinstance(value, bool) and name != "seed"
+            text = f"{value:,}" if grouped else str(value)
             console.print(f"{label:30} {text}", markup=False)
 
 
