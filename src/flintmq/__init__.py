@@ -36,7 +36,7 @@ def _use_interpreted_kernel() -> None:
             del sys.modules["cython"]
         else:
             sys.modules["cython"] = real
-    sys.modules["flintmq.kernel"] = module
+    sys.modules["flintmq.kernel"] = globals()["kernel"] = module
 
 
 def _extension_is_there() -> bool:

@@ -794,7 +794,7 @@ async def test_stale_folders_are_removed_at_the_start(start_broker: StartBroker,
     await broker.stop()
     disk = disk.after_power_loss("none")
     topics = tmp_path / "flintmq" / "topics"
-    for folder in (topics / "t@99", topics / "..@98", topics / "t@99" / "side"):
+    for folder in (topics / "t@0", topics / "..@0", topics / "t@0" / "side"):
         disk.make_folder(folder)
         disk.close_file(disk.open(folder / f"{BASE:016x}.seg", create=True))
     broker = await start_broker(disk=disk)

@@ -115,7 +115,7 @@ async def test_a_crash_during_the_take_over_only_repeats_it(
 
     with monkeypatch.context() as patch:
         if moment == "_take_over":
-            patch.setattr(daemon._Importer, "finish", crash)
+            patch.setattr(takeover.Importer, "finish", crash)
         elif moment == "move_aside":
             patch.setattr(takeover, "move_aside", crash)
         else:

@@ -278,6 +278,7 @@ async def test_publishers_wait_while_too_much_is_not_synced(
     assert not producer.transport.reading
     broker._sync()
     await until(lambda: producer.responses and other.responses)
+    await quiet(broker)
     # One of them filled the budget again: whoever still waits goes on after the next sync.
     broker._sync()
     await until(lambda: len(producer.responses) == 2)

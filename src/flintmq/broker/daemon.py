@@ -8,7 +8,8 @@ The data path holds, beside ``nsqd.dat`` for those who read it, one folder ``fli
 
     flintmq/format.json        format version, the node's random identity
     flintmq/journal/           what happened (journal.py)
-    flintmq/topics/NAME@N/     a topic's segment files (log.py); N is its incarnation; ``side`` its side log
+    flintmq/topics/NAME@N/     a topic's segment files (segment.py); N is its incarnation; ``side`` its side log
+    flintmq/topics/NAME@N.lost a topic that the journal does not know, after damage to it
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from flintmq.broker.log import Log, Store
 from flintmq.broker.scan import Scan
 from flintmq.broker.session import Lane, Session
 from flintmq.broker.topic import RESERVE, Topic
-from flintmq.errors import FlintError, FormatError, NotFoundError, StartError, StorageError
+from flintmq.errors import FlintError, FormatError, NotFoundError, PublishError, StartError, StorageError
 from flintmq.options import NsqdOptions
 from flintmq.wire import NSQ_VERSION, valid_name
 
@@ -50,6 +51,8 @@ FORMAT = 1
 JOURNAL_DELAY = 0.005
 #: What one read takes from a socket.
 RECEIVE_BYTES = 256 << 10
+#: What is appended to the name of a topic's folder that is set aside.
+LOST = ".lost"
 #: How often free space is looked at.
 SPACE_INTERVAL = 1.0
 
@@ -399,9 +402,8 @@ class Broker:
             if topic is not None:
                 known.add(topic.folder)
         for name in self.disk.names(root / "topics"):
-            if root / "topics" / name not in known:
-                # Left over from a deletion, or from a creation that was never answered.
-                _remove_tree(self.disk, root / "topics" / name)
+            if root / "topics" / name not in known and not name.endswith(LOST):
+                self._clear_away(root / "topics" / name, state.next_incarnation)
         if not clean:
             # What is called durable from here on must be: a folder's own entry too.
             self.disk.sync_folder(root / "topics")
@@ -414,8 +416,26 @@ class Broker:
             topic.note_frozen()
             self.turn(topic)
         self.journal.sync_now()
-        if not clean:
+        if clean:
+            # In slices, when the loop runs: what older files say is said again in one, and they can go.
+            self.later(self.journal.take_snapshot)
+        else:
             self.journal.secure()
+
+    def _clear_away(self, folder: Path, next_incarnation: int) -> None:
+        """A topic's folder that the journal does not know.
+
+        It was deleted; or it was made right before a crash, and nothing in it was ever answered for. If there are
+        messages in one that was never heard of, though, it is the journal that is not whole: then they are set aside.
+        """
+        incarnation = folder.name.rpartition("@")[2]
+        heard_of = incarnation.isdigit() and int(incarnation) < next_incarnation
+        if heard_of or not any(name.endswith(".seg") for name in self.disk.names(folder)):
+            _remove_tree(self.disk, folder)
+            return
+        lost = folder.with_name(folder.name + LOST)
+        log.error("NSQ: the journal does not know %s, it is set aside as %s", folder.name, lost)
+        self.disk.rename(folder, lost)
 
     def _restore_topic(self, root: Path, state: TopicState, clean: bool, same_boot: bool) -> Topic | None:
         folder = root / "topics" / f"{state.name}@{state.incarnation}"
@@ -464,7 +484,7 @@ class Broker:
         """Build our files from those of a Go nsqd; nothing of its own is touched yet."""
         data = takeover.read(self.path, max_msg_size=self.options.max_msg_size)
         log.info("NSQ: taking over the data path of another nsqd, %d topics", len(data.topics))
-        importer = _Importer(self, root)
+        importer = takeover.Importer(self.disk, self.clock, self.options, root)
         for topic in data.topics:
             importer.topic(topic)
         importer.finish()
@@ -482,7 +502,7 @@ class Broker:
     # --- Topics ----------------------------------------------------------------------------------------------------
 
     def topic(self, name: str) -> Topic:
-        """The topic, made if need be."""
+        """The topic, made if need be. PublishError if it cannot be made."""
         topic = self.topics.get(name)
         return topic if topic is not None else self._create_topic(name)
 
@@ -497,7 +517,11 @@ class Broker:
         topic_is_ephemeral = name.endswith("#ephemeral")
         if not topic_is_ephemeral:
             folder = self.path / "flintmq" / "topics" / f"{name}@{incarnation}"
-            self.disk.make_folder(folder)
+            try:
+                self.disk.make_folder(folder)
+            except OSError as exc:
+                self.unwell(f"cannot make a folder: {_reason(exc)}")
+                raise PublishError(_reason(exc)) from exc
         topic = Topic(self, name, incarnation, base, folder)
         self.topics[name] = topic
         if topic_is_ephemeral:
@@ -766,95 +790,6 @@ class Broker:
         finally:
             self.disk.close_file(fd)
         self.disk.rename(temporary, self.path / "nsqd.dat")
-
-
-class _Importer:
-    """Writes what was read from a Go data path in our form, into a folder that is not in use yet."""
-
-    def __init__(self, broker: Broker, root: Path) -> None:
-        self._broker = broker
-        self._root = root
-        self._journal = Journal(
-            broker.disk, broker.clock, root / "journal", fatal=_raise, later=_call, snapshot=lambda: iter(())
-        )
-        state = self._journal.recover()
-        self._journal.start(state)
-        self._incarnation = 0
-        self._channel = 0
-
-    def topic(self, source: takeover.GoTopic) -> None:
-        broker = self._broker
-        self._incarnation += 1
-        folder = self._root / "topics" / f"{source.name}@{self._incarnation}"
-        broker.disk.make_folder(folder)
-        base = broker.clock.wall() // 1000
-        self._journal.note("topic", self._incarnation, source.name, base, base + RESERVE)
-        self._journal.note("pause", self._incarnation, source.paused)
-        main = _import_log(broker, source.name, folder, base)
-        for message in source.queue:
-            _append(main, message.timestamp, 1, message.body, b"")
-        _finish_log(main)
-        side: Log | None = None
-        for channel in source.channels:
-            self._channel += 1
-            # The topic's backlog is for every channel; what each had already is for it alone.
-            self._journal.note("channel", self._incarnation, self._channel, channel.name, base, SIDE)
-            self._journal.note("channel_pause", self._channel, channel.paused)
-            for message in channel.queue:
-                if side is None:
-                    broker.disk.make_folder(folder / "side")
-                    side = _import_log(broker, source.name, folder / "side", SIDE)
-                attempts = min(message.attempts + 1, 65_535)
-                _append(side, message.timestamp, attempts, message.body, self._channel.to_bytes(4, "big"))
-        if side is not None:
-            _finish_log(side)
-        frozen = base if source.paused or not source.channels else None
-        self._journal.note("frozen", self._incarnation, frozen)
-        ceiling = max(main.end, base) + RESERVE
-        self._journal.note("ceiling", self._incarnation, ceiling)
-        self._journal.note("durable", self._incarnation, main.end)
-        self._journal.note("end", self._incarnation, main.end, side.end if side is not None else SIDE)
-        broker.disk.sync_folder(folder)
-
-    def finish(self) -> None:
-        self._broker.disk.sync_folder(self._root / "topics")
-        self._journal.close(clean=True)
-        self._broker.disk.sync_folder(self._root / "journal")
-
-
-def _import_log(broker: Broker, name: str, folder: Path, base: int) -> Log:
-    def failed(_: int, exc: Exception) -> None:
-        raise exc
-
-    store = Store(broker.disk, broker.clock, broker.options, fatal=_raise, relieved=lambda: None)
-    target = Log(store, name, folder, base, "memory", progressed=lambda: None, failed=failed, arrived=lambda: None)
-    return target
-
-
-def _append(target: Log, timestamp: int, attempts: int, body: bytes, extra: bytes) -> None:
-    data = bytearray(len(body).to_bytes(4, "big") + body)
-    target.append(data, 0, len(data), 1, timestamp, attempts=attempts, extra=extra)
-    if target.memory_bytes > 8 << 20:
-        _drain(target)
-
-
-def _drain(target: Log) -> None:
-    target.write_all()
-    target.sync_now()
-    target.trim(0, 0, lambda first, stop: False, lambda first, stop: False)
-
-
-def _finish_log(target: Log) -> None:
-    _drain(target)
-    target.close()
-
-
-def _raise(error: BaseException) -> None:
-    raise error
-
-
-def _call(work: Callable[[], None]) -> None:
-    work()
 
 
 def side_spans(side: Log) -> dict[int, list[tuple[int, int]]]:

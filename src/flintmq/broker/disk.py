@@ -13,13 +13,15 @@ import contextlib
 import functools
 import heapq
 import os
+import sys
 import threading
 import time
+from array import array
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-__all__ = ["BACKGROUND", "COMMIT", "READ", "Clock", "Disk", "SystemClock"]
+__all__ = ["BACKGROUND", "COMMIT", "READ", "Clock", "Disk", "SystemClock", "pack_numbers", "unpack_numbers"]
 
 #: The order in which waiting work is taken up.
 COMMIT, READ, BACKGROUND = 0, 1, 2
@@ -29,6 +31,22 @@ _MOST_BUFFERS = 1000
 _THREADS = 4
 
 Buffer = bytes | bytearray | memoryview
+
+
+def pack_numbers(values: array[int] | bytes) -> bytes:
+    """64-bit numbers as they stand in a file: little-endian, on every machine."""
+    if sys.byteorder == "big":
+        swapped = array("q", values)
+        swapped.byteswap()
+        return swapped.tobytes()
+    return values if isinstance(values, bytes) else values.tobytes()
+
+
+def unpack_numbers(data: bytes) -> array[int]:
+    values = array("q", data)
+    if sys.byteorder == "big":
+        values.byteswap()
+    return values
 
 
 class Clock(Protocol):

@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import logging
 import os
-import sys
 from array import array
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -32,7 +31,7 @@ from typing import Any, Protocol
 import google_crc32c
 import msgspec
 
-from flintmq.broker.disk import BACKGROUND, COMMIT, Clock, Disk
+from flintmq.broker.disk import BACKGROUND, COMMIT, Clock, Disk, pack_numbers, unpack_numbers
 from flintmq.broker.ranges import Ranges
 from flintmq.errors import FormatError, StorageError
 
@@ -57,25 +56,9 @@ NEVER = 1 << 54
 ANOTHER_BOOT = -1
 #: A new file is begun at this size.
 ROLL_AT = 8 << 20
+_SPACE = ROLL_AT + (1 << 20)
 #: Channels whose state goes into a snapshot before the loop is handed back.
 _SLICE = 50
-
-
-def _native(data: bytes) -> array[int]:
-    values = array("q")
-    values.frombytes(data)
-    if sys.byteorder == "big":
-        values.byteswap()
-    return values
-
-
-def _little(values: bytes) -> bytes:
-    if sys.byteorder == "big":
-        swapped = array("q")
-        swapped.frombytes(values)
-        swapped.byteswap()
-        return swapped.tobytes()
-    return values
 
 
 @dataclass(slots=True)
@@ -200,10 +183,10 @@ class State:
         """A snapshot's row: all that is outstanding, and what of it was delivered before."""
         state = self.channels.get(channel)
         if state is not None:
-            pairs = _native(ranges)
+            pairs = unpack_numbers(ranges)
             state.outstanding = Ranges((pairs[i], pairs[i + 1]) for i in range(0, len(pairs), 2))
             state.back.clear()
-            self.apply_back(channel, _native(back))
+            self.apply_back(channel, unpack_numbers(back))
 
     def _skip(self, incarnation: int, first: int, stop: int) -> None:
         if incarnation in self.topics:
@@ -316,10 +299,10 @@ class Journal:
             done = channel.take_done()
             ident = _number.pack(channel.id)
             if back:
-                self._buffer.append(_entry(BACK, ident + _little(back)))
+                self._buffer.append(_entry(BACK, ident + pack_numbers(back)))
                 self.noted += 1
             if done:
-                self._buffer.append(_entry(DONE, ident + _little(done)))
+                self._buffer.append(_entry(DONE, ident + pack_numbers(done)))
                 self.noted += 1
 
     def forget(self, channel: Journalled) -> None:
@@ -400,13 +383,13 @@ class Journal:
 
     # --- Files -----------------------------------------------------------------------------------------------------
 
-    def _begin(self, name: str) -> tuple[int, int]:
-        """A new file with its header; (file, salt)."""
+    def _begin(self, name: str, space: int = 0) -> tuple[int, int]:
+        """A new file with its header, and ``space`` allocated ahead; (file, salt)."""
         salt = int.from_bytes(os.urandom(4), "big") or 1
         fd = self._disk.open(self._folder / name, create=True)
         try:
-            if not name.startswith("snapshot"):
-                self._disk.allocate(fd, ROLL_AT + (1 << 20))
+            if space:
+                self._disk.allocate(fd, space)
             head = _file_head.pack(_MAGIC, _VERSION, 0, salt, self._number, self._clock.boot_id())
             self._disk.write(fd, [head, _number.pack(google_crc32c.extend(0, head))], 0)
         except OSError:
@@ -420,7 +403,13 @@ class Journal:
         """Begin a new file after ``recover``. Everything up to here is on the device when this returns."""
         state.clean = False
         self._number += 1
-        self._fd, self._salt = self._begin(f"journal-{self._number:08d}")
+        name = f"journal-{self._number:08d}"
+        try:
+            self._fd, self._salt = self._begin(name, _SPACE)
+        except OSError as exc:
+            # A full disk is no reason not to start: consumers can empty it.
+            log.warning("JOURNAL: cannot allocate space ahead - %s", exc)
+            self._fd, self._salt = self._begin(name)
         self._offset = _file_head.size + 4
         self.note("open", self._clock.boot_id())
         self.flush()
@@ -433,7 +422,7 @@ class Journal:
         old = self._fd
         self._number += 1
         try:
-            fd, salt = self._begin(f"journal-{self._number:08d}")
+            fd, salt = self._begin(f"journal-{self._number:08d}", _SPACE)
         except OSError as exc:
             # No room for a new file: go on in the old one, which still has some.
             self._number -= 1
@@ -598,8 +587,8 @@ def _apply_all(entries: bytes, state: State) -> None:
             state.clean = False
             (channel,) = _number.unpack_from(payload)
             if kind == DONE:
-                state.apply_done(channel, _native(payload[4:]))
+                state.apply_done(channel, unpack_numbers(payload[4:]))
             elif kind == BACK:
-                state.apply_back(channel, _native(payload[4:]))
+                state.apply_back(channel, unpack_numbers(payload[4:]))
             else:
                 raise FormatError(f"a journal entry of unknown kind {kind}")

@@ -697,6 +697,12 @@ class Session(asyncio.BufferedProtocol):
         if self.broker.options.auth_http_addresses:
             raise ProtocolError("E_AUTH_FIRST", f"AUTH required before {verb}")
 
+    def _topic(self, name: str, verb: str) -> Topic:
+        try:
+            return self.broker.topic(name)
+        except PublishError as exc:
+            raise ProtocolError(f"E_{verb}_FAILED", f"{verb} failed {exc}") from exc
+
     def _sub(self, params: list[bytes], data: bytearray, at: int, stop: int) -> int:
         if self.state != INIT:
             raise ProtocolError("E_INVALID", "cannot SUB in current state")
@@ -707,7 +713,7 @@ class Session(asyncio.BufferedProtocol):
         topic_name = _name(params[1], "E_BAD_TOPIC", "SUB topic")
         channel_name = _name(params[2], "E_BAD_CHANNEL", "SUB channel")
         self._check_auth("SUB")
-        topic = self.broker.topic(topic_name)
+        topic = self._topic(topic_name, "SUB")
         if topic.exiting:
             raise ProtocolError("E_SUB_FAILED", "SUB failed exiting")
         channel, position = topic.channel(channel_name)
@@ -762,7 +768,7 @@ class Session(asyncio.BufferedProtocol):
             return _MORE
         if isinstance(target, str):
             self._check_auth(verb)
-            target = self.broker.topic(target)
+            target = self._topic(target, verb)
         if self.broker.store.congested or target.busy:
             return self._wait(target.when_free if target.busy else self.broker.when_relieved)
         try:
@@ -779,7 +785,7 @@ class Session(asyncio.BufferedProtocol):
         # NSQ says the code twice here, and clients know it so.
         name = _name(params[1], "E_BAD_TOPIC", "E_BAD_TOPIC MPUB topic")
         self._check_auth("MPUB")
-        return self._mpub_body(self.broker.topic(name), data, at, stop)
+        return self._mpub_body(self._topic(name, "MPUB"), data, at, stop)
 
     def _mpub_body(self, topic: Topic, data: bytearray, at: int, stop: int) -> int:
         """``[body size][count]{[size][body]}``: the sizes inside count, the body size is only held to its limit."""

@@ -2,8 +2,9 @@
 
 ``read`` understands ``nsqd.dat`` and the disk queues beside it and changes nothing. A GoQueue streams its messages, so
 that memory stays at one chunk and one message however large the files are. Nothing is left out without a word: what
-cannot be read, or what the Go daemon itself would have skipped, is a line in ``damage``. ``move_aside`` moves every Go
-file into one folder. Building our own log from the messages, and locking the data path meanwhile, is the broker's part.
+cannot be read, or what the Go daemon itself would have skipped, is a line in ``damage``. An Importer writes what was
+read in our own form. ``move_aside`` moves every Go file into one folder. When to do which, and locking the data path
+meanwhile, is the broker's part.
 """
 
 from __future__ import annotations
@@ -20,10 +21,15 @@ from typing import NamedTuple
 
 import msgspec
 
+from flintmq.broker.disk import Clock, Disk
+from flintmq.broker.journal import SIDE, Journal
+from flintmq.broker.log import Log, Store
+from flintmq.broker.topic import RESERVE
 from flintmq.errors import StartError
+from flintmq.options import NsqdOptions
 from flintmq.wire import is_ephemeral, valid_name
 
-__all__ = ["GoChannel", "GoData", "GoMessage", "GoQueue", "GoTopic", "found", "move_aside", "read"]
+__all__ = ["GoChannel", "GoData", "GoMessage", "GoQueue", "GoTopic", "Importer", "found", "move_aside", "read"]
 
 # A queue is called <topic> or <topic>:<channel> (";" on Windows). Topic names may hold dots and even ".diskqueue": the
 # greedy name in front takes all it can, so that the rest is matched at the right end.
@@ -406,3 +412,92 @@ def _sync_directory(path: Path) -> None:
         os.fsync(fd)
     finally:
         os.close(fd)
+
+
+# --- Writing it in our form ------------------------------------------------------------------------------------------
+
+
+class Importer:
+    """Writes what was read from a Go data path in our form, into a folder that is not in use yet."""
+
+    def __init__(self, disk: Disk, clock: Clock, options: NsqdOptions, root: Path) -> None:
+        self._disk = disk
+        self._clock = clock
+        self._options = options
+        self._root = root
+        # It never rolls that far: nothing happens to messages while they are copied.
+        self._journal = Journal(
+            disk, clock, root / "journal", fatal=_raise, later=lambda work: work(), snapshot=lambda: iter(())
+        )
+        self._journal.start(self._journal.recover())
+        self._incarnation = 0
+        self._channel = 0
+
+    def topic(self, source: GoTopic) -> None:
+        self._incarnation += 1
+        folder = self._root / "topics" / f"{source.name}@{self._incarnation}"
+        self._disk.make_folder(folder)
+        base = self._clock.wall() // 1000
+        self._journal.note("topic", self._incarnation, source.name, base, base + RESERVE)
+        self._journal.note("pause", self._incarnation, source.paused)
+        main = self._new_log(source.name, folder, base)
+        for message in source.queue:
+            _append(main, message.timestamp, 1, message.body, b"")
+        _finish_log(main)
+        side: Log | None = None
+        for channel in source.channels:
+            self._channel += 1
+            # The topic's backlog is for every channel; what each had already is for it alone.
+            self._journal.note("channel", self._incarnation, self._channel, channel.name, base, SIDE)
+            self._journal.note("channel_pause", self._channel, channel.paused)
+            for message in channel.queue:
+                if side is None:
+                    self._disk.make_folder(folder / "side")
+                    side = self._new_log(source.name, folder / "side", SIDE)
+                attempts = min(message.attempts + 1, 65_535)
+                _append(side, message.timestamp, attempts, message.body, self._channel.to_bytes(4, "big"))
+        if side is not None:
+            _finish_log(side)
+        frozen = base if source.paused or not source.channels else None
+        self._journal.note("frozen", self._incarnation, frozen)
+        ceiling = max(main.end, base) + RESERVE
+        self._journal.note("ceiling", self._incarnation, ceiling)
+        self._journal.note("durable", self._incarnation, main.end)
+        self._journal.note("end", self._incarnation, main.end, side.end if side is not None else SIDE)
+        self._disk.sync_folder(folder)
+
+    def finish(self) -> None:
+        self._disk.sync_folder(self._root / "topics")
+        self._journal.close(clean=True)
+        self._disk.sync_folder(self._root / "journal")
+
+    def _new_log(self, name: str, folder: Path, base: int) -> Log:
+        store = Store(self._disk, self._clock, self._options, fatal=_raise, relieved=lambda: None)
+        # In memory until we say so: many messages go into one record, and one sync serves many records.
+        return Log(store, name, folder, base, "memory", progressed=lambda: None, failed=_failed, arrived=lambda: None)
+
+
+def _append(target: Log, timestamp: int, attempts: int, body: bytes, extra: bytes) -> None:
+    data = bytearray(len(body).to_bytes(4, "big") + body)
+    target.append(data, 0, len(data), 1, timestamp, attempts=attempts, extra=extra)
+    if target.memory_bytes > 8 << 20:
+        _drain(target)
+
+
+def _drain(target: Log) -> None:
+    target.write_all()
+    target.sync_now()
+    target.trim(0, 0, lambda first, stop: False, lambda first, stop: False)
+
+
+def _finish_log(target: Log) -> None:
+    _drain(target)
+    target.close()
+
+
+def _raise(error: BaseException) -> None:
+    raise error
+
+
+def _failed(_: int, error: Exception) -> None:
+    raise error
