@@ -9,8 +9,8 @@ import sys
 from pathlib import Path
 
 import pytest
-from conformance.cases import CASES
 
+from conformance.cases import CASES
 from flintmq.broker.daemon import Broker
 from flintmq.broker.segment import FILE_HEADER, RECORD_HEADER
 from flintmq.wire import MAGIC_V2, OK_FRAME, encode_mpub

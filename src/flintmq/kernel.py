@@ -276,7 +276,7 @@ class Block:
                 _wr32(d, cython.cast(cython.uint, size + 30))
                 _wr32(d + 4, 2)
                 _wr32(d + 8, cython.cast(cython.uint, timestamp >> 32))
-                _wr32(d + 12, cython.cast(cython.uint, timestamp & 0xFFFFFFFF))
+                _wr32(d + 12, cython.cast(cython.uint, timestamp))
                 d[16] = (attempts >> 8) & 255
                 d[17] = attempts & 255
                 # Only the last digits change from one message to the next.

@@ -452,7 +452,8 @@ class Log:
             return
         if self.durability == "memory":
             return
-        self._write_out(len(self._pending))
+        if len(self._pending) != 1 or not self._write_single(self._pending[0]):
+            self._write_out(len(self._pending))
 
     def write_all(self) -> None:
         """Write everything, whatever the durability: a clean stop."""
@@ -490,6 +491,42 @@ class Log:
             self._write_failed(pieces, exc)
         else:
             self._wrote(pieces, last)
+
+    def _write_single(self, record: Record) -> bool:
+        """Write a lone record to the segment in use: what most turns come to. False if it is not as simple as that."""
+        segment = self._active
+        store = self._store
+        size = RECORD_HEADER + record.stop - record.start
+        if (
+            segment is None
+            or record.flags
+            or record.extra
+            or record.seq != segment.end
+            or segment.size + size > store.options.max_bytes_per_file
+            or store.unsynced >= WRITE_IN_THREAD_AT
+            or self._group_planned
+            or self._group_written is not None
+        ):
+            return False
+        self._pending.clear()
+        self._open_record = None
+        offset = segment.size
+        head, frames = encode_record(record, segment.salt)
+        segment.note(record.seq, record.count, offset, size)
+        try:
+            self._disk.write(store.file(segment), (head, frames), offset)
+        except OSError as exc:
+            self._write_failed([_Piece(segment, offset, [head, frames], record.seq, size, [record])], exc)
+            return True
+        if not self._unsynced or self._unsynced[-1] is not segment:
+            self._note_unsynced(segment)
+        self._unsynced_bytes += size
+        store.unsynced += size
+        self._unsynced_count += record.count
+        self.written = record.seq + record.count
+        self._sync_if_due()
+        self._progressed()
+        return True
 
     def _write_in_thread(self, pieces: list[_Piece]) -> None:
         """The kernel throttles writers that run ahead of the device: let a thread wait for it."""
@@ -591,9 +628,7 @@ class Log:
     def _wrote(self, pieces: list[_Piece], last: bool = False) -> None:
         for piece in pieces:
             segment = piece.segment
-            if not self._unsynced or self._unsynced[-1] is not segment:
-                if segment not in self._unsynced:
-                    self._unsynced.append(segment)
+            self._note_unsynced(segment)
             self._unsynced_bytes += piece.size
             self._store.unsynced += piece.size
             offset = piece.offset
@@ -605,16 +640,22 @@ class Log:
                 elif self._group_written is None:
                     self._group_written = (segment, offset, record.seq)
                 offset += RECORD_HEADER + len(record.extra) + record.stop - record.start
-        if last:
-            pass
-        elif self.durability == "fsync":
+        if not last:
+            self._sync_if_due()
+        self._progressed()
+
+    def _note_unsynced(self, segment: Segment) -> None:
+        if segment not in self._unsynced:
+            self._unsynced.append(segment)
+
+    def _sync_if_due(self) -> None:
+        if self.durability == "fsync":
             self.sync(COMMIT)
         elif self._unsynced_bytes >= SYNC_AT or (
             self._unsynced_count >= self._store.options.sync_every > 0
             and self._store.clock.now() - self._last_sync >= SYNC_SPACING
         ):
             self.sync()
-        self._progressed()
 
     def _write_failed(self, pieces: list[_Piece], exc: OSError) -> None:
         """Cut the file back to the last good offset; what was not written is gone, and its publishers are told.

@@ -23,7 +23,10 @@ log = logging.getLogger(__name__)
 
 #: How often the sockets are looked at again before the rest of the loop gets its turn.
 _ROUNDS = 16
-_MOST_EVENTS = 512
+_MOST_EVENTS = 256
+#: How often it looks in vain, at most, before it goes to sleep; and a break that was too short to be worth it.
+_MOST_PATIENCE = 48
+_SHORT_BREAK = 100e-6
 _ACCEPT_AT_ONCE = 64
 
 
@@ -235,6 +238,8 @@ class Poller:
         #: Inside a turn: what becomes due is done at its end.
         self.turning = False
         self._paused = False
+        self._patience = 0
+        self._left = 0.0
         loop.add_reader(self.epoll.fileno(), self._ready)
 
     def listen(self, sock: socket.socket, factory: Callable[[], Receiver]) -> None:
@@ -258,42 +263,60 @@ class Poller:
         self.epoll.close()
 
     def _ready(self) -> None:
-        """Hand on all that can be read, look again, and end the turn as soon as there is nothing more."""
-        transports = self._transports
-        poll = self.epoll.poll
+        """Hand on all that can be read, look again, and end the turn as soon as there is nothing more.
+
+        Going to sleep and being woken costs more than many a turn, so a busy poller looks a few times in vain before
+        it gives up: more often as long as that finds something, less and less where it does not.
+        """
+        if not self._patience and self.loop.time() - self._left < _SHORT_BREAK:
+            self._patience = 4
         worked = False
-        lanes: list[Any] = []
-        for _ in range(_ROUNDS):
-            events = poll(0, _MOST_EVENTS)
-            if not events:
-                if not worked:
-                    return
+        vain = 0
+        rounds = _ROUNDS
+        while rounds:
+            events = self.epoll.poll(0, _MOST_EVENTS)
+            if events:
+                if vain:
+                    vain = 0
+                    self._patience = min(2 * self._patience, _MOST_PATIENCE)
+                rounds -= 1
+                worked = True
+                self._handle(events)
+            elif worked:
                 worked = False
                 self._turned()
-                continue
-            worked = self.turning = True
-            try:
-                for fd, event in events:
-                    transport = transports.get(fd)
-                    if transport is None:
-                        if fd in self._listeners:
-                            self._accept(*self._listeners[fd])
-                        continue
-                    lane = transport.protocol.lane
-                    if lane is not None and event == select.EPOLLIN:
-                        if lane.add(transport.protocol, transport):
-                            lanes.append(lane)
-                        continue
-                    if event & ~select.EPOLLOUT:
-                        transport.receive()
-                    if event & select.EPOLLOUT and not transport._lost:
-                        transport.flush()
-                while lanes:
-                    lanes.pop().run()
-            finally:
-                self.turning = False
-        if worked:
-            self._turned()
+            elif vain < self._patience:
+                vain += 1
+            else:
+                self._patience //= 2
+                self._left = self.loop.time()
+                return
+        self._turned()
+
+    def _handle(self, events: list[tuple[int, int]]) -> None:
+        transports = self._transports
+        lanes: list[Any] = []
+        self.turning = True
+        try:
+            for fd, event in events:
+                transport = transports.get(fd)
+                if transport is None:
+                    if fd in self._listeners:
+                        self._accept(*self._listeners[fd])
+                    continue
+                lane = transport.protocol.lane
+                if lane is not None and event == select.EPOLLIN:
+                    if lane.add(transport.protocol, transport):
+                        lanes.append(lane)
+                    continue
+                if event & ~select.EPOLLOUT:
+                    transport.receive()
+                if event & select.EPOLLOUT and not transport._lost:
+                    transport.flush()
+            for lane in lanes:
+                lane.run()
+        finally:
+            self.turning = False
 
     def _accept(self, listener: socket.socket, factory: Callable[[], Receiver]) -> None:
         for _ in range(_ACCEPT_AT_ONCE):

@@ -251,10 +251,14 @@ class Topic:
     def flush(self) -> None:
         """The end of a loop turn: write, commit, hand on to the channels."""
         self._open_commit = None
-        self.log.flush()
-        self._progressed()
+        log = self.log
+        written = log.written
+        log.flush()
+        if log.written == written:
+            # Nothing to write, or not yet: otherwise the log has said so already.
+            self._progressed()
         options = self.broker.options
-        if self.log.memory_count > options.mem_queue_size or self.log.memory_bytes > options.mem_queue_bytes:
+        if log.memory_count > options.mem_queue_size or log.memory_bytes > options.mem_queue_bytes:
             self.trim()
 
     def _progressed(self) -> None:
