@@ -513,7 +513,6 @@ class SimDisk(Disk):
         return sorted(folder / name for name in self._folder(folder).entries if name.endswith(suffix))
 
 
-
 async def settled(broker: Broker) -> None:
     """Turn the loop until nothing is under way. Work that is held does not count."""
     disk = broker.disk

@@ -117,7 +117,12 @@ class Teller:
 
 def reader(disk: SimDisk, clock: FakeClock) -> Journal:
     return Journal(
-        disk, clock, ROOT, fatal=pytest.fail, later=pytest.fail, snapshot=lambda: iter(())  # type: ignore[arg-type]
+        disk,
+        clock,
+        ROOT,
+        fatal=pytest.fail,
+        later=pytest.fail,
+        snapshot=lambda: iter(()),  # type: ignore[arg-type]
     )
 
 

@@ -58,8 +58,15 @@ class Rig:
         self.options = options
         self.fatal: list[BaseException] = []
         self.failed: list[tuple[int, Exception]] = []
+        self.delayed: list[Callable[[], None]] = []
         self.store = Store(
-            self.disk, self.clock, NsqdOptions(**options), fatal=self.fatal.append, relieved=lambda: None
+            self.disk,
+            self.clock,
+            NsqdOptions(**options),
+            fatal=self.fatal.append,
+            relieved=lambda: None,
+            delay=lambda _, work: self.delayed.append(work),
+            recovered=lambda: None,
         )
         self.log = Log(
             self.store,
@@ -494,11 +501,32 @@ def test_everything_is_read_back_with_tiny_caches() -> None:
     assert len(rig.store._cold_order) <= 3
 
 
-def test_a_read_error_condemns_a_chunk_only_until_the_next_start() -> None:
+def test_a_read_error_that_passes_costs_nothing() -> None:
     rig = Rig()
     rig.publish(*numbered(5))
     rig.forget()
     rig.disk.fail("read", errno.EIO)
+    assert rig.log.block(BASE) is None
+    rig.run()
+    assert len(rig.delayed) == 1
+    # Nobody asks the device again before the pause is over.
+    assert rig.log.block(BASE) is None
+    assert not rig.posted
+    rig.delayed.pop()()
+    assert list(rig.bodies().values()) == numbered(5)
+
+
+def test_a_read_error_that_stays_gives_up_a_chunk_until_the_next_start() -> None:
+    rig = Rig()
+    rig.publish(*numbered(5))
+    rig.forget()
+    for tries in range(log_module.READ_TRIES):
+        rig.disk.fail("read", errno.EIO)
+        assert rig.log.block(BASE) is None
+        rig.run()
+        assert len(rig.delayed) == (tries + 1 < log_module.READ_TRIES)
+        while rig.delayed:
+            rig.delayed.pop()()
     with pytest.raises(DamageError) as info:
         rig.body(BASE)
     assert (info.value.first, info.value.stop) == (BASE, BASE + 5)

@@ -57,3 +57,13 @@ async def test_without_the_experiment_everybody_is_equal(start_broker: StartBrok
     await quiet(broker)
     assert (len(zone.messages), len(far.messages)) == (10, 10)
     assert broker.topics["t"].channels["c"].sent_from_memory == [0, 0, 20]
+
+
+async def test_a_node_that_does_not_say_where_it_is_prefers_nobody(start_broker: StartBroker) -> None:
+    broker = await start_broker(enable_experiment=AWARE["enable_experiment"])
+    nowhere = await consumer(broker, "", "", 100)
+    far = await consumer(broker, "south", "s1", 100)
+    await Client(broker).publish_many("t", [b"%d" % n for n in range(20)])
+    await quiet(broker)
+    assert (len(nowhere.messages), len(far.messages)) == (10, 10)
+    assert broker.topics["t"].channels["c"].sent_from_memory == [10, 0, 10]

@@ -268,7 +268,7 @@ class Channel:
             self._pump(ready)
             return
         # Those nearby first, as long as they take any: the zone, the region, then everybody.
-        near = [deque(session for session in ready if session.locality == rank) for rank in (ZONE, REGION, GLOBAL)]
+        near = [deque(session for session in ready if session.nearness == rank) for rank in (ZONE, REGION, GLOBAL)]
         for group in near:
             self._pump(group)
         self._ready = deque(chain(*near))
@@ -625,6 +625,7 @@ class Channel:
         self.deferred.clear()
         self.attempts.clear()
         del self._back[:]
+        self.broker.journal.flush()
         self.broker.soon(self)
         for session in self.sessions.values():
             session.in_flight = 0

@@ -81,7 +81,15 @@ class Broker:
         self.disk = disk or Disk()
         self.prefix = options.id << 54
         self.topology_aware = "topology-aware-consumption" in options.enable_experiment
-        self.store = Store(self.disk, self.clock, options, fatal=self._fatal, relieved=self._relieved)
+        self.store = Store(
+            self.disk,
+            self.clock,
+            options,
+            fatal=self._fatal,
+            relieved=self._relieved,
+            delay=lambda seconds, work: self._loop.call_later(seconds, work),
+            recovered=self._recovered,
+        )
         self.topics: dict[str, Topic] = {}
         self.sessions: dict[int, Session] = {}
         self.start_time = 0
@@ -698,7 +706,7 @@ class Broker:
         try:
             free = self.disk.free(self.path)
         except OSError as exc:
-            self.unwell(f"cannot look at the disk: {_reason(exc)}")
+            log.error("NSQ: cannot look at the disk - %s", _reason(exc))
             return
         if free < self.options.disk_reserve:
             if not self.refusing:
@@ -710,10 +718,15 @@ class Broker:
             if self.refusing:
                 log.info("NSQ: there is room on the disk again")
             self.refusing = ""
-            self._illness = ""
 
     def unwell(self, reason: str) -> None:
+        """A write failed: so it stays until one succeeds."""
         self._illness = reason
+        self.store.ill = True
+
+    def _recovered(self) -> None:
+        self._illness = ""
+        self.store.ill = False
 
     @property
     def health(self) -> str:
@@ -741,7 +754,8 @@ class Broker:
                 yield ("channel_state", channel.id, *channel.snapshot())
 
     def structure_changed(self, ephemeral: bool) -> None:
-        """Topics or channels came, went or were paused: ``nsqd.dat`` follows soon."""
+        """Topics or channels came, went or were paused: the journal has it at once, ``nsqd.dat`` follows soon."""
+        self.journal.flush()
         if ephemeral or self.stopping or self._metadata_due:
             return
         self._metadata_due = True

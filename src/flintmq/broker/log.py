@@ -57,6 +57,8 @@ SMALLEST_BLOCK, LARGEST_BLOCK = 4 << 10, 1 << 20
 SYNC_AT, WRITE_IN_THREAD_AT, PAUSE_AT = 16 << 20, 64 << 20, 128 << 20
 #: Background syncs of one log are at least this far apart: each costs the device the same, however small it is.
 SYNC_SPACING = 100_000_000
+#: How often, and how many seconds apart, a read that the device refuses is tried before its messages are given up.
+READ_TRIES, READ_PAUSE = 10, 1.0
 _POOL_BLOCKS = 8
 _SPARE_BLOCKS = 8
 _MOST_FILES = 400
@@ -95,6 +97,8 @@ class Store:
         *,
         fatal: Callable[[BaseException], None],
         relieved: Callable[[], None],
+        delay: Callable[[float, Callable[[], None]], object],
+        recovered: Callable[[], None],
     ) -> None:
         self.disk = disk
         self.clock = clock
@@ -104,6 +108,11 @@ class Store:
         self.fatal = fatal
         #: Called when unsynced bytes fall below the mark at which publishers pause.
         self.relieved = relieved
+        #: Calls a function after some seconds.
+        self.delay = delay
+        #: Called at the first write that succeeds after one failed (``ill``).
+        self.recovered = recovered
+        self.ill = False
         self.unsynced = 0
         self._files: OrderedDict[Segment, None] = OrderedDict()
         self._blocks: list[Block] = []
@@ -274,6 +283,7 @@ class Log:
         #: Was the last block found in memory?
         self.from_memory = False
         self._reading: set[tuple[Segment, int]] = set()
+        self._failed_reads: dict[tuple[Segment, int], int] = {}
         self.damaged: list[tuple[int, int]] = []
         # Syncing.
         self._unsynced: list[Segment] = []
@@ -524,6 +534,8 @@ class Log:
         store.unsynced += size
         self._unsynced_count += record.count
         self.written = record.seq + record.count
+        if store.ill:
+            store.recovered()
         self._sync_if_due()
         self._progressed()
         return True
@@ -640,6 +652,8 @@ class Log:
                 elif self._group_written is None:
                     self._group_written = (segment, offset, record.seq)
                 offset += RECORD_HEADER + len(record.extra) + record.stop - record.start
+        if self._store.ill:
+            self._store.recovered()
         if not last:
             self._sync_if_due()
         self._progressed()
@@ -915,10 +929,16 @@ class Log:
                 if not isinstance(error, OSError):
                     self._store.fatal(error or StorageError("no result"))
                     return
-                # An error of the device condemns nothing but this chunk, and only until the next start.
+                self._failed_reads[segment, chunk] = failures = self._failed_reads.get((segment, chunk), 0) + 1
+                if failures < READ_TRIES:
+                    # It may pass: nothing is given up for it, whoever wants it waits.
+                    self._reading.add((segment, chunk))
+                    self._store.delay(READ_PAUSE, functools.partial(self._read_again, segment, chunk))
+                    return
                 segment.damaged.append((first, after))
             else:
                 block, damage = result
+                self._failed_reads.pop((segment, chunk), None)
                 if block is not None:
                     self._store.keep_cold(segment, chunk, block)
                 for a, b in damage:
@@ -932,6 +952,11 @@ class Log:
             self._arrived()
 
         self._disk.submit(work, done, READ)
+
+    def _read_again(self, segment: Segment, chunk: int) -> None:
+        self._reading.discard((segment, chunk))
+        if not self.closed and segment in self.segments:
+            self._arrived()
 
     # --- Letting go ------------------------------------------------------------------------------------------------
 

@@ -108,6 +108,8 @@ class Session(asyncio.BufferedProtocol):
         self.sample_rate = 0
         #: 0: a client of the node's own zone, 1: of its region, 2: any other, and everybody without the experiment.
         self.locality = 2
+        #: The same, as far as it gives precedence.
+        self.nearness = 2
         # Flow control.
         self.ready_count = 0
         self.in_flight = 0
@@ -677,6 +679,11 @@ class Session(asyncio.BufferedProtocol):
                 same_region = self.topology_region == options.topology_region
                 same_zone = self.topology_zone == options.topology_zone
                 self.locality = 0 if same_zone else 1 if same_region else 2
+                # A node that does not say where it is prefers nobody, though it counts as NSQ does.
+                if same_zone and options.topology_zone:
+                    self.nearness = 0
+                elif same_region and options.topology_region:
+                    self.nearness = 1
             self._start_heartbeats()
         else:
             self._set_timer()

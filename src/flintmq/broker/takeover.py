@@ -472,7 +472,15 @@ class Importer:
         self._disk.sync_folder(self._root / "journal")
 
     def _new_log(self, name: str, folder: Path, base: int) -> Log:
-        store = Store(self._disk, self._clock, self._options, fatal=_raise, relieved=lambda: None)
+        store = Store(
+            self._disk,
+            self._clock,
+            self._options,
+            fatal=_raise,
+            relieved=lambda: None,
+            delay=lambda _, work: work(),
+            recovered=lambda: None,
+        )
         # In memory until we say so: many messages go into one record, and one sync serves many records.
         return Log(store, name, folder, base, "memory", progressed=lambda: None, failed=_failed, arrived=lambda: None)
 

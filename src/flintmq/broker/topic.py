@@ -420,6 +420,7 @@ class Topic:
             channel.skip(self.pumped, stop)
         self.pumped = stop
         self._freeze()
+        self.broker.journal.flush()
         self.broker.turn(self)
         self.trim()
 
