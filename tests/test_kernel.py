@@ -22,6 +22,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 import flintmq
 from flintmq import _cython
+from flintmq.wire import encode_mpub
 
 PREFIX = 513 << 54
 BASE = 7_000
@@ -291,13 +292,54 @@ def pairs() -> Iterator[list[tuple[socket.socket, socket.socket]]]:
         other.close()
 
 
-def publish(kernel: Any, block: Any, fds: list[int], data: bytearray, start: int = 0, room: int = 1_000) -> int:
-    stopped: int = block.fill_from_sockets(fds, start, data, b"PUB t", PREFIX | (BASE + block.count), 1, 100, room)
-    return stopped
+def publish(
+    block: Any, fds: list[int], data: bytearray, start: int = 0, *, line: bytes = b"PUB t", room: int = 1_000
+) -> tuple[int, list[int]]:
+    """Where it stopped, and how many messages each socket brought."""
+    counts = [0] * len(fds)
+    most = 500 if line.startswith(b"MPUB") else 0
+    number = PREFIX | (BASE + block.count)
+    return block.fill_from_sockets(fds, counts, start, data, line, number, 1, 100, most, room), counts
 
 
 def pub(body: bytes) -> bytes:
     return b"PUB t\n" + len(body).to_bytes(4, "big") + body
+
+
+def mpub(*bodies: bytes) -> bytes:
+    return encode_mpub(b"t", bodies)
+
+
+def test_batches_are_taken_from_sockets(kernel: Any, pairs: list[tuple[socket.socket, socket.socket]]) -> None:
+    fds = [one.fileno() for one, _ in pairs[:3]]
+    pairs[0][1].send(mpub(b"a", b"bb", b"ccc"))
+    pairs[1][1].send(mpub(b"d"))
+    pairs[2][1].send(pub(b"not a batch"))
+    block, data = kernel.Block(4_096, BASE), bytearray(4_096)
+    assert publish(block, fds, data, line=b"MPUB t") == (2, [3, 1, 0])
+    assert data[: block.pos] == pub(b"not a batch")
+    bodies = [b"a", b"bb", b"ccc", b"d"]
+    assert bytes(block.view[: block.used]) == b"".join(frame(BASE + n, body) for n, body in enumerate(bodies))
+
+
+def test_nothing_is_read_once_enough_was_made(kernel: Any, pairs: list[tuple[socket.socket, socket.socket]]) -> None:
+    fds = [one.fileno() for one, _ in pairs]
+    for _, other in pairs:
+        other.send(pub(b"x" * 50))
+    block, data = kernel.Block(4_096, BASE), bytearray(4_096)
+    assert publish(block, fds, data, room=100) == (2, [1, 1, 0, 0, 0])
+    assert block.pos == kernel.FULL
+    assert publish(block, fds, data, 2) == (5, [0, 0, 1, 1, 1])
+
+
+def test_a_batch_that_the_block_has_no_room_for_is_left_to_the_session(
+    kernel: Any, pairs: list[tuple[socket.socket, socket.socket]]
+) -> None:
+    pairs[0][1].send(mpub(b"x" * 50, b"y" * 50))
+    block, data = kernel.Block(100, BASE), bytearray(4_096)
+    assert publish(block, [pairs[0][0].fileno()], data, line=b"MPUB t") == (0, [0])
+    assert (block.count, block.used) == (0, 0)
+    assert data[: block.pos] == mpub(b"x" * 50, b"y" * 50)
 
 
 def test_single_publishes_are_taken_from_sockets(kernel: Any, pairs: list[tuple[socket.socket, socket.socket]]) -> None:
@@ -306,7 +348,7 @@ def test_single_publishes_are_taken_from_sockets(kernel: Any, pairs: list[tuple[
         pairs[number][1].send(pub(b"body %d" % number))
     pairs[4][1].send(b"NOP\n")
     block, data = kernel.Block(4_096, BASE), bytearray(4_096)
-    assert publish(kernel, block, fds, data) == 4
+    assert publish(block, fds, data) == (4, [1, 1, 0, 1, 0])
     assert data[: block.pos] == b"NOP\n"
     assert [fd < 0 for fd in fds] == [False, False, True, False, False], "nothing came there"
     expected = [frame(BASE, b"body 0"), frame(BASE + 1, b"body 1"), frame(BASE + 2, b"body 3")]
@@ -325,6 +367,15 @@ def test_single_publishes_are_taken_from_sockets(kernel: Any, pairs: list[tuple[
         b"PUB t \n\0\0\0\1x",
         b"PUB t",
         b"P",
+        mpub(b"x", b"y")[:-1],
+        mpub(b"x", b"y") + b"z",
+        mpub(b"x", b"y" * 101),
+        mpub(b"x", b""),
+        mpub(*[b"x" * 90] * 6),
+        mpub(),
+        b"MPUB t\n\0\0\0\x0d\0\0\0\x03\0\0\0\1x\0\0\0\1y",
+        b"MPUB t\n\0\0\0\x0d\xff\xff\xff\xff\0\0\0\1x",
+        b"MPUB t\n\xff\xff\xff\xff\0\0\0\1\0\0\0\1x",
     ],
 )
 def test_anything_else_is_left_to_the_session(
@@ -332,7 +383,8 @@ def test_anything_else_is_left_to_the_session(
 ) -> None:
     pairs[0][1].send(other)
     block, data = kernel.Block(4_096, BASE), bytearray(4_096)
-    assert publish(kernel, block, [pairs[0][0].fileno()], data) == 0
+    line = other[: other.index(b" ")] + b" t" if b" " in other else b"PUB t"
+    assert publish(block, [pairs[0][0].fileno()], data, line=line) == (0, [0])
     assert data[: block.pos] == other
     assert block.count == 0
 
@@ -344,14 +396,14 @@ def test_an_ended_stream_and_a_full_block_stop_the_walk(
     pairs[0][1].send(pub(b"x" * 50))
     pairs[1][1].send(pub(b"y" * 50))
     block, data = kernel.Block(100, BASE), bytearray(4_096)
-    assert publish(kernel, block, fds[:2], data) == 1
+    assert publish(block, fds[:2], data) == (1, [1, 0])
     assert data[: block.pos] == pub(b"y" * 50), "what was read is not lost"
     pairs[2][1].close()
-    assert publish(kernel, block, fds, data, 2) == 2
+    assert publish(block, fds, data, 2)[0] == 2
     assert block.pos == 0
     closed = os.dup(0)
     os.close(closed)
-    assert publish(kernel, block, [closed], data) == 0
+    assert publish(block, [closed], data)[0] == 0
     assert block.pos < 0
 
 

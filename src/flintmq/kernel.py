@@ -28,7 +28,12 @@ SCAN_MORE = 1
 SCAN_BAD = 2
 SCAN_DONE = 0
 
+#: fill_from_sockets() stopped before it read: what it was to make at most is made.
+FULL = -(1 << 30)
+
 _MARK_SHIFT = 6
+#: Frames of one command that fill_from_sockets() makes; a larger one goes another way.
+_MOST_AT_ONCE = 64 << 10
 _HEX = b"0123456789abcdef"
 #: The two digits of every byte.
 _PAIRS = cython.declare(bytes, b"".join(b"%02x" % n for n in range(256)))
@@ -36,6 +41,7 @@ _PAIRS = cython.declare(bytes, b"".join(b"%02x" % n for n in range(256)))
 _DIGITS = cython.declare(bytes, bytes(_HEX.find(n) if n in _HEX else 128 for n in range(256)))
 _u32 = Struct(">I")
 _i32 = Struct(">i")
+_two = Struct(">ii")
 _head = Struct(">IIQH16s")
 
 
@@ -325,34 +331,43 @@ class Block:
     def fill_from_sockets(
         self,
         fds: list,
+        counts: list,
         start: cython.Py_ssize_t,
         data: bytearray,
         line: bytes,
         ident: cython.ulonglong,
         timestamp: cython.longlong,
         max_size: cython.longlong,
+        max_body: cython.longlong,
         max_bytes: cython.Py_ssize_t,
     ) -> cython.Py_ssize_t:
-        """Read from ``fds[start:]``, one after the other, and make a frame of each that brings just one publish.
+        """Read from ``fds[start:]``, one after the other, and make frames of each that brings just one publish.
 
-        Such a publish is ``line``, a newline, a size and a body of that size. A socket with nothing to read becomes
-        -1 in ``fds``. At the first that brings something else, or when the block is full or ``max_bytes`` of frames
-        were made, the walk stops and its position is returned; ``data`` then holds the ``self.pos`` bytes it brought
-        (0: the stream has ended; less: minus the error's number). Where all were good that is ``len(fds)``.
+        Such a publish is ``line``, a newline, and a size and a body of that size; or, where ``max_body`` is given, a
+        batch: a size up to that, a number of messages, and each with its size. How many messages a socket brought
+        goes into ``counts``; one with nothing to read becomes -1 in ``fds``.
+
+        The walk stops, and its position is returned, before a socket is read when ``max_bytes`` of frames were made
+        (``self.pos`` is ``FULL``); and behind one that brought something else: ``data`` then holds the ``self.pos``
+        bytes it brought (0: the stream has ended; less: minus the error's number).
         """
         i: cython.Py_ssize_t = start
         n: cython.Py_ssize_t
         head: cython.Py_ssize_t = len(line)
         total: cython.Py_ssize_t = len(fds)
-        done: cython.Py_ssize_t
+        first: cython.Py_ssize_t = head + 9 if max_body else head + 1
+        many: cython.Py_ssize_t
+        need: cython.Py_ssize_t
         budget: cython.Py_ssize_t = self.used + max_bytes
         number: cython.ulonglong = ident
         if cython.compiled:
             p: cython.p_uchar = data
             q: cython.p_uchar = line
             fd: cython.int
-            size: cython.longlong
             while i < total:
+                if self.used >= budget:
+                    self.pos = FULL
+                    return i
                 fd = fds[i]
                 n = recv(fd, p, len(data), MSG_DONTWAIT)
                 if n <= 0:
@@ -362,21 +377,24 @@ class Block:
                         continue
                     self.pos = -errno if n < 0 else 0
                     return i
-                if n < head + 6 or p[head] != 10 or memcmp(p, q, head) != 0:
-                    self.pos = n
+                self.pos = n
+                if n < first + 5 or p[head] != 10 or memcmp(p, q, head) != 0:
                     return i
-                size = cython.cast(cython.int, _rd32(p + head + 1))
-                if size <= 0 or size > max_size or head + 5 + size != n or self.used + 34 + size > budget:
-                    self.pos = n
+                many = self._publish_in(p, head + 1, n, max_size, max_body)
+                need = n - first + 30 * many
+                if many == 0 or need > _MOST_AT_ONCE or self.used + need > self.size:
                     return i
-                done = self.fill(data, head + 1, n, 1, number, timestamp, 1, max_bytes)
-                if done == 0:
-                    self.pos = n
+                if self.count + many > self._mark_room:
                     return i
-                number += 1
+                self.fill(data, first, n, many, number, timestamp, 1, need)
+                counts[i] = many
+                number += many
                 i += 1
         else:
             while i < total:
+                if self.used >= budget:
+                    self.pos = FULL
+                    return i
                 try:
                     n = os.readv(fds[i], [data])
                 except (BlockingIOError, InterruptedError):
@@ -386,19 +404,68 @@ class Block:
                 except OSError as exc:
                     self.pos = -(exc.errno or 1)
                     return i
-                if n < head + 6 or data[head] != 10 or data[:head] != line:
-                    self.pos = n
+                self.pos = n
+                if n < first + 5 or data[head] != 10 or data[:head] != line:
                     return i
-                (length,) = _i32.unpack_from(data, head + 1)
-                if not 0 < length <= max_size or head + 5 + length != n or self.used + 34 + length > budget:
-                    self.pos = n
+                many = self._publish_in(data, head + 1, n, max_size, max_body)
+                need = n - first + 30 * many
+                if many == 0 or need > _MOST_AT_ONCE or self.used + need > self.size:
                     return i
-                if not self.fill(data, head + 1, n, 1, number, timestamp, 1, max_bytes):
-                    self.pos = n
-                    return i
-                number += 1
+                self.fill(data, first, n, many, number, timestamp, 1, need)
+                counts[i] = many
+                number += many
                 i += 1
         return i
+
+    if cython.compiled:
+
+        @cython.cfunc
+        def _publish_in(
+            self,
+            p: cython.p_uchar,
+            at: cython.Py_ssize_t,
+            stop: cython.Py_ssize_t,
+            max_size: cython.longlong,
+            max_body: cython.longlong,
+        ) -> cython.Py_ssize_t:
+            """How many messages the publish at ``p[at:stop]`` has; 0 if it is not just one whole publish."""
+            count: cython.longlong = 1
+            left: cython.longlong
+            size: cython.longlong
+            if max_body:
+                size = cython.cast(cython.int, _rd32(p + at))
+                count = cython.cast(cython.int, _rd32(p + at + 4))
+                if size <= 0 or size > max_body or count <= 0 or count > stop - at:
+                    return 0
+                at += 8
+            left = count
+            while left > 0:
+                left -= 1
+                if at + 4 > stop:
+                    return 0
+                size = cython.cast(cython.int, _rd32(p + at))
+                if size <= 0 or size > max_size or at + 4 + size > stop:
+                    return 0
+                at += 4 + size
+            return count if at == stop else 0
+
+    else:
+
+        def _publish_in(self, data, at, stop, max_size, max_body):
+            count = 1
+            if max_body:
+                size, count = _two.unpack_from(data, at)
+                if not 0 < size <= max_body or not 0 < count <= stop - at:
+                    return 0
+                at += 8
+            for _ in range(count):
+                if at + 4 > stop:
+                    return 0
+                (size,) = _i32.unpack_from(data, at)
+                if not 0 < size <= max_size or at + 4 + size > stop:
+                    return 0
+                at += 4 + size
+            return count if at == stop else 0
 
     @cython.ccall
     def adopt(self, used: cython.Py_ssize_t, count: cython.Py_ssize_t) -> cython.bint:

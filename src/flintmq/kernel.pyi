@@ -7,6 +7,7 @@ FRAME_OVERHEAD: int
 SCAN_DONE: int
 SCAN_MORE: int
 SCAN_BAD: int
+FULL: int
 
 def send_each(fds: list[int], frame: bytes) -> list[tuple[int, int]]: ...
 
@@ -43,12 +44,14 @@ class Block:
     def fill_from_sockets(
         self,
         fds: list[int],
+        counts: list[int],
         start: int,
         data: bytearray,
         line: bytes,
         ident: int,
         timestamp: int,
         max_size: int,
+        max_body: int,
         max_bytes: int,
     ) -> int: ...
     def adopt(self, used: int, count: int) -> bool: ...

@@ -106,7 +106,7 @@ class Broker:
         self._housekeeping_due = False
         self._pumps: dict[Channel, None] = {}
         self._stalled: list[Callable[[], None]] = []
-        self._lanes: dict[Topic, Lane] = {}
+        self._lanes: dict[tuple[Topic, str], Lane] = {}
         self._syncing = False
         # Numbers.
         self._last_ident = 0
@@ -556,7 +556,8 @@ class Broker:
         del self.topics[name]
         self._turn.pop(topic, None)
         self._touched.pop(topic, None)
-        self._lanes.pop(topic, None)
+        for verb in ("PUB", "MPUB"):
+            self._lanes.pop((topic, verb), None)
         self._floor = max(self._floor, topic.ceiling, topic.log.end)
         if not topic.ephemeral:
             position = self.journal.note("untopic", topic.incarnation, self._floor)
@@ -587,13 +588,13 @@ class Broker:
             if self._last_ident not in self.sessions:
                 return self._last_ident
 
-    def lane(self, topic: Topic) -> Lane | None:
-        """The short way for single PUBs, where sockets are read without asyncio's help."""
+    def lane(self, topic: Topic, verb: str) -> Lane | None:
+        """The short way for publishes, where sockets are read without asyncio's help."""
         if self._poller is None:
             return None
-        lane = self._lanes.get(topic)
+        lane = self._lanes.get((topic, verb))
         if lane is None:
-            lane = self._lanes[topic] = Lane(self, topic)
+            lane = self._lanes[topic, verb] = Lane(self, topic, verb)
         return lane
 
     def connected(self, session: Session) -> None:

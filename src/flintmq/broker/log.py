@@ -55,6 +55,9 @@ log = logging.getLogger(__name__)
 SMALLEST_BLOCK, LARGEST_BLOCK = 4 << 10, 1 << 20
 #: Unsynced bytes of all logs: a sync starts, writes move to a thread, publishers pause.
 SYNC_AT, WRITE_IN_THREAD_AT, PAUSE_AT = 16 << 20, 64 << 20, 128 << 20
+#: What is taken from sockets before it is written and answered: with few publishers, those who have their answer
+#: send more while the others' batches are handled.
+WRITE_AT = 32 << 10
 #: Background syncs of one log are at least this far apart: each costs the device the same, however small it is.
 SYNC_SPACING = 100_000_000
 #: How often, and how many seconds apart, a read that the device refuses is tried before its messages are given up.
@@ -390,24 +393,30 @@ class Log:
         return first
 
     def fill_from_sockets(
-        self, fds: list[int], start: int, data: bytearray, line: bytes, timestamp: int, max_size: int
+        self,
+        fds: list[int],
+        counts: list[int],
+        start: int,
+        data: bytearray,
+        line: bytes,
+        timestamp: int,
+        max_size: int,
+        max_body: int,
     ) -> tuple[int, int]:
-        """Append single publishes straight from sockets: see ``Block.fill_from_sockets``.
+        """Append publishes straight from sockets: see ``Block.fill_from_sockets``.
 
-        Where it stopped, and how many bytes are in ``data`` there.
+        Where it stopped, and how many bytes are in ``data`` there; -1: nothing was read, there is no block for it;
+        ``FULL``: so much was made that it should be written before more is read.
         """
         block = self.blocks[-1] if self.blocks and not self._in_group else None
         if block is None:
             return start, -1
         record = self._open_record
-        room = RECORD_BYTES
-        if record is not None and record.block is block:
-            room -= record.stop - record.start
-        else:
+        if record is not None and (record.block is not block or record.stop - record.start >= RECORD_BYTES):
             record = None
         before, used = block.count, block.used
         stopped = block.fill_from_sockets(
-            fds, start, data, line, self._store.prefix | self.end, timestamp, max_size, room
+            fds, counts, start, data, line, self._store.prefix | self.end, timestamp, max_size, max_body, WRITE_AT
         )
         count = block.count - before
         if count:

@@ -24,7 +24,7 @@ import msgspec
 from flintmq.broker.topic import SLICE, Commit, Topic
 from flintmq.compression import Codec, Deflate, Snappy
 from flintmq.errors import ProtocolError, PublishError
-from flintmq.kernel import SCAN_BAD, SCAN_MORE, Scan
+from flintmq.kernel import FULL, SCAN_BAD, SCAN_MORE, Scan
 from flintmq.wire import (
     CLOSE_WAIT_FRAME,
     FRAME_ERROR,
@@ -143,7 +143,7 @@ class Session(asyncio.BufferedProtocol):
         self._missing = ""
         self._publish_line = b""
         self._publish_topic: Topic | None = None
-        #: The way for single PUBs to the topic last published to; see Lane.
+        #: The short way for publishes like the last one.
         self.lane: Lane | None = None
         self._single: Commit | None = None
         self._socket: socket.socket = cast(socket.socket, None)
@@ -293,7 +293,7 @@ class Session(asyncio.BufferedProtocol):
 
     @property
     def quiet(self) -> bool:
-        """Is there nothing under way here, so that a single PUB can take the short way?"""
+        """Is there nothing under way here, so that a publish can take the short way?"""
         return not (
             (self._single is not None and not self._single.done)
             or self._held is not None
@@ -302,23 +302,21 @@ class Session(asyncio.BufferedProtocol):
             or not self._writable
         )
 
-    def wait_for(self, commit: Commit, topic: str, now: float) -> None:
-        """A single PUB came the short way; its ``OK`` comes with the commit."""
-        self._single = commit
+    def published(self, lane: Lane, count: int, commit: Commit | None, now: float) -> None:
+        """A publish came the short way. Its ``OK`` comes with the commit, or at once without one."""
         self._last_command = now
-        self.publish_counts[topic] += 1
-        commit.sessions.append(self)
-
-    def published(self, topic: str, now: float) -> None:
-        """A single PUB came the short way, and is as safe as it was promised to be."""
-        self._last_command = now
-        self.publish_counts[topic] += 1
-        self._write(OK_FRAME)
+        self.publish_counts[lane.topic.name] += count
+        if commit is None:
+            self._write(OK_FRAME)
+        else:
+            self._single = commit
+            commit.sessions.append(self)
 
     def refused(self, error: Exception | None) -> None:
         self._single = None
-        if not self._closing:
-            self._error(ProtocolError("E_PUB_FAILED", f"PUB failed {error}"))
+        if not self._closing and self.lane is not None:
+            verb = self.lane.verb
+            self._error(ProtocolError(f"E_{verb}_FAILED", f"{verb} failed {error}"))
             self._flush()
 
     def _queue_single(self, commit: Commit) -> None:
@@ -328,7 +326,7 @@ class Session(asyncio.BufferedProtocol):
             return
         commit.sessions.remove(self)
         commit.waiters.append(self._committed)
-        self._answers.append((commit, "PUB"))
+        self._answers.append((commit, self.lane.verb if self.lane is not None else "PUB"))
 
     def _unpack(self, codec: Codec, data: bytes) -> None:
         try:
@@ -553,8 +551,9 @@ class Session(asyncio.BufferedProtocol):
             # remembered here and nowhere else: a DPUB to another one must not come between a line and its topic.
             topic = self._publish_topic = self.broker.topics.get(params[1].decode("ascii"))
             self._publish_line = line
-            plain = self._socket is not None and self._codec is None and line == b"PUB " + params[1]
-            self.lane = self.broker.lane(topic) if plain and topic is not None else None
+            verb = params[0].decode("ascii")
+            plain = self._socket is not None and self._codec is None and line == b" ".join(params)
+            self.lane = self.broker.lane(topic, verb) if plain and topic is not None else None
         return after
 
     def _publish_again(self, line: bytes, data: bytearray, at: int, stop: int) -> int:
@@ -963,16 +962,18 @@ def _nowhere(_: bytes | memoryview) -> None:
 
 
 class Lane:
-    """Single PUBs of many clients to one topic: those of one turn are read, framed and answered together.
+    """The short way for PUBs, or for MPUBs, of many clients to one topic: those of a turn are read and framed together.
 
-    A connection takes this way if its socket is a plain one and its last command was a PUB to the topic. Whatever
-    else it sends goes the ordinary way.
+    A connection takes it if its socket is a plain one and its last publish was of this kind and to this topic. It is
+    for one whole command in one read; whatever else a client sends goes the ordinary way.
     """
 
-    def __init__(self, broker: Broker, topic: Topic) -> None:
+    def __init__(self, broker: Broker, topic: Topic, verb: str) -> None:
         self._broker = broker
         self.topic = topic
-        self._line = b"PUB " + topic.name.encode()
+        self.verb = verb
+        self._line = f"{verb} {topic.name}".encode()
+        self._max_body = broker.options.max_body_size if verb == "MPUB" else 0
         self._arrived: list[tuple[Session, SocketTransport]] = []
 
     def add(self, session: Session, transport: SocketTransport) -> bool:
@@ -984,53 +985,43 @@ class Lane:
         arrived, self._arrived = self._arrived, []
         topic = self.topic
         short: list[tuple[Session, SocketTransport]] = []
-        if topic.open:
-            for pair in arrived:
-                if pair[0].quiet:
-                    short.append(pair)
-                else:
-                    pair[1].receive()
-        else:
-            for _, transport in arrived:
-                transport.receive()
+        for pair in arrived:
+            if topic.open and pair[0].quiet:
+                short.append(pair)
+            else:
+                pair[1].receive()
         fds = [transport.fd for _, transport in short]
+        counts = [0] * len(fds)
         data = self._broker.receive_buffer
         limit = self._broker.options.max_msg_size
         start = 0
         while start < len(fds):
-            stopped, size, commit = topic.publish_from_sockets(fds, start, data, self._line, limit)
-            self._answer(short, fds, start, stopped, commit)
+            stopped, size, commit = topic.publish_from_sockets(
+                fds, counts, start, data, self._line, limit, self._max_body
+            )
+            now = self._broker.now()
+            for i in range(start, stopped):
+                if fds[i] >= 0:
+                    short[i][0].published(self, counts[i], commit, now)
             if stopped < len(fds):
-                session, transport = short[stopped]
-                if size > 0:
-                    session.buffer_updated(size)
-                elif size == 0:
-                    transport.ended()
-                elif stopped == start and size == -1 and commit is None:
-                    # The log has no block to put it in: it gets one the ordinary way.
-                    transport.receive()
+                if size == FULL:
+                    topic.flush()
                 else:
-                    transport.fail(OSError(-size, "the connection is broken"))
-                stopped += 1
+                    self._other(*short[stopped], size)
+                    stopped += 1
             start = stopped
 
-    def _answer(
-        self,
-        short: list[tuple[Session, SocketTransport]],
-        fds: list[int],
-        start: int,
-        stop: int,
-        commit: Commit | None,
-    ) -> None:
-        now = self._broker.now()
-        for i in range(start, stop):
-            if fds[i] < 0:
-                continue
-            session = short[i][0]
-            if commit is None:
-                session.published(self.topic.name, now)
-            else:
-                session.wait_for(commit, self.topic.name, now)
+    def _other(self, session: Session, transport: SocketTransport, size: int) -> None:
+        """Something else came, or nothing at all: ``size`` bytes are in the buffer."""
+        if size > 0:
+            session.buffer_updated(size)
+        elif size == 0:
+            transport.ended()
+        elif size == -1:
+            # Nothing was read yet, because the log has no block: it gets one the ordinary way.
+            transport.receive()
+        else:
+            transport.fail(OSError(-size, "the connection is broken"))
 
 
 _Handler = Callable[[Session, list[bytes], bytearray, int, int], int]

@@ -24,9 +24,6 @@ log = logging.getLogger(__name__)
 #: How often the sockets are looked at again before the rest of the loop gets its turn.
 _ROUNDS = 16
 _MOST_EVENTS = 256
-#: How often it looks in vain, at most, before it goes to sleep; and a break that was too short to be worth it.
-_MOST_PATIENCE = 48
-_SHORT_BREAK = 100e-6
 _ACCEPT_AT_ONCE = 64
 
 
@@ -238,8 +235,6 @@ class Poller:
         #: Inside a turn: what becomes due is done at its end.
         self.turning = False
         self._paused = False
-        self._patience = 0
-        self._left = 0.0
         loop.add_reader(self.epoll.fileno(), self._ready)
 
     def listen(self, sock: socket.socket, factory: Callable[[], Receiver]) -> None:
@@ -263,33 +258,17 @@ class Poller:
         self.epoll.close()
 
     def _ready(self) -> None:
-        """Hand on all that can be read, look again, and end the turn as soon as there is nothing more.
-
-        Going to sleep and being woken costs more than many a turn, so a busy poller looks a few times in vain before
-        it gives up: more often as long as that finds something, less and less where it does not.
-        """
-        if not self._patience and self.loop.time() - self._left < _SHORT_BREAK:
-            self._patience = 4
+        """Hand on all that can be read, look again, and end the turn as soon as there is nothing more."""
         worked = False
-        vain = 0
-        rounds = _ROUNDS
-        while rounds:
+        for _ in range(_ROUNDS):
             events = self.epoll.poll(0, _MOST_EVENTS)
             if events:
-                if vain:
-                    vain = 0
-                    self._patience = min(2 * self._patience, _MOST_PATIENCE)
-                rounds -= 1
                 worked = True
                 self._handle(events)
             elif worked:
                 worked = False
                 self._turned()
-            elif vain < self._patience:
-                vain += 1
             else:
-                self._patience //= 2
-                self._left = self.loop.time()
                 return
         self._turned()
 

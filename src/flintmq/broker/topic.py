@@ -46,7 +46,7 @@ class Commit:
         self.done = False
         self.error: Exception | None = None
         self.waiters: list[Callable[[], None]] = []
-        #: Sessions that wait for this one PUB and nothing else: all of them are answered in one go.
+        #: Sessions that wait for one publish in it and nothing else: all of them are answered in one go.
         self.sessions: list[Session] = []
 
     def resolve(self, error: Exception | None = None) -> None:
@@ -201,20 +201,21 @@ class Topic:
         return commit
 
     def publish_from_sockets(
-        self, fds: list[int], start: int, data: bytearray, line: bytes, max_size: int
+        self, fds: list[int], counts: list[int], start: int, data: bytearray, line: bytes, max_size: int, max_body: int
     ) -> tuple[int, int, Commit | None]:
-        """Single publishes straight from sockets, for as long as they are of the usual kind.
+        """Publishes straight from sockets, for as long as they are of the usual kind: see ``Log.fill_from_sockets``.
 
-        Where it stopped, how many bytes are in ``data`` there (-1: nothing was read), and what to wait for.
+        Where it stopped, how many bytes are in ``data`` there, and what to wait for.
         """
         end = self.log.end
-        stopped, size = self.log.fill_from_sockets(fds, start, data, line, self.broker.clock.wall(), max_size)
+        stopped, size = self.log.fill_from_sockets(
+            fds, counts, start, data, line, self.broker.clock.wall(), max_size, max_body
+        )
         count = self.log.end - end
         if not count:
             return stopped, size, None
         self.message_count += count
-        record = self.log.last_bytes
-        self.message_bytes += record - FRAME_OVERHEAD * count
+        self.message_bytes += self.log.last_bytes - FRAME_OVERHEAD * count
         if self.log.end > self._usable - RESERVE // 2:
             self._reserve()
         self.broker.turn(self)

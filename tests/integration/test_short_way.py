@@ -1,0 +1,169 @@
+"""Publishes of many plain connections in one turn: the short way, and everything that must leave it."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import pytest
+
+from flintmq.broker import sockets
+from flintmq.broker.daemon import Broker
+from flintmq.wire import FRAME_ERROR, FRAME_MESSAGE, FrameDecoder, decode_message, encode_command, encode_mpub
+
+pytestmark = pytest.mark.skipif(not sockets.available(), reason="no epoll: every connection goes the ordinary way")
+
+
+class Client:
+    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        self._reader = reader
+        self._writer = writer
+        self._decoder = FrameDecoder()
+        self._frames: list[tuple[int, bytes]] = []
+
+    @classmethod
+    async def connect(cls, broker: Broker) -> Client:
+        host, port = broker.tcp_address.split(":")
+        client = cls(*await asyncio.open_connection(host, int(port)))
+        client.send(b"  V2")
+        return client
+
+    def send(self, data: bytes) -> None:
+        self._writer.write(data)
+
+    async def frame(self) -> tuple[int, bytes]:
+        async with asyncio.timeout(30):
+            while not self._frames:
+                data = await self._reader.read(1 << 18)
+                assert data, "the broker closed the connection"
+                self._frames += self._decoder.feed(data)
+        return self._frames.pop(0)
+
+    async def ask(self, command: bytes) -> bytes:
+        self.send(command)
+        return (await self.frame())[1]
+
+    async def close(self) -> None:
+        self._writer.close()
+        await self._writer.wait_closed()
+
+
+@pytest.fixture(params=["os", "memory", "fsync"])
+async def broker(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterator[Broker]:
+    raised: list[object] = []
+    asyncio.get_running_loop().set_exception_handler(lambda _, context: raised.append(context))
+    async with Broker(data_path=tmp_path, durability=request.param) as broker:
+        yield broker
+    assert raised == []
+
+
+@pytest.fixture
+async def clients(broker: Broker) -> AsyncIterator[list[Client]]:
+    made = [await Client.connect(broker) for _ in range(8)]
+    yield made
+    for client in made:
+        await client.close()
+
+
+def pub(body: bytes, topic: bytes = b"t") -> bytes:
+    return encode_command(b"PUB", topic, body=body)
+
+
+async def received(broker: Broker, count: int, topic: bytes = b"t") -> list[bytes]:
+    consumer = await Client.connect(broker)
+    assert await consumer.ask(b"SUB %s c\n" % topic) == b"OK"
+    consumer.send(b"RDY 2500\n")
+    bodies = []
+    while len(bodies) < count:
+        kind, data = await consumer.frame()
+        if kind == FRAME_MESSAGE:
+            message = decode_message(data)
+            bodies.append(message.body)
+            consumer.send(b"FIN %s\n" % message.id)
+    # Nothing else is there.
+    assert broker.topics[topic.decode()].channels["c"].depth == 0
+    await consumer.close()
+    return bodies
+
+
+async def test_many_publishers_at_once_each_get_their_answer(broker: Broker, clients: list[Client]) -> None:
+    sent = []
+    for turn in range(30):
+        commands = []
+        for number, client in enumerate(clients):
+            bodies = [b"%d/%d/%d" % (turn, number, k) for k in range(number % 3 + 1)]
+            sent += bodies
+            commands.append((client, pub(bodies[0]) if len(bodies) == 1 else encode_mpub(b"t", bodies)))
+        assert await asyncio.gather(*(client.ask(command) for client, command in commands)) == [b"OK"] * len(clients)
+    topic = broker.topics["t"]
+    assert topic.message_count == len(sent)
+    assert topic.message_bytes == sum(map(len, sent))
+    counts = sum(session.publish_counts["t"] for session in broker.sessions.values())
+    assert counts == len(sent)
+    assert sorted(await received(broker, len(sent))) == sorted(sent)
+
+
+async def test_large_batches_of_several_publishers_are_all_kept(broker: Broker, clients: list[Client]) -> None:
+    sent = []
+    for turn in range(12):
+        batches = [[b"%d/%d/%d" % (turn, n, k) + b"x" * 300 for k in range(150)] for n in range(len(clients))]
+        sent += [body for batch in batches for body in batch]
+        answers = await asyncio.gather(
+            *(client.ask(encode_mpub(b"t", batch)) for client, batch in zip(clients, batches, strict=True))
+        )
+        assert answers == [b"OK"] * len(clients)
+    assert sorted(await received(broker, len(sent))) == sorted(sent)
+
+
+async def test_a_client_that_leaves_the_short_way_is_answered_in_order(broker: Broker, clients: list[Client]) -> None:
+    client = clients[0]
+    assert await client.ask(pub(b"arms it")) == b"OK"
+    # Pipelined, split, mixed with other topics and other commands.
+    client.send(pub(b"one") + pub(b"two") + b"NOP\n" + pub(b"three")[:8])
+    client.send(pub(b"three")[8:] + pub(b"elsewhere", b"u") + encode_mpub(b"t", [b"four", b"five"]))
+    assert [await client.frame() for _ in range(5)] == [(0, b"OK")] * 5
+    assert await client.ask(pub(b"six")) == b"OK"
+    client.send(pub(b"seven") + b"PUB bad!name\n\0\0\0\1x")
+    assert await client.frame() == (0, b"OK")
+    kind, text = await client.frame()
+    assert (kind, text) == (FRAME_ERROR, b'E_BAD_TOPIC PUB topic name "bad!name" is not valid')
+    bodies = [b"arms it", b"one", b"two", b"three", b"four", b"five", b"six", b"seven"]
+    assert sorted(await received(broker, len(bodies))) == sorted(bodies)
+    assert await received(broker, 1, b"u") == [b"elsewhere"]
+
+
+@pytest.mark.parametrize(
+    ("command", "error"),
+    [
+        (b"PUB t\n\0\0\0\0", b"E_BAD_MESSAGE PUB invalid message body size 0"),
+        (b"PUB t\n\xff\xff\xff\xff", b"E_BAD_MESSAGE PUB invalid message body size -1"),
+        (b"PUB t\n\x7f\xff\xff\xff", b"E_BAD_MESSAGE PUB message too big 2147483647 > 1048576"),
+        (b"MPUB t\n\0\0\0\x09\0\0\0\x01\0\0\0\0x", b"E_BAD_MESSAGE MPUB invalid message(0) body size 0"),
+    ],
+)
+async def test_bad_input_on_the_short_way_gets_the_same_error(
+    broker: Broker, clients: list[Client], command: bytes, error: bytes
+) -> None:
+    first, other = clients[:2]
+    armed = pub(b"fine") if command.startswith(b"PUB") else encode_mpub(b"t", [b"fine"])
+    assert await first.ask(armed) == b"OK"
+    assert await other.ask(armed) == b"OK"
+    first.send(command)
+    assert await first.frame() == (FRAME_ERROR, error)
+    assert await other.ask(armed) == b"OK"
+
+
+async def test_a_publish_to_a_deleted_topic_makes_it_again(broker: Broker, clients: list[Client]) -> None:
+    assert await clients[0].ask(pub(b"gone")) == b"OK"
+    broker.delete_topic("t")
+    assert await clients[0].ask(pub(b"new")) == b"OK"
+    assert await received(broker, 1) == [b"new"]
+
+
+async def test_publishes_that_are_refused_say_why(broker: Broker, clients: list[Client]) -> None:
+    for client, command in zip(clients, [pub(b"a"), encode_mpub(b"t", [b"a"])], strict=False):
+        assert await client.ask(command) == b"OK"
+    broker.refusing = "the disk is nearly full"
+    assert await clients[0].ask(pub(b"a")) == b"E_PUB_FAILED PUB failed the disk is nearly full"
+    assert await clients[1].ask(encode_mpub(b"t", [b"a"])) == b"E_MPUB_FAILED MPUB failed the disk is nearly full"
