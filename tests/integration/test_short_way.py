@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+import threading
+import time
+from collections.abc import AsyncIterator, Callable
 from pathlib import Path
 
 import pytest
 
 from flintmq.broker import sockets
 from flintmq.broker.daemon import Broker
+from flintmq.broker.disk import Disk
 from flintmq.wire import FRAME_ERROR, FRAME_MESSAGE, FrameDecoder, decode_message, encode_command, encode_mpub
 
 pytestmark = pytest.mark.skipif(not sockets.available(), reason="no epoll: every connection goes the ordinary way")
@@ -159,6 +162,51 @@ async def test_a_publish_to_a_deleted_topic_makes_it_again(broker: Broker, clien
     broker.delete_topic("t")
     assert await clients[0].ask(pub(b"new")) == b"OK"
     assert await received(broker, 1) == [b"new"]
+
+
+class HeldDisk(Disk):
+    """Syncs of messages take as long as the test wants."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.go_on = threading.Event()
+        self.go_on.set()
+
+    def sync(self, fd: int) -> None:
+        self.go_on.wait(60)
+        super().sync(fd)
+
+
+async def until(condition: Callable[[], object]) -> None:
+    deadline = time.monotonic() + 30
+    while not condition():
+        assert time.monotonic() < deadline, "waited in vain"
+        await asyncio.sleep(0.001)
+
+
+async def test_an_answer_is_not_sent_to_a_descriptor_whose_connection_is_gone(tmp_path: Path) -> None:
+    """The descriptor may be another connection's by then."""
+    disk = HeldDisk()
+    async with Broker(data_path=tmp_path, durability="fsync", disk=disk) as broker:
+        first, second = await Client.connect(broker), await Client.connect(broker)
+        try:
+            assert await first.ask(pub(b"arms it")) == b"OK"
+            assert await second.ask(pub(b"arms it")) == b"OK"
+            disk.go_on.clear()
+            first.send(pub(b"under way"))
+            second.send(pub(b"under way too"))
+            topic = broker.topics["t"]
+            await until(lambda: topic.message_count == 4)
+            # As a missed heartbeat does, or a broken connection.
+            next(iter(broker.sessions.values())).drop()
+            await until(lambda: len(broker.sessions) == 1)
+            waiting = [session for commit in topic._commits for session in commit.sessions]
+            assert waiting == list(broker.sessions.values())
+        finally:
+            disk.go_on.set()
+        assert await second.frame() == (0, b"OK")
+        await first.close()
+        await second.close()
 
 
 async def test_publishes_that_are_refused_say_why(broker: Broker, clients: list[Client]) -> None:

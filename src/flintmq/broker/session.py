@@ -189,6 +189,11 @@ class Session(asyncio.BufferedProtocol):
             self._timer.cancel()
             self._timer = None
         self._closing = True
+        if self._single is not None:
+            # Its descriptor may soon be another connection's, which must not get this one's answer.
+            if not self._single.done:
+                self._single.sessions.remove(self)
+            self._single = None
         if self.channel is not None:
             self.channel.remove(self)
         self.broker.disconnected(self)
