@@ -19,6 +19,7 @@ Files have their space allocated ahead, so that finishing messages can free a fu
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 from array import array
@@ -343,14 +344,14 @@ class Journal:
         self._syncing = True
         fd, mark = self._fd, self._written
 
-        def done(_: None, error: BaseException | None) -> None:
-            self._syncing = False
-            if error is not None:
-                self._fatal(StorageError(f"cannot sync the journal in {self._folder}: {error}"))
-                return
-            self._reached(mark)
+        self._disk.submit(lambda: self._disk.sync(fd), functools.partial(self._sync_done, mark), urgency)
 
-        self._disk.submit(lambda: self._disk.sync(fd), done, urgency)
+    def _sync_done(self, mark: int, _: None, error: BaseException | None) -> None:
+        self._syncing = False
+        if error is not None:
+            self._fatal(StorageError(f"cannot sync the journal in {self._folder}: {error}"))
+            return
+        self._reached(mark)
 
     def _reached(self, mark: int) -> None:
         """Everything up to ``mark`` is on the device: tell those who wait for it."""
@@ -441,14 +442,7 @@ class Journal:
             self._disk.sync(fd)
             self._disk.sync_folder(self._folder)
 
-        def done(_: None, error: BaseException | None) -> None:
-            self._syncing = False
-            if error is not None:
-                self._fatal(StorageError(f"cannot sync the journal in {self._folder}: {error}"))
-                return
-            self._reached(mark)
-
-        self._disk.submit(work, done, COMMIT)
+        self._disk.submit(work, functools.partial(self._sync_done, mark), COMMIT)
         self.take_snapshot()
 
     def take_snapshot(self) -> None:

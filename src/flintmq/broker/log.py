@@ -86,7 +86,6 @@ class _Piece:
     first: int
     size: int = 0
     records: list[Record] = field(default_factory=list)
-    seals: bool = False
 
 
 class Store:
@@ -624,7 +623,7 @@ class Log:
     def _seal(self, segment: Segment) -> _Piece:
         footer = segment.footer()
         segment.sealed = True
-        return _Piece(segment, segment.size, [footer], segment.end, len(footer), [], True)
+        return _Piece(segment, segment.size, [footer], segment.end, len(footer))
 
     def _write(self, piece: _Piece) -> None:
         self._disk.write(self._file(piece.segment), piece.buffers, piece.offset)

@@ -74,7 +74,6 @@ class Segment:
         "sealed",
         "size",
         "spans",
-        "synced",
     )
 
     def __init__(self, path: Path, base: int, salt: int, boot: bytes) -> None:
@@ -94,10 +93,9 @@ class Segment:
         # Of each deferred record: first seq, count, started, delay in ns, timestamp.
         self.deferrals = array("q")
         self.damaged: list[tuple[int, int]] = []
-        # The open file, how many threads use it, and what of it is on the device.
+        # The open file, how many threads use it, and whether its name is on the device.
         self.fd = -1
         self.pins = 0
-        self.synced = 0
         self.folder_synced = False
 
     def note(self, seq: int, count: int, offset: int, size: int) -> None:

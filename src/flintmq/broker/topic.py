@@ -230,17 +230,11 @@ class Topic:
             return
         if self.ceiling - self.log.end > RESERVE // 2:
             return
-        ceiling = self.ceiling = self.log.end + RESERVE
-        position = self.broker.journal.note("ceiling", self.incarnation, ceiling)
-
-        def usable() -> None:
-            self._usable = max(self._usable, ceiling)
-            self._progressed()
-
-        self.broker.journal.when_synced(position, usable)
+        ceiling = self.log.end + RESERVE
+        self.grant(ceiling, self.broker.journal.note("ceiling", self.incarnation, ceiling))
 
     def grant(self, ceiling: int, position: int) -> None:
-        """The first seqs, of a topic that was just made or read back."""
+        """Seqs below ``ceiling`` may be used as soon as the journal is on the device up to ``position``."""
         self.ceiling = ceiling
 
         def usable() -> None:
