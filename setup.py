@@ -12,7 +12,15 @@ if os.environ.get("FLINTMQ_PURE") != "1":
         pass
     else:
         extensions = cythonize(
-            [Extension("flintmq.kernel", ["src/flintmq/kernel.py"], extra_compile_args=["-O3"])],
+            [
+                Extension(
+                    "flintmq.kernel",
+                    ["src/flintmq/kernel.py"],
+                    depends=["src/flintmq/checksum.h", "src/flintmq/native.pxd"],
+                    include_dirs=["src/flintmq"],
+                    extra_compile_args=["-O3"],
+                )
+            ],
             compiler_directives={"language_level": 3},
         )
         # Set here, not on the Extension above: cythonize() returns new objects without it. A machine

@@ -15,9 +15,11 @@ from struct import Struct
 import cython
 
 if cython.compiled:
-    from cython.cimports.flintmq.posix_calls import MSG_DONTWAIT, MSG_NOSIGNAL, recv, send
+    from cython.cimports.flintmq.native import MSG_DONTWAIT, MSG_NOSIGNAL, flintmq_crc32c, recv, send
     from cython.cimports.libc.errno import EAGAIN, EINTR, errno
     from cython.cimports.libc.string import memcmp, memcpy
+else:
+    import google_crc32c
 
 COMPILED = cython.compiled
 
@@ -30,6 +32,9 @@ SCAN_DONE = 0
 
 #: fill_from_sockets() stopped before it read: what it was to make at most is made.
 FULL = -(1 << 30)
+#: finish_from_socket() had nothing to read.
+NOTHING = -(1 << 30)
+_nothing = cython.declare(cython.Py_ssize_t, NOTHING)
 
 _MARK_SHIFT = 6
 #: Frames of one command that fill_from_sockets() makes; a larger one goes another way.
@@ -468,6 +473,15 @@ class Block:
             return count if at == stop else 0
 
     @cython.ccall
+    def checksum(self, value: cython.uint, start: cython.Py_ssize_t, stop: cython.Py_ssize_t) -> cython.uint:
+        """The CRC-32C of what ``value`` is that of, followed by ``view[start:stop]``."""
+        if start < 0 or stop < start or stop > self.size:
+            raise ValueError("checksum: the range does not lie in the block")
+        if cython.compiled:
+            return flintmq_crc32c(value, self._bytes + start, stop - start)
+        return google_crc32c.extend(value, bytes(self.view[start:stop]))
+
+    @cython.ccall
     def adopt(self, used: cython.Py_ssize_t, count: cython.Py_ssize_t) -> cython.bint:
         """Take ``used`` bytes that are already in the buffer as ``count`` frames; False if they are not."""
         at: cython.Py_ssize_t = 0
@@ -601,6 +615,11 @@ class Ring:
     hi = cython.declare(cython.longlong, visibility="public")
     count = cython.declare(cython.Py_ssize_t, visibility="public")
     finished = cython.declare(cython.Py_ssize_t, visibility="public")
+    # The window is kept to this, or to eight times what it holds.
+    limit = cython.declare(cython.longlong, visibility="public")
+    # What finish_from_socket() read, and what send_run() sent.
+    received = cython.declare(cython.Py_ssize_t, visibility="public")
+    sent = cython.declare(cython.Py_ssize_t, visibility="public")
     _owners = cython.declare(object)
     _mask = cython.declare(cython.longlong)
     _done = cython.declare(object)
@@ -614,6 +633,8 @@ class Ring:
         self.lo = self.hi = 0
         self.count = 0
         self.finished = 0
+        self.limit = 1 << 16
+        self.received = self.sent = 0
         self._owners = None
         self._mask = -1
         self._done = None
@@ -668,6 +689,44 @@ class Ring:
         self.hi = first + count
         self.count += count
         return 0
+
+    @cython.ccall
+    def send_run(
+        self,
+        block: Block,
+        first: cython.longlong,
+        max_count: cython.Py_ssize_t,
+        max_bytes: cython.Py_ssize_t,
+        owner: cython.uint,
+        fd: cython.int,
+    ) -> cython.Py_ssize_t:
+        """Cut a run, mark it as delivered to ``owner`` and send it to the socket ``fd``; how many messages it has.
+
+        ``self.sent`` says how much of ``block.start`` … ``block.stop`` the socket took: nothing if ``fd`` is -1. 0
+        is returned, and nothing done, if the window would become too wide.
+        """
+        count: cython.Py_ssize_t = block.cut(first, max_count, max_bytes)
+        n: cython.Py_ssize_t = 0
+        if self.count > 0:
+            if first - self.hi > self.limit:
+                return 0
+            if first + count - self.lo > self.limit and first + count - self.lo > 8 * self.count:
+                return 0
+        elif first < self.hi:
+            # After a restart or a hole the cursor may stand before the old window.
+            self.reset(first)
+        self.deliver(first, count, owner)
+        if fd >= 0:
+            if cython.compiled:
+                n = send(fd, block._bytes + block.start, block.stop - block.start, MSG_DONTWAIT | MSG_NOSIGNAL)
+            else:
+                try:
+                    n = os.write(fd, block.view[block.start : block.stop])
+                except OSError:
+                    n = 0
+        # A broken connection took nothing: that is noticed when the rest is sent.
+        self.sent = n if n > 0 else 0
+        return count
 
     @cython.cfunc
     def _grow(self, need: cython.longlong) -> cython.int:
@@ -835,6 +894,31 @@ class Ring:
         if done:
             self._advance()
         return pos
+
+    @cython.ccall
+    def finish_from_socket(
+        self, fd: cython.int, data: bytearray, owner: cython.uint, prefix: cython.ulonglong
+    ) -> cython.Py_ssize_t:
+        """Read from a socket into ``data`` and apply the FINs that come first; where something else stands.
+
+        ``self.received`` is how much was read; 0: the stream has ended; less: minus the error's number, or ``NOTHING``.
+        """
+        n: cython.Py_ssize_t
+        self.finished = 0
+        if cython.compiled:
+            p: cython.p_uchar = data
+            n = recv(fd, p, len(data), MSG_DONTWAIT)
+            if n < 0:
+                n = _nothing if errno == EAGAIN or errno == EINTR else -errno
+        else:
+            try:
+                n = os.readv(fd, [data])
+            except (BlockingIOError, InterruptedError):
+                n = _nothing
+            except OSError as exc:
+                n = -(exc.errno or 1)
+        self.received = n
+        return self.finish_run(data, 0, n, owner, prefix) if n > 0 else 0
 
     @cython.cfunc
     def _widen(self) -> cython.int:

@@ -428,16 +428,16 @@ async def test_delays_survive_a_reboot_and_a_restart_after_it(start_broker: Star
 
 
 async def test_a_straggler_leaves_the_ring_and_is_still_in_flight(
-    broker: Broker, producer: Client, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+    broker: Broker, producer: Client, clock: FakeClock
 ) -> None:
     """One message that is never answered must not make the ring as long as the log."""
-    monkeypatch.setattr(channel_module, "WINDOW", 256)
     holder, other = await consumer_of(broker, 1), await consumer_of(broker, 0)
     await producer.publish("t", b"straggler")
     await quiet(broker)
     [straggler] = holder.messages
     other.ready(100)
     channel = channel_of(broker)
+    channel.ring.limit = 256
     for _ in range(20):
         await producer.publish_many("t", bodies(100))
         await until(lambda: len(other.messages) == 100)
@@ -454,9 +454,9 @@ async def test_a_straggler_leaves_the_ring_and_is_still_in_flight(
     assert holder.messages[-1].attempts == 2
 
 
-async def test_a_straggler_can_be_finished(broker: Broker, producer: Client, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(channel_module, "WINDOW", 64)
+async def test_a_straggler_can_be_finished(broker: Broker, producer: Client) -> None:
     consumer = await consumer_of(broker, 2500)
+    channel_of(broker).ring.limit = 64
     await producer.publish_many("t", bodies(2000))
     await until(lambda: len(consumer.messages) == 2000)
     messages = consumer.messages

@@ -29,7 +29,7 @@ from flintmq.kernel import Block, Heap, Ring
 from flintmq.wire import format_id, is_ephemeral
 
 if TYPE_CHECKING:
-    from flintmq.broker.session import Session
+    from flintmq.broker.session import FinishLane, Session
     from flintmq.broker.topic import Topic
 
 __all__ = ["Channel"]
@@ -42,8 +42,6 @@ RUN_BYTES = 256 << 10
 PUMP_BYTES = 2 << 20
 #: Deadlines of first deliveries are rounded up to this (8.4 ms), so that one entry serves many small runs.
 QUANTUM = 1 << 23
-#: The ring's window is kept to this, or to eight times what it holds; older deliveries move to the dict.
-WINDOW = 1 << 16
 #: Messages put back that one scan of a channel handles before it hands the loop back.
 EXPIRE_AT_ONCE = 5_000
 #: So many messages that were put back are looked through to learn whether one of them needs a block of the log.
@@ -148,6 +146,8 @@ class Channel:
         self.sessions: dict[int, Session] = {}
         self._ready: deque[Session] = deque()
         self._put_back_next = False
+        #: Where FINs that came in one turn meet; only the broker assigns.
+        self.lane: FinishLane | None = None
         # Counters.
         self._handed = 0
         self.requeue_count = 0
@@ -157,6 +157,7 @@ class Channel:
         self.sent_from_memory = [0, 0, 0]
         # For the journal: rows of what was put back since it last asked.
         self._back = array("q")
+        self._noted = False
         #: The deadline at which the scan will look here; only it assigns.
         self.scheduled = NEVER << 8
 
@@ -330,18 +331,19 @@ class Channel:
             return 0
         if block is None:
             return -1
-        count = block.cut(first, min(limit, waiting.first_stop - first), RUN_BYTES)
-        start, stop = block.start, block.stop
-        waiting.take(count)
+        most = waiting.first_stop - first
+        if most > limit:
+            most = limit
         if session.sample_rate:
+            count = block.cut(first, most, RUN_BYTES)
+            waiting.take(count)
             return self._send_sample(session, block, first, count)
         ring = self.ring
-        if ring.count and (first - ring.hi > WINDOW or first + count - ring.lo > max(WINDOW, 8 * ring.count)):
-            self._unburden(first + count)
-        elif ring.count == 0 and first < ring.hi:
-            # After a restart or a hole the cursor may stand before the old window.
-            ring.reset(first)
-        ring.deliver(first, count, session.ident)
+        count = ring.send_run(block, first, most, RUN_BYTES, session.ident, session.fd)
+        if not count:
+            self._unburden(first + most)
+            count = ring.send_run(block, first, most, RUN_BYTES, session.ident, session.fd)
+        waiting.take(count)
         timeout = session.deliver_timeout
         deadline = (self.broker.clock.now() + timeout + QUANTUM - 1) & -QUANTUM
         runs = self._runs.get(timeout)
@@ -354,7 +356,9 @@ class Channel:
         session.message_count += count
         if self.topic.log.from_memory:
             self.sent_from_memory[session.locality] += count
-        session.send_run(block.view[start:stop])
+        start, stop = block.start, block.stop
+        if ring.sent != stop - start:
+            session.send_run(block.view[start + ring.sent : stop])
         return stop - start
 
     def _send_sample(self, session: Session, block: Block, first: int, count: int) -> int:
@@ -429,7 +433,7 @@ class Channel:
     def _unburden(self, stop: int) -> None:
         """The ring would span too much: its oldest deliveries become unusual ones."""
         ring = self.ring
-        for seq, _ in ring.held(ring.lo, max(ring.lo, stop - WINDOW // 2)):
+        for seq, _ in ring.held(ring.lo, max(ring.lo, stop - ring.limit // 2)):
             self._make_unusual(seq)
 
     def _make_unusual(self, seq: int) -> Unusual:
@@ -463,18 +467,35 @@ class Channel:
 
     def finish_run(self, session: Session, data: bytearray, pos: int, stop: int) -> int:
         """Apply consecutive FINs of the usual kind; where the first other command stands."""
-        ring = self.ring
-        pos = ring.finish_run(data, pos, stop, session.ident, self.broker.prefix)
-        count = ring.finished
-        if count:
-            session.in_flight -= count
-            session.finish_count += count
-            for runs in self._runs.values():
-                runs.prune(ring.lo)
-            self.broker.journal.touch(self)
-            self.broker.soon(self)
-            self.wake(session)
+        pos = self.ring.finish_run(data, pos, stop, session.ident, self.broker.prefix)
+        if self.ring.finished:
+            self._finished_run(session, self.ring.finished)
         return pos
+
+    def finish_from_socket(self, session: Session, fd: int, data: bytearray) -> int:
+        """The same for what is read from a plain socket now; ``ring.received`` says how much that was."""
+        ring = self.ring
+        pos = ring.finish_from_socket(fd, data, session.ident, self.broker.prefix)
+        if ring.finished:
+            self._finished_run(session, ring.finished)
+        return pos
+
+    def _finished_run(self, session: Session, count: int) -> None:
+        session.in_flight -= count
+        session.finish_count += count
+        lo = self.ring.lo
+        for runs in self._runs.values():
+            runs.prune(lo)
+        if not self._noted:
+            self._note()
+        if not session.listed:
+            self.wake(session)
+
+    def _note(self) -> None:
+        """Something was finished or put back: the journal asks for it soon."""
+        self._noted = True
+        self.broker.journal.touch(self)
+        self.broker.soon(self)
 
     def finish(self, session: Session, seq: int) -> None:
         self._take(session, seq, "FIN")
@@ -522,8 +543,7 @@ class Channel:
 
     def _finished(self, first: int, stop: int) -> None:
         self.ring.add_done(first, stop)
-        self.broker.journal.touch(self)
-        self.broker.soon(self)
+        self._note()
 
     def _put_back(self, seq: int, attempts: int, due: int) -> None:
         self.attempts[seq] = attempts
@@ -535,8 +555,7 @@ class Channel:
         else:
             self.requeued.append(seq)
         self._back.extend((seq, attempts, due, wall))
-        self.broker.journal.touch(self)
-        self.broker.soon(self)
+        self._note()
 
     # --- Time ------------------------------------------------------------------------------------------------------
 
@@ -643,6 +662,7 @@ class Channel:
     # --- What must survive -----------------------------------------------------------------------------------------
 
     def take_done(self) -> bytes:
+        self._noted = False
         done = self.ring.take_done()
         return b"" if self.ephemeral or self.topic.ephemeral else done
 

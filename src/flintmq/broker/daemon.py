@@ -36,7 +36,7 @@ from flintmq.broker.disk import Clock, Disk, SystemClock
 from flintmq.broker.journal import ANOTHER_BOOT, SIDE, Journal, TopicState
 from flintmq.broker.log import Log, Store
 from flintmq.broker.scan import Scan
-from flintmq.broker.session import Lane, Session
+from flintmq.broker.session import FinishLane, Lane, Session
 from flintmq.broker.topic import RESERVE, Topic
 from flintmq.errors import FlintError, FormatError, NotFoundError, PublishError, StartError, StorageError
 from flintmq.options import NsqdOptions
@@ -596,6 +596,12 @@ class Broker:
         if lane is None:
             lane = self._lanes[topic, verb] = Lane(self, topic, verb)
         return lane
+
+    def finish_lane(self, channel: Channel) -> FinishLane:
+        """The short way for FINs; all of a channel's consumers share it."""
+        if channel.lane is None:
+            channel.lane = FinishLane(self, channel)
+        return channel.lane
 
     def connected(self, session: Session) -> None:
         self.sessions[session.ident] = session

@@ -21,10 +21,11 @@ from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
+from flintmq.broker.sockets import SocketTransport
 from flintmq.broker.topic import SLICE, Commit, Topic
 from flintmq.compression import Codec, Deflate, Snappy
 from flintmq.errors import ProtocolError, PublishError
-from flintmq.kernel import FULL, SCAN_BAD, SCAN_MORE, Scan
+from flintmq.kernel import FULL, NOTHING, SCAN_BAD, SCAN_MORE, Scan
 from flintmq.wire import (
     CLOSE_WAIT_FRAME,
     FRAME_ERROR,
@@ -43,7 +44,6 @@ from flintmq.wire import (
 if TYPE_CHECKING:
     from flintmq.broker.channel import Channel
     from flintmq.broker.daemon import Broker
-    from flintmq.broker.sockets import SocketTransport
 
 __all__ = ["Session"]
 
@@ -143,10 +143,11 @@ class Session(asyncio.BufferedProtocol):
         self._missing = ""
         self._publish_line = b""
         self._publish_topic: Topic | None = None
-        #: The short way for publishes like the last one.
-        self.lane: Lane | None = None
+        #: The short way for what this client sends all the time: publishes like the last one, or FINs.
+        self.lane: Lane | FinishLane | None = None
         self._single: Commit | None = None
         self._socket: socket.socket = cast(socket.socket, None)
+        #: A plain socket that frames may be written to as they are; -1 where they must go through the transport.
         self.fd = -1
         # Output: frames of this turn, and answers that wait for a commit in front of them.
         self._out: list[bytes] = []
@@ -162,7 +163,8 @@ class Session(asyncio.BufferedProtocol):
         sock = transport.get_extra_info("socket")
         if sock is not None:
             self._socket = sock
-            self.fd = sock.fileno()
+        if isinstance(transport, SocketTransport):
+            self.fd = transport.fd
         peer = transport.get_extra_info("peername")
         if isinstance(peer, tuple):
             self.client_id = self.hostname = str(peer[0])
@@ -307,6 +309,15 @@ class Session(asyncio.BufferedProtocol):
             or not self._writable
         )
 
+    @property
+    def open_to_finish(self) -> bool:
+        """Is nothing held back here, so that what arrives can be looked at as it is?"""
+        return self._held is None and not (self._waiting or self._closing)
+
+    def finished(self, now: float) -> None:
+        """FINs came the short way."""
+        self._last_command = now
+
     def published(self, lane: Lane, count: int, commit: Commit | None, now: float) -> None:
         """A publish came the short way. Its ``OK`` comes with the commit, or at once without one."""
         self._last_command = now
@@ -319,7 +330,7 @@ class Session(asyncio.BufferedProtocol):
 
     def refused(self, error: Exception | None) -> None:
         self._single = None
-        if not self._closing and self.lane is not None:
+        if not self._closing and isinstance(self.lane, Lane):
             verb = self.lane.verb
             self._error(ProtocolError(f"E_{verb}_FAILED", f"{verb} failed {error}"))
             self._flush()
@@ -331,7 +342,7 @@ class Session(asyncio.BufferedProtocol):
             return
         commit.sessions.remove(self)
         commit.waiters.append(self._committed)
-        self._answers.append((commit, self.lane.verb if self.lane is not None else "PUB"))
+        self._answers.append((commit, self.lane.verb if isinstance(self.lane, Lane) else "PUB"))
 
     def _unpack(self, codec: Codec, data: bytes) -> None:
         try:
@@ -557,8 +568,9 @@ class Session(asyncio.BufferedProtocol):
             topic = self._publish_topic = self.broker.topics.get(params[1].decode("ascii"))
             self._publish_line = line
             verb = params[0].decode("ascii")
-            plain = self._socket is not None and self._codec is None and line == b" ".join(params)
-            self.lane = self.broker.lane(topic, verb) if plain and topic is not None else None
+            plain = self.fd >= 0 and self.channel is None and line == b" ".join(params)
+            if plain and topic is not None:
+                self.lane = self.broker.lane(topic, verb)
         return after
 
     def _publish_again(self, line: bytes, data: bytearray, at: int, stop: int) -> int:
@@ -639,6 +651,8 @@ class Session(asyncio.BufferedProtocol):
         plain = self._transport.write
         self._write = lambda data: plain(codec.compress(data))
         self._codec = codec
+        self.fd = -1
+        self.lane = None
         self._out.append(OK_FRAME)
 
     def _apply_identify(self, fields: dict[str, Any]) -> None:
@@ -735,6 +749,7 @@ class Session(asyncio.BufferedProtocol):
         channel.add(self)
         self.channel = channel
         self.state = SUBSCRIBED
+        self.lane = self.broker.finish_lane(channel) if self.fd >= 0 else None
         if position and self.broker.options.durability == "fsync":
             # The channel must be on the device before the client may count on it.
             commit = Commit()
@@ -1027,6 +1042,44 @@ class Lane:
             transport.receive()
         else:
             transport.fail(OSError(-size, "the connection is broken"))
+
+
+class FinishLane:
+    """The short way for FINs of a channel's consumers on plain sockets: all of a turn, and then one pump."""
+
+    def __init__(self, broker: Broker, channel: Channel) -> None:
+        self._broker = broker
+        self._channel = channel
+        self._arrived: list[tuple[Session, SocketTransport]] = []
+
+    def add(self, session: Session, transport: SocketTransport) -> bool:
+        """The session's socket can be read; True if it is the first of this turn."""
+        self._arrived.append((session, transport))
+        return len(self._arrived) == 1
+
+    def run(self) -> None:
+        arrived, self._arrived = self._arrived, []
+        channel = self._channel
+        ring = channel.ring
+        data = self._broker.receive_buffer
+        now = self._broker.now()
+        for session, transport in arrived:
+            if not session.open_to_finish:
+                transport.receive()
+                continue
+            pos = channel.finish_from_socket(session, transport.fd, data)
+            size = ring.received
+            if size > 0:
+                if pos:
+                    session.finished(now)
+                if pos != size:
+                    data[: size - pos] = data[pos:size]
+                    session.buffer_updated(size - pos)
+            elif size == 0:
+                transport.ended()
+            elif size != NOTHING:
+                transport.fail(OSError(-size, "the connection is broken"))
+        channel.pump()
 
 
 _Handler = Callable[[Session, list[bytes], bytearray, int, int], int]
