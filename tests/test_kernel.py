@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import errno
 import importlib
 import importlib.machinery
 import importlib.util
 import os
+import random
 import socket
 import sys
 from array import array
@@ -15,6 +17,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import google_crc32c
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -22,6 +25,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 import flintmq
 from flintmq import _cython
+from flintmq.broker.segment import Entry, read_records
 from flintmq.wire import encode_mpub
 
 PREFIX = 513 << 54
@@ -292,14 +296,63 @@ def pairs() -> Iterator[list[tuple[socket.socket, socket.socket]]]:
         other.close()
 
 
-def publish(
-    block: Any, fds: list[int], data: bytearray, start: int = 0, *, line: bytes = b"PUB t", room: int = 1_000
-) -> tuple[int, list[int]]:
-    """Where it stopped, and how many messages each socket brought."""
-    counts = [0] * len(fds)
-    most = 500 if line.startswith(b"MPUB") else 0
-    number = PREFIX | (BASE + block.count)
-    return block.fill_from_sockets(fds, counts, start, data, line, number, 1, 100, most, room), counts
+Pairs = list[tuple[socket.socket, socket.socket]]
+
+
+class Desk:
+    """An intake with a block to fill and, where wanted, a file to write to."""
+
+    def __init__(self, kernel: Any, line: bytes = b"PUB t", size: int = 4_096, file: int = -1) -> None:
+        self.kernel = kernel
+        self.block = kernel.Block(size, BASE)
+        self.data = bytearray(4_096)
+        self.intake = kernel.Intake(self.data, line, b"OK", 100, 500 if line.startswith(b"MPUB") else 0)
+        self.file = file
+        self.offset = 0
+
+    def run(
+        self,
+        fds: list[int],
+        start: int = 0,
+        *,
+        write_at: int = 1_000,
+        budget: int = 2_000,
+        room: int = 0,
+        answer: bool = False,
+    ) -> tuple[int, list[int]]:
+        """How it ended, and how many messages each socket brought."""
+        counts = [0] * len(fds)
+        number = PREFIX | (BASE + self.block.count)
+        status = self.intake.run(
+            self.block,
+            fds,
+            counts,
+            start,
+            number,
+            1,
+            write_at,
+            budget,
+            room,
+            self.file,
+            self.offset,
+            SALT,
+            PREFIX,
+            answer,
+        )
+        self.offset += self.intake.wrote
+        return status, counts
+
+    @property
+    def other(self) -> bytes:
+        """What a socket brought that was something else."""
+        return bytes(self.data[: self.intake.size])
+
+    @property
+    def frames(self) -> bytes:
+        return bytes(self.block.view[: self.block.used])
+
+
+SALT = 0x5A17_5A17
 
 
 def pub(body: bytes) -> bytes:
@@ -310,49 +363,53 @@ def mpub(*bodies: bytes) -> bytes:
     return encode_mpub(b"t", bodies)
 
 
-def test_batches_are_taken_from_sockets(kernel: Any, pairs: list[tuple[socket.socket, socket.socket]]) -> None:
+def test_batches_are_taken_from_sockets(kernel: Any, pairs: Pairs) -> None:
     fds = [one.fileno() for one, _ in pairs[:3]]
     pairs[0][1].send(mpub(b"a", b"bb", b"ccc"))
     pairs[1][1].send(mpub(b"d"))
     pairs[2][1].send(pub(b"not a batch"))
-    block, data = kernel.Block(4_096, BASE), bytearray(4_096)
-    assert publish(block, fds, data, line=b"MPUB t") == (2, [3, 1, 0])
-    assert data[: block.pos] == pub(b"not a batch")
+    desk = Desk(kernel, b"MPUB t")
+    assert desk.run(fds) == (kernel.OTHER, [3, 1, 0])
+    assert (desk.intake.index, desk.other) == (2, pub(b"not a batch"))
     bodies = [b"a", b"bb", b"ccc", b"d"]
-    assert bytes(block.view[: block.used]) == b"".join(frame(BASE + n, body) for n, body in enumerate(bodies))
+    assert desk.frames == b"".join(frame(BASE + n, body) for n, body in enumerate(bodies))
+    assert desk.intake.unanswered == [0, 1]
 
 
-def test_nothing_is_read_once_enough_was_made(kernel: Any, pairs: list[tuple[socket.socket, socket.socket]]) -> None:
+def test_nothing_is_read_once_enough_was_made(kernel: Any, pairs: Pairs) -> None:
     fds = [one.fileno() for one, _ in pairs]
     for _, other in pairs:
         other.send(pub(b"x" * 50))
-    block, data = kernel.Block(4_096, BASE), bytearray(4_096)
-    assert publish(block, fds, data, room=100) == (2, [1, 1, 0, 0, 0])
-    assert block.pos == kernel.FULL
-    assert publish(block, fds, data, 2) == (5, [0, 0, 1, 1, 1])
+    desk = Desk(kernel)
+    assert desk.run(fds, write_at=100) == (kernel.FULL, [1, 1, 0, 0, 0])
+    assert desk.run(fds, desk.intake.index) == (kernel.ALL, [0, 0, 1, 1, 1])
 
 
-def test_a_batch_that_the_block_has_no_room_for_is_left_to_the_session(
-    kernel: Any, pairs: list[tuple[socket.socket, socket.socket]]
-) -> None:
+def test_nothing_is_read_into_a_block_that_is_nearly_full(kernel: Any, pairs: Pairs) -> None:
+    pairs[0][1].send(pub(b"x"))
+    desk = Desk(kernel)
+    assert desk.run([pairs[0][0].fileno()], room=4_097) == (kernel.FULL, [0])
+    assert desk.run([pairs[0][0].fileno()], room=4_096) == (kernel.FULL, [1])
+
+
+def test_a_batch_that_the_block_has_no_room_for_is_left_to_the_session(kernel: Any, pairs: Pairs) -> None:
     pairs[0][1].send(mpub(b"x" * 50, b"y" * 50))
-    block, data = kernel.Block(100, BASE), bytearray(4_096)
-    assert publish(block, [pairs[0][0].fileno()], data, line=b"MPUB t") == (0, [0])
-    assert (block.count, block.used) == (0, 0)
-    assert data[: block.pos] == mpub(b"x" * 50, b"y" * 50)
+    desk = Desk(kernel, b"MPUB t", size=100)
+    assert desk.run([pairs[0][0].fileno()]) == (kernel.OTHER, [0])
+    assert (desk.block.count, desk.block.used) == (0, 0)
+    assert desk.other == mpub(b"x" * 50, b"y" * 50)
 
 
-def test_single_publishes_are_taken_from_sockets(kernel: Any, pairs: list[tuple[socket.socket, socket.socket]]) -> None:
+def test_single_publishes_are_taken_from_sockets(kernel: Any, pairs: Pairs) -> None:
     fds = [one.fileno() for one, _ in pairs]
     for number in (0, 1, 3):
         pairs[number][1].send(pub(b"body %d" % number))
     pairs[4][1].send(b"NOP\n")
-    block, data = kernel.Block(4_096, BASE), bytearray(4_096)
-    assert publish(block, fds, data) == (4, [1, 1, 0, 1, 0])
-    assert data[: block.pos] == b"NOP\n"
-    assert [fd < 0 for fd in fds] == [False, False, True, False, False], "nothing came there"
+    desk = Desk(kernel)
+    assert desk.run(fds) == (kernel.OTHER, [1, 1, 0, 1, 0])
+    assert (desk.intake.index, desk.other) == (4, b"NOP\n")
     expected = [frame(BASE, b"body 0"), frame(BASE + 1, b"body 1"), frame(BASE + 2, b"body 3")]
-    assert bytes(block.view[: block.used]) == b"".join(expected)
+    assert desk.frames == b"".join(expected)
 
 
 @pytest.mark.parametrize(
@@ -378,36 +435,108 @@ def test_single_publishes_are_taken_from_sockets(kernel: Any, pairs: list[tuple[
         b"MPUB t\n\xff\xff\xff\xff\0\0\0\1\0\0\0\1x",
     ],
 )
-def test_anything_else_is_left_to_the_session(
-    kernel: Any, pairs: list[tuple[socket.socket, socket.socket]], other: bytes
-) -> None:
+def test_anything_else_is_left_to_the_session(kernel: Any, pairs: Pairs, other: bytes) -> None:
     pairs[0][1].send(other)
-    block, data = kernel.Block(4_096, BASE), bytearray(4_096)
-    line = other[: other.index(b" ")] + b" t" if b" " in other else b"PUB t"
-    assert publish(block, [pairs[0][0].fileno()], data, line=line) == (0, [0])
-    assert data[: block.pos] == other
-    assert block.count == 0
+    desk = Desk(kernel, other[: other.index(b" ")] + b" t" if b" " in other else b"PUB t")
+    assert desk.run([pairs[0][0].fileno()], answer=True) == (kernel.OTHER, [0])
+    assert desk.other == other
+    assert desk.block.count == 0
 
 
-def test_an_ended_stream_and_a_full_block_stop_the_walk(
-    kernel: Any, pairs: list[tuple[socket.socket, socket.socket]]
-) -> None:
+def test_an_ended_stream_and_a_full_block_stop_the_walk(kernel: Any, pairs: Pairs) -> None:
     fds = [one.fileno() for one, _ in pairs]
     pairs[0][1].send(pub(b"x" * 50))
     pairs[1][1].send(pub(b"y" * 50))
-    block, data = kernel.Block(100, BASE), bytearray(4_096)
-    assert publish(block, fds[:2], data) == (1, [1, 0])
-    assert data[: block.pos] == pub(b"y" * 50), "what was read is not lost"
+    desk = Desk(kernel, size=100)
+    assert desk.run(fds[:2]) == (kernel.OTHER, [1, 0])
+    assert desk.other == pub(b"y" * 50), "what was read is not lost"
     pairs[2][1].close()
-    assert publish(block, fds, data, 2)[0] == 2
-    assert block.pos == 0
+    assert desk.run(fds, 2)[0] == kernel.OTHER
+    assert (desk.intake.index, desk.intake.size) == (2, 0)
     closed = os.dup(0)
     os.close(closed)
-    assert publish(block, [closed], data)[0] == 0
-    assert block.pos < 0
+    assert desk.run([closed])[0] == kernel.OTHER
+    assert desk.intake.size < 0
 
 
-def test_a_frame_is_sent_to_each_socket(kernel: Any, pairs: list[tuple[socket.socket, socket.socket]]) -> None:
+def test_publishes_are_written_as_records_and_answered(kernel: Any, pairs: Pairs, tmp_path: Path) -> None:
+    with open(tmp_path / "segment", "w+b") as file:
+        desk = Desk(kernel, file=file.fileno())
+        for _, other in pairs[:3]:
+            other.send(pub(b"x" * 50))
+        # -1 is nobody; the last has nothing to say.
+        fds = [pairs[0][0].fileno(), -1, *(one.fileno() for one, _ in pairs[1:4])]
+        assert desk.run(fds, write_at=100, answer=True) == (kernel.ALL, [1, 0, 1, 1, 0])
+        assert (desk.intake.unanswered, desk.intake.left) == ([], [])
+        assert [other.recv(10) for _, other in pairs[:3]] == [b"OK"] * 3
+        data = file.read()
+    found = list(read_records(data, SALT, 0, 0, True))
+    assert [(entry.seq, entry.count) for entry in found if isinstance(entry, Entry)] == [(BASE, 2), (BASE + 2, 1)]
+    assert len(found) == 2 and desk.intake.wrote == len(data)
+    assert b"".join(data[e.frames_at : e.offset + e.size] for e in found if isinstance(e, Entry)) == desk.frames
+
+
+def test_those_that_are_answered_are_read_again_up_to_a_limit(kernel: Any, pairs: Pairs) -> None:
+    (one, other), (quiet, _) = pairs[:2]
+    desk = Desk(kernel)
+    for _ in range(3):
+        # Sent one behind the other a stream would bring them in one read: each comes alone over this kind of socket.
+        other.send(pub(b"x" * 50))
+        assert desk.run([quiet.fileno(), one.fileno()], answer=True) == (kernel.ALL, [0, 1])
+        assert other.recv(10) == b"OK"
+    left, right = socket.socketpair(socket.AF_UNIX, socket.SOCK_DGRAM)
+    with left, right:
+        left.setblocking(False)
+        for _ in range(4):
+            right.send(pub(b"x" * 50))
+        assert desk.run([left.fileno()], write_at=50, budget=200, answer=True) == (kernel.FULL, [3])
+        assert desk.run([left.fileno()], write_at=50, budget=200, answer=True) == (kernel.ALL, [1])
+        assert [right.recv(10) for _ in range(4)] == [b"OK"] * 4
+
+
+def test_what_cannot_be_written_is_not_answered(kernel: Any, pairs: Pairs, tmp_path: Path) -> None:
+    path = tmp_path / "segment"
+    path.touch()
+    with open(path, "rb") as file:
+        desk = Desk(kernel, file=file.fileno())
+        pairs[0][1].send(pub(b"x"))
+        assert desk.run([pairs[0][0].fileno()], answer=True) == (kernel.FAILED, [1])
+        assert (desk.intake.unanswered, desk.intake.error) == ([0], errno.EBADF)
+        assert (desk.intake.unwritten, desk.intake.wrote) == (0, 0)
+        with pytest.raises(BlockingIOError):
+            pairs[0][1].recv(10)
+
+
+def test_an_answer_that_a_socket_does_not_take_is_reported(kernel: Any, pairs: Pairs) -> None:
+    one, other = pairs[0]
+    while True:
+        try:
+            one.send(bytes(65_536))
+        except BlockingIOError:
+            break
+    other.send(pub(b"x"))
+    desk = Desk(kernel)
+    assert desk.run([one.fileno()], answer=True) == (kernel.ALL, [1])
+    assert desk.intake.left == [(0, 0)]
+
+
+@pytest.mark.parametrize("size", [0, 1, 7, 8, 1_023, 3_071, 3_072, 3_073, 50_000])
+def test_a_checksum_is_crc_32c(kernel: Any, size: int) -> None:
+    data = random.Random(size).randbytes(size + 3)
+    block = kernel.Block(0, BASE, bytearray(data))
+    assert block.checksum(0, 0, size) == google_crc32c.extend(0, data[:size])
+    assert block.checksum(SALT, 3, size + 3) == google_crc32c.extend(SALT, data[3:])
+    with pytest.raises(ValueError, match="checksum"):
+        block.checksum(0, 0, size + 4)
+
+
+def test_new_memory_stays_zero_when_pages_are_put_behind_it(kernel: Any) -> None:
+    memory = mmap(-1, 65_536)
+    kernel.populate(memory)
+    assert bytes(memory) == bytes(65_536)
+
+
+def test_a_frame_is_sent_to_each_socket(kernel: Any, pairs: Pairs) -> None:
     fds = [one.fileno() for one, _ in pairs]
     assert kernel.send_each(fds, b"frame") == []
     assert [other.recv(100) for _, other in pairs] == [b"frame"] * 5
@@ -504,6 +633,44 @@ class RingMachine(RuleBasedStateMachine):
         assert dict(self.ring.held(self.ring.lo, self.ring.hi)) == self.held
         if self.held:
             assert self.ring.lo <= min(self.held)
+
+
+def test_a_run_is_sent_and_its_fins_are_read_back(kernel: Any, pairs: Pairs) -> None:
+    one, other = pairs[0]
+    block = filled(kernel, [b"a", b"bb", b"ccc"])
+    ring = kernel.Ring()
+    ring.reset(BASE)
+    assert ring.send_run(block, BASE, 2, 1_000, 7, one.fileno()) == 2
+    assert (ring.sent, ring.count, ring.owner(BASE + 1)) == (block.stop - block.start, 2, 7)
+    assert other.recv(1_000) == frame(BASE, b"a") + frame(BASE + 1, b"bb")
+    assert ring.send_run(block, BASE + 2, 2, 1_000, 7, -1) == 1, "nowhere to send it to: that is the caller's business"
+    assert (ring.sent, ring.count) == (0, 3)
+    data = bytearray(1_000)
+    fin = b"FIN %016x\n"
+    other.send(fin % (PREFIX | BASE) + fin % (PREFIX | (BASE + 2)) + b"NOP\n")
+    assert ring.finish_from_socket(one.fileno(), data, 7, PREFIX) == 42
+    assert (ring.finished, ring.received, bytes(data[42:46])) == (2, 46, b"NOP\n")
+    assert ring.finish_from_socket(one.fileno(), data, 7, PREFIX) == 0
+    assert (ring.finished, ring.received) == (0, kernel.NOTHING)
+    other.close()
+    assert ring.finish_from_socket(one.fileno(), data, 7, PREFIX) == 0
+    assert (ring.finished, ring.received) == (0, 0)
+
+
+def test_a_run_that_would_make_the_window_too_wide_is_not_sent(kernel: Any, pairs: Pairs) -> None:
+    ring = kernel.Ring()
+    ring.limit = 100
+    ring.deliver(BASE, 1, 7)
+    block = kernel.Block(4_096, BASE + 102)
+    data = records(b"far")
+    block.fill(data, 0, len(data), 1, PREFIX | (BASE + 102), 1, 1, 100)
+    one, other = pairs[0]
+    assert ring.send_run(block, BASE + 102, 1, 1_000, 7, one.fileno()) == 0
+    assert ring.count == 1
+    with pytest.raises(BlockingIOError):
+        other.recv(10)
+    ring.release(BASE)
+    assert ring.send_run(block, BASE + 102, 1, 1_000, 7, one.fileno()) == 1
 
 
 def test_the_ring_knows_who_holds_what(kernel: Any) -> None:

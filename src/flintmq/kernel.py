@@ -15,10 +15,21 @@ from struct import Struct
 import cython
 
 if cython.compiled:
-    from cython.cimports.flintmq.native import MSG_DONTWAIT, MSG_NOSIGNAL, flintmq_crc32c, recv, send
-    from cython.cimports.libc.errno import EAGAIN, EINTR, errno
-    from cython.cimports.libc.string import memcmp, memcpy
+    from cython.cimports.flintmq.native import (
+        MSG_DONTWAIT,
+        MSG_NOSIGNAL,
+        flintmq_crc32c,
+        iovec,
+        madvise,
+        pwritev,
+        recv,
+        send,
+    )
+    from cython.cimports.libc.errno import EAGAIN, EINTR, ENOSPC, errno
+    from cython.cimports.libc.string import memcmp, memcpy, memset
 else:
+    from errno import ENOSPC
+
     import google_crc32c
 
 COMPILED = cython.compiled
@@ -30,15 +41,18 @@ SCAN_MORE = 1
 SCAN_BAD = 2
 SCAN_DONE = 0
 
-#: fill_from_sockets() stopped before it read: what it was to make at most is made.
-FULL = -(1 << 30)
-#: finish_from_socket() had nothing to read.
+#: How an Intake ended: no socket had more; so much was made that it is time for other work; a socket brought
+#: something else; what was made could not be written.
+ALL, FULL, OTHER, FAILED = 0, 1, 2, 3
+#: There was nothing to read.
 NOTHING = -(1 << 30)
 _nothing = cython.declare(cython.Py_ssize_t, NOTHING)
 
 _MARK_SHIFT = 6
-#: Frames of one command that fill_from_sockets() makes; a larger one goes another way.
-_MOST_AT_ONCE = 64 << 10
+#: Frames of one command that an Intake makes; a larger one goes another way.
+_MOST_AT_ONCE = cython.declare(cython.Py_ssize_t, 64 << 10)
+#: A record's header in a segment file, see segment.py.
+_RECORD_HEADER = cython.declare(cython.Py_ssize_t, 44)
 _HEX = b"0123456789abcdef"
 #: The two digits of every byte.
 _PAIRS = cython.declare(bytes, b"".join(b"%02x" % n for n in range(256)))
@@ -48,6 +62,7 @@ _u32 = Struct(">I")
 _i32 = Struct(">i")
 _two = Struct(">ii")
 _head = Struct(">IIQH16s")
+_record = Struct(">IIIQQIHHI")
 
 
 @cython.cfunc
@@ -100,6 +115,24 @@ def send_each(fds: list, frame: bytes) -> list:
             if n < size:
                 left.append((i, n))
     return left
+
+
+def populate(memory: object) -> None:
+    """Have the system put pages behind new memory, which is all zeros; for a thread, the others go on meanwhile."""
+    if cython.compiled:
+        whole: cython.uchar[::1] = memory
+        p: cython.p_uchar = cython.address(whole[0])
+        size: cython.Py_ssize_t = whole.shape[0]
+        at: cython.Py_ssize_t = 0
+        with cython.nogil:
+            # Linux since 5.14 (MADV_POPULATE_WRITE); elsewhere each page is touched.
+            if madvise(p, size, 23) != 0:
+                while at < size:
+                    p[at] = 0
+                    at += 4096
+    else:
+        with open("/dev/zero", "rb", buffering=0) as zero:
+            zero.readinto(memory)
 
 
 @cython.cclass
@@ -333,146 +366,6 @@ class Block:
         return done
 
     @cython.ccall
-    def fill_from_sockets(
-        self,
-        fds: list,
-        counts: list,
-        start: cython.Py_ssize_t,
-        data: bytearray,
-        line: bytes,
-        ident: cython.ulonglong,
-        timestamp: cython.longlong,
-        max_size: cython.longlong,
-        max_body: cython.longlong,
-        max_bytes: cython.Py_ssize_t,
-    ) -> cython.Py_ssize_t:
-        """Read from ``fds[start:]``, one after the other, and make frames of each that brings just one publish.
-
-        Such a publish is ``line``, a newline, and a size and a body of that size; or, where ``max_body`` is given, a
-        batch: a size up to that, a number of messages, and each with its size. How many messages a socket brought
-        goes into ``counts``; one with nothing to read becomes -1 in ``fds``.
-
-        The walk stops, and its position is returned, before a socket is read when ``max_bytes`` of frames were made
-        (``self.pos`` is ``FULL``); and behind one that brought something else: ``data`` then holds the ``self.pos``
-        bytes it brought (0: the stream has ended; less: minus the error's number).
-        """
-        i: cython.Py_ssize_t = start
-        n: cython.Py_ssize_t
-        head: cython.Py_ssize_t = len(line)
-        total: cython.Py_ssize_t = len(fds)
-        first: cython.Py_ssize_t = head + 9 if max_body else head + 1
-        many: cython.Py_ssize_t
-        need: cython.Py_ssize_t
-        budget: cython.Py_ssize_t = self.used + max_bytes
-        number: cython.ulonglong = ident
-        if cython.compiled:
-            p: cython.p_uchar = data
-            q: cython.p_uchar = line
-            fd: cython.int
-            while i < total:
-                if self.used >= budget:
-                    self.pos = FULL
-                    return i
-                fd = fds[i]
-                n = recv(fd, p, len(data), MSG_DONTWAIT)
-                if n <= 0:
-                    if n < 0 and (errno == EAGAIN or errno == EINTR):
-                        fds[i] = -1
-                        i += 1
-                        continue
-                    self.pos = -errno if n < 0 else 0
-                    return i
-                self.pos = n
-                if n < first + 5 or p[head] != 10 or memcmp(p, q, head) != 0:
-                    return i
-                many = self._publish_in(p, head + 1, n, max_size, max_body)
-                need = n - first + 30 * many
-                if many == 0 or need > _MOST_AT_ONCE or self.used + need > self.size:
-                    return i
-                if self.count + many > self._mark_room:
-                    return i
-                self.fill(data, first, n, many, number, timestamp, 1, need)
-                counts[i] = many
-                number += many
-                i += 1
-        else:
-            while i < total:
-                if self.used >= budget:
-                    self.pos = FULL
-                    return i
-                try:
-                    n = os.readv(fds[i], [data])
-                except (BlockingIOError, InterruptedError):
-                    fds[i] = -1
-                    i += 1
-                    continue
-                except OSError as exc:
-                    self.pos = -(exc.errno or 1)
-                    return i
-                self.pos = n
-                if n < first + 5 or data[head] != 10 or data[:head] != line:
-                    return i
-                many = self._publish_in(data, head + 1, n, max_size, max_body)
-                need = n - first + 30 * many
-                if many == 0 or need > _MOST_AT_ONCE or self.used + need > self.size:
-                    return i
-                self.fill(data, first, n, many, number, timestamp, 1, need)
-                counts[i] = many
-                number += many
-                i += 1
-        return i
-
-    if cython.compiled:
-
-        @cython.cfunc
-        def _publish_in(
-            self,
-            p: cython.p_uchar,
-            at: cython.Py_ssize_t,
-            stop: cython.Py_ssize_t,
-            max_size: cython.longlong,
-            max_body: cython.longlong,
-        ) -> cython.Py_ssize_t:
-            """How many messages the publish at ``p[at:stop]`` has; 0 if it is not just one whole publish."""
-            count: cython.longlong = 1
-            left: cython.longlong
-            size: cython.longlong
-            if max_body:
-                size = cython.cast(cython.int, _rd32(p + at))
-                count = cython.cast(cython.int, _rd32(p + at + 4))
-                if size <= 0 or size > max_body or count <= 0 or count > stop - at:
-                    return 0
-                at += 8
-            left = count
-            while left > 0:
-                left -= 1
-                if at + 4 > stop:
-                    return 0
-                size = cython.cast(cython.int, _rd32(p + at))
-                if size <= 0 or size > max_size or at + 4 + size > stop:
-                    return 0
-                at += 4 + size
-            return count if at == stop else 0
-
-    else:
-
-        def _publish_in(self, data, at, stop, max_size, max_body):
-            count = 1
-            if max_body:
-                size, count = _two.unpack_from(data, at)
-                if not 0 < size <= max_body or not 0 < count <= stop - at:
-                    return 0
-                at += 8
-            for _ in range(count):
-                if at + 4 > stop:
-                    return 0
-                (size,) = _i32.unpack_from(data, at)
-                if not 0 < size <= max_size or at + 4 + size > stop:
-                    return 0
-                at += 4 + size
-            return count if at == stop else 0
-
-    @cython.ccall
     def checksum(self, value: cython.uint, start: cython.Py_ssize_t, stop: cython.Py_ssize_t) -> cython.uint:
         """The CRC-32C of what ``value`` is that of, followed by ``view[start:stop]``."""
         if start < 0 or stop < start or stop > self.size:
@@ -555,6 +448,15 @@ class Block:
         self.start = at
         return at
 
+    def index(self, offset: cython.Py_ssize_t) -> int:
+        """Which frame starts at ``offset``, counted from 0; one past the last at the block's end."""
+        n: cython.Py_ssize_t = 0
+        at: cython.Py_ssize_t = 0
+        while at < offset:
+            at += 4 + _u32.unpack_from(self.buf, at)[0]
+            n += 1
+        return n
+
     @cython.ccall
     def cut(
         self, seq: cython.longlong, max_count: cython.Py_ssize_t, max_bytes: cython.Py_ssize_t
@@ -602,6 +504,283 @@ class Block:
         self.stop = self._cut_stop = at
         self._cut_count = n
         return n
+
+
+@cython.cclass
+class Intake:
+    """Publishes of one kind to one topic, straight from sockets: read, framed, written to a file, answered.
+
+    A publish of the kind is ``line``, a newline, and a size and a body of that size; or, where ``max_body`` is given,
+    a batch: a size up to that, a number of messages, and each with its size. Each has to come whole and alone: a
+    client that waits for its answer sends nothing else.
+    """
+
+    # Where run() stopped; at OTHER, how many bytes that socket brought: 0 if its stream has ended, or else minus the
+    # error's number.
+    index = cython.declare(cython.Py_ssize_t, visibility="public")
+    size = cython.declare(cython.Py_ssize_t, visibility="public")
+    # Bytes written to the file; at FAILED the error's number, and from where on in the block frames were not written.
+    wrote = cython.declare(cython.longlong, visibility="public")
+    error = cython.declare(cython.int, visibility="public")
+    unwritten = cython.declare(cython.Py_ssize_t, visibility="public")
+    # Positions of the sockets that got no answer; and those that did not take all of it, with what they took.
+    unanswered = cython.declare(list, visibility="public")
+    left = cython.declare(list, visibility="public")
+    _data = cython.declare(bytearray)
+    _line = cython.declare(bytes)
+    _ok = cython.declare(bytes)
+    _max_size = cython.declare(cython.longlong)
+    _max_body = cython.declare(cython.longlong)
+
+    def __init__(self, data: bytearray, line: bytes, ok: bytes, max_size: cython.longlong, max_body: cython.longlong):
+        self.index = self.size = self.unwritten = 0
+        self.wrote = 0
+        self.error = 0
+        self.unanswered = []
+        self.left = []
+        self._data = data
+        self._line = line + b"\n"
+        self._ok = ok
+        self._max_size = max_size
+        self._max_body = max_body
+
+    @cython.ccall
+    def run(
+        self,
+        block: Block,
+        fds: list,
+        counts: list,
+        start: cython.Py_ssize_t,
+        ident: cython.ulonglong,
+        timestamp: cython.longlong,
+        write_at: cython.Py_ssize_t,
+        budget: cython.Py_ssize_t,
+        room: cython.Py_ssize_t,
+        file: cython.int,
+        offset: cython.longlong,
+        salt: cython.uint,
+        prefix: cython.ulonglong,
+        answer: cython.bint,
+    ) -> cython.int:
+        """Take publishes from ``fds[start:]``; how many messages each brought is added to ``counts``. -1 is no socket.
+
+        The first message gets the id ``ident``. Without ``answer`` every socket is read once, and the walk ends when
+        ``write_at`` bytes of frames were made. With it, publishes are written to ``file`` (-1: to none) at ``offset``
+        as records with this ``salt``, one for at least every ``write_at`` bytes, and answered; and then the sockets
+        are read again, for as long as they bring more and less than ``budget`` was made. Nothing is read when the
+        block has less than ``room`` left.
+        """
+        i: cython.Py_ssize_t = start
+        total: cython.Py_ssize_t = len(fds)
+        quiet: cython.Py_ssize_t = 0
+        status: cython.int = 0
+        taken: cython.Py_ssize_t
+        used: cython.Py_ssize_t = block.used
+        count: cython.Py_ssize_t = block.count
+        first: cython.Py_ssize_t = block.used
+        origin: cython.Py_ssize_t = block.count
+        self.wrote = 0
+        self.error = 0
+        self.unanswered = []
+        self.left = []
+        if len(counts) != total or start < 0:
+            raise ValueError("run: as many counts as sockets")
+        if not answer:
+            budget = write_at
+        last: cython.Py_ssize_t = block.size - room
+        while True:
+            while status == 0 and i < total and quiet < total and block.used - used < write_at and block.used <= last:
+                if fds[i] < 0:
+                    taken = 0
+                else:
+                    taken = self._take(block, fds[i], ident + block.count - origin, timestamp)
+                if taken > 0:
+                    counts[i] += taken
+                    self.unanswered.append(i)
+                    quiet = 0
+                elif taken == 0:
+                    quiet += 1
+                else:
+                    status = 2
+                    self.index = i
+                i += 1
+            if answer and block.used > used:
+                if file >= 0 and self._write(
+                    block, used, block.count - count, (ident ^ prefix) + count - origin, file, offset + self.wrote, salt
+                ):
+                    self.unwritten = used
+                    return FAILED
+                self._answer(fds)
+            used = block.used
+            count = block.count
+            if status:
+                return OTHER
+            if used - first >= budget or used > last:
+                self.index = i
+                return FULL
+            if quiet >= total or (i == total and not answer):
+                self.index = i
+                return ALL
+            if i == total:
+                i = 0
+
+    if cython.compiled:
+
+        @cython.cfunc
+        def _take(
+            self, block: Block, fd: cython.int, ident: cython.ulonglong, timestamp: cython.longlong
+        ) -> cython.Py_ssize_t:
+            """Read one socket; how many messages came, 0 for none, -1 if it was something else (``self.size``)."""
+            p: cython.p_uchar = self._data
+            q: cython.p_uchar = self._line
+            head: cython.Py_ssize_t = len(self._line)
+            at: cython.Py_ssize_t = head
+            n: cython.Py_ssize_t = recv(fd, p, len(self._data), MSG_DONTWAIT)
+            count: cython.longlong = 1
+            left: cython.longlong
+            size: cython.longlong
+            self.size = n
+            if n <= 0:
+                if n < 0 and (errno == EAGAIN or errno == EINTR):
+                    return 0
+                self.size = -errno if n < 0 else 0
+                return -1
+            if n < head + 12 and (self._max_body or n < head + 5):
+                return -1
+            if memcmp(p, q, head) != 0:
+                return -1
+            if self._max_body:
+                size = cython.cast(cython.int, _rd32(p + at))
+                count = cython.cast(cython.int, _rd32(p + at + 4))
+                if size <= 0 or size > self._max_body or count <= 0 or count > n:
+                    return -1
+                at += 8
+            head = at
+            left = count
+            while left > 0:
+                left -= 1
+                if at + 4 > n:
+                    return -1
+                size = cython.cast(cython.int, _rd32(p + at))
+                if size <= 0 or size > self._max_size or at + 4 + size > n:
+                    return -1
+                at += 4 + size
+            size = n - head + 30 * count
+            if at != n or size > _MOST_AT_ONCE or block.used + size > block.size:
+                return -1
+            if block.count + count > block._mark_room:
+                return -1
+            block.fill(self._data, head, n, count, ident, timestamp, 1, size)
+            return count
+
+        @cython.cfunc
+        def _write(
+            self,
+            block: Block,
+            start: cython.Py_ssize_t,
+            count: cython.Py_ssize_t,
+            seq: cython.ulonglong,
+            file: cython.int,
+            offset: cython.longlong,
+            salt: cython.uint,
+        ) -> cython.int:
+            """Write the block's frames from ``start`` on as one record; the error's number, 0 if there was none."""
+            head: cython.uchar[44]
+            parts: iovec[2]
+            n: cython.Py_ssize_t
+            size: cython.Py_ssize_t = block.used - start
+            memset(cython.address(head[0]), 0, _RECORD_HEADER)
+            _wr32(cython.address(head[0]), salt)
+            _wr32(cython.address(head[4]), cython.cast(cython.uint, size))
+            _wr32(cython.address(head[8]), cython.cast(cython.uint, count))
+            _wr32(cython.address(head[12]), cython.cast(cython.uint, seq >> 32))
+            _wr32(cython.address(head[16]), cython.cast(cython.uint, seq & 0xFFFFFFFF))
+            _wr32(cython.address(head[36]), flintmq_crc32c(salt, block._bytes + start, size))
+            _wr32(cython.address(head[40]), flintmq_crc32c(salt, cython.address(head[0]), 40))
+            parts[0].iov_base = cython.address(head[0])
+            parts[0].iov_len = _RECORD_HEADER
+            parts[1].iov_base = block._bytes + start
+            parts[1].iov_len = size
+            with cython.nogil:
+                n = pwritev(file, cython.address(parts[0]), 2, offset)
+            if n != size + _RECORD_HEADER:
+                # Short: the disk is full, or nearly.
+                self.error = errno if n < 0 else ENOSPC
+                return self.error
+            self.wrote += n
+            return 0
+
+        @cython.cfunc
+        def _answer(self, fds: list) -> cython.int:
+            p: cython.p_uchar = self._ok
+            size: cython.Py_ssize_t = len(self._ok)
+            n: cython.Py_ssize_t
+            for i in self.unanswered:
+                n = send(fds[i], p, size, MSG_DONTWAIT | MSG_NOSIGNAL)
+                if n < size:
+                    self.left.append((i, n if n > 0 else 0))
+            self.unanswered = []
+            return 0
+
+    else:
+
+        def _take(self, block, fd, ident, timestamp):
+            data = self._data
+            line = self._line
+            try:
+                n = self.size = os.readv(fd, [data])
+            except (BlockingIOError, InterruptedError):
+                return 0
+            except OSError as exc:
+                self.size = -(exc.errno or 1)
+                return -1
+            at = len(line)
+            if n < at + (12 if self._max_body else 5) or data[:at] != line:
+                return -1
+            count = 1
+            if self._max_body:
+                size, count = _two.unpack_from(data, at)
+                if not 0 < size <= self._max_body or not 0 < count <= n:
+                    return -1
+                at += 8
+            head = at
+            for _ in range(count):
+                if at + 4 > n:
+                    return -1
+                (size,) = _i32.unpack_from(data, at)
+                if not 0 < size <= self._max_size or at + 4 + size > n:
+                    return -1
+                at += 4 + size
+            size = n - head + 30 * count
+            if at != n or size > _MOST_AT_ONCE or block.used + size > block.size:
+                return -1
+            block.fill(data, head, n, count, ident, timestamp, 1, size)
+            return count
+
+        def _write(self, block, start, count, seq, file, offset, salt):
+            size = block.used - start
+            head = _record.pack(salt, size, count, seq, 0, 0, 0, 0, block.checksum(salt, start, block.used))
+            head += _u32.pack(google_crc32c.extend(salt, head))
+            try:
+                n = os.pwritev(file, [head, block.view[start : block.used]], offset)
+            except OSError as exc:
+                self.error = exc.errno or 1
+                return self.error
+            if n != size + _RECORD_HEADER:
+                self.error = ENOSPC
+                return self.error
+            self.wrote += n
+            return 0
+
+        def _answer(self, fds):
+            for i in self.unanswered:
+                try:
+                    n = os.write(fds[i], self._ok)
+                except OSError:
+                    n = 0
+                if n < len(self._ok):
+                    self.left.append((i, n))
+            self.unanswered = []
 
 
 @cython.cclass

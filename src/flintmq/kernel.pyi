@@ -7,10 +7,14 @@ FRAME_OVERHEAD: int
 SCAN_DONE: int
 SCAN_MORE: int
 SCAN_BAD: int
+ALL: int
 FULL: int
+OTHER: int
+FAILED: int
 NOTHING: int
 
 def send_each(fds: list[int], frame: bytes) -> list[tuple[int, int]]: ...
+def populate(memory: mmap) -> None: ...
 
 class Scan:
     pos: int
@@ -42,24 +46,39 @@ class Block:
         attempts: int,
         max_bytes: int,
     ) -> int: ...
-    def fill_from_sockets(
-        self,
-        fds: list[int],
-        counts: list[int],
-        start: int,
-        data: bytearray,
-        line: bytes,
-        ident: int,
-        timestamp: int,
-        max_size: int,
-        max_body: int,
-        max_bytes: int,
-    ) -> int: ...
     def checksum(self, value: int, start: int, stop: int) -> int: ...
     def adopt(self, used: int, count: int) -> bool: ...
     def cut_back(self, count: int) -> int: ...
     def find(self, seq: int) -> int: ...
+    def index(self, offset: int) -> int: ...
     def cut(self, seq: int, max_count: int, max_bytes: int) -> int: ...
+
+class Intake:
+    index: int
+    size: int
+    wrote: int
+    error: int
+    unwritten: int
+    unanswered: list[int]
+    left: list[tuple[int, int]]
+    def __init__(self, data: bytearray, line: bytes, ok: bytes, max_size: int, max_body: int) -> None: ...
+    def run(
+        self,
+        block: Block,
+        fds: list[int],
+        counts: list[int],
+        start: int,
+        ident: int,
+        timestamp: int,
+        write_at: int,
+        budget: int,
+        room: int,
+        file: int,
+        offset: int,
+        salt: int,
+        prefix: int,
+        answer: bool,
+    ) -> int: ...
 
 class Ring:
     lo: int

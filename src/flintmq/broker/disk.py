@@ -21,10 +21,11 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-__all__ = ["BACKGROUND", "COMMIT", "READ", "Clock", "Disk", "SystemClock", "pack_numbers", "unpack_numbers"]
+__all__ = ["BACKGROUND", "COMMIT", "READ", "SPARE", "Clock", "Disk", "SystemClock", "pack_numbers", "unpack_numbers"]
 
-#: The order in which waiting work is taken up.
-COMMIT, READ, BACKGROUND = 0, 1, 2
+#: The order in which waiting work is taken up. What can be done without goes last: it has a thread for itself, which
+#: steps aside for everything else on the machine.
+COMMIT, READ, BACKGROUND, SPARE = 0, 1, 2, 3
 
 # writev takes at most 1024 buffers on Linux.
 _MOST_BUFFERS = 1000
@@ -104,13 +105,19 @@ class Disk:
         with self._wake:
             if self._stopping:
                 raise RuntimeError("the disk was closed")
+            if urgency == SPARE:
+                self._start(f"flintmq-spare-{self._order}", functools.partial(self._serve_aside, work, done))
+                return
             self._order += 1
             heapq.heappush(self._work, (urgency, self._order, work, done))
             if len(self._threads) < _THREADS and len(self._work) > 0:
-                thread = threading.Thread(target=self._serve, name=f"flintmq-disk-{len(self._threads)}", daemon=True)
-                self._threads.append(thread)
-                thread.start()
+                self._threads.append(self._start(f"flintmq-disk-{len(self._threads)}", self._serve))
             self._wake.notify()
+
+    def _start(self, name: str, target: Callable[[], None]) -> threading.Thread:
+        thread = threading.Thread(target=target, name=name, daemon=True)
+        thread.start()
+        return thread
 
     @property
     def closing(self) -> bool:
@@ -125,17 +132,26 @@ class Disk:
                         return
                     self._wake.wait()
                 _, _, work, done = heapq.heappop(self._work)
-            result: Any = None
-            error: BaseException | None = None
-            try:
-                result = work()
-            except BaseException as exc:
-                error = exc
-            post = self._post
-            if post is not None:
-                # The loop may be gone when the broker is stopped the hard way: nobody waits for the answer then.
-                with contextlib.suppress(RuntimeError):
-                    post(lambda done=done, result=result, error=error: done(result, error))  # type: ignore[misc]
+            self._do(work, done)
+
+    def _serve_aside(self, work: Callable[[], Any], done: Callable[[Any, BaseException | None], None]) -> None:
+        if sys.platform == "linux":
+            # Of this thread alone, there.
+            os.setpriority(os.PRIO_PROCESS, threading.get_native_id(), 19)
+        self._do(work, done)
+
+    def _do(self, work: Callable[[], Any], done: Callable[[Any, BaseException | None], None]) -> None:
+        result: Any = None
+        error: BaseException | None = None
+        try:
+            result = work()
+        except BaseException as exc:
+            error = exc
+        post = self._post
+        if post is not None:
+            # The loop may be gone when the broker is stopped the hard way: nobody waits for the answer then.
+            with contextlib.suppress(RuntimeError):
+                post(lambda: done(result, error))
 
     def close(self) -> None:
         """Finish what was submitted and end the threads. Answers still arrive, if the loop still runs."""
@@ -147,6 +163,11 @@ class Disk:
         self._threads.clear()
 
     # --- Files -----------------------------------------------------------------------------------------------------
+
+    @property
+    def direct(self) -> bool:
+        """May files be written to without calling ``write``? Not where somebody has put another one in its place."""
+        return type(self).write is Disk.write
 
     def open(self, path: Path, *, create: bool = False) -> int:
         flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT | os.O_EXCL if create else 0)

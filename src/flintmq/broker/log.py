@@ -11,15 +11,16 @@ from __future__ import annotations
 import errno
 import functools
 import logging
+import os
 import sys
 from bisect import bisect_right
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
-from mmap import mmap
+from mmap import MAP_ANON, MAP_PRIVATE, mmap
 from pathlib import Path
 
-from flintmq.broker.disk import BACKGROUND, COMMIT, READ, Clock, Disk
+from flintmq.broker.disk import BACKGROUND, COMMIT, READ, SPARE, Clock, Disk
 from flintmq.broker.segment import (
     CONTINUES,
     DEFERRED,
@@ -43,7 +44,7 @@ from flintmq.broker.segment import (
     timestamp_of,
 )
 from flintmq.errors import DamageError, StorageError
-from flintmq.kernel import FRAME_OVERHEAD, Block
+from flintmq.kernel import FAILED, FRAME_OVERHEAD, Block, Intake, populate
 from flintmq.options import NsqdOptions
 
 __all__ = ["Log", "Store"]
@@ -58,6 +59,12 @@ SYNC_AT, WRITE_IN_THREAD_AT, PAUSE_AT = 16 << 20, 64 << 20, 128 << 20
 #: What is taken from sockets before it is written and answered: with few publishers, those who have their answer
 #: send more while the others' batches are handled.
 WRITE_AT = 32 << 10
+#: What is taken from sockets, written and answered before the loop does anything else.
+TAKE_AT_ONCE = 256 << 10
+#: What a block must have left for that; so much of it may stay empty.
+TAKE_ROOM = 64 << 10
+#: take_in() read nothing, because there is no block to read into.
+NO_BLOCK = -1
 #: Background syncs of one log are at least this far apart: each costs the device the same, however small it is.
 SYNC_SPACING = 100_000_000
 #: How often, and how many seconds apart, a read that the device refuses is tried before its messages are given up.
@@ -69,11 +76,14 @@ _MOST_FILES = 400
 
 def _fresh_memory() -> list[mmap]:
     """Memory for blocks whose pages are there already: a busy loop has no time to wait for them one by one."""
-    spare = [mmap(-1, LARGEST_BLOCK) for _ in range(_SPARE_BLOCKS)]
-    with open("/dev/zero", "rb", buffering=0) as zero:
-        for memory in spare:
-            zero.readinto(memory)
+    spare = [_memory(LARGEST_BLOCK) for _ in range(_SPARE_BLOCKS)]
+    for memory in spare:
+        populate(memory)
     return spare
+
+
+def _memory(size: int) -> mmap:
+    return mmap(-1, size, flags=MAP_PRIVATE | MAP_ANON)
 
 
 @dataclass(slots=True)
@@ -144,8 +154,8 @@ class Store:
                     return block
             if len(self._spare) < _SPARE_BLOCKS // 2 and not self._preparing and not self.disk.closing:
                 self._preparing = True
-                self.disk.submit(_fresh_memory, self._prepared)
-            return Block(size, base, self._spare.pop() if self._spare else mmap(-1, size))
+                self.disk.submit(_fresh_memory, self._prepared, SPARE)
+            return Block(size, base, self._spare.pop() if self._spare else _memory(size))
         return Block(size, base)
 
     def _prepared(self, spare: list[mmap] | None, error: BaseException | None) -> None:
@@ -272,8 +282,9 @@ class Log:
         self._pending: deque[Record] = deque()
         self._open_record: Record | None = None
         self._in_group = False
-        #: Bytes of frames that the last fill_from_sockets() made.
+        #: Bytes of frames that the last take_in() made.
         self.last_bytes = 0
+        self._direct = store.disk.direct
         # Is the last record that was laid out, or the last one written (where the group starts), in a group whose end
         # is still to come?
         self._group_planned = False
@@ -391,43 +402,95 @@ class Log:
         self._open_record = record if record is not None and not (flags or extra or more) else None
         return first
 
-    def fill_from_sockets(
-        self,
-        fds: list[int],
-        counts: list[int],
-        start: int,
-        data: bytearray,
-        line: bytes,
-        timestamp: int,
-        max_size: int,
-        max_body: int,
-    ) -> tuple[int, int]:
-        """Append publishes straight from sockets: see ``Block.fill_from_sockets``.
+    def take_in(self, intake: Intake, fds: list[int], counts: list[int], start: int, settled: bool) -> tuple[int, bool]:
+        """Append publishes straight from sockets: see ``Intake.run``. How that ended, and whether they are answered.
 
-        Where it stopped, and how many bytes are in ``data`` there; -1: nothing was read, there is no block for it;
-        ``FULL``: so much was made that it should be written before more is read.
+        Without ``settled`` nothing may be answered yet. If a write failed, what was not written is gone again.
         """
         block = self.blocks[-1] if self.blocks and not self._in_group else None
         if block is None:
-            return start, -1
-        record = self._open_record
-        if record is not None and (record.block is not block or record.stop - record.start >= RECORD_BYTES):
-            record = None
-        before, used = block.count, block.used
-        stopped = block.fill_from_sockets(
-            fds, counts, start, data, line, self._store.prefix | self.end, timestamp, max_size, max_body, WRITE_AT
-        )
-        count = block.count - before
-        if count:
-            if record is None:
-                record = self._open_record = Record(block, used, block.used, self.end, count)
-                self._pending.append(record)
+            return NO_BLOCK, False
+        room = 0
+        if block.size == LARGEST_BLOCK:
+            room = TAKE_ROOM
+            if block.size - block.used < room:
+                block = self._add_block(LARGEST_BLOCK)
+        store = self._store
+        segment = self._active
+        answer = settled and not self._writing and self.durability != "fsync"
+        file = -1
+        if answer and self.durability == "os":
+            if (
+                segment is None
+                or self._pending
+                or segment.size + 2 * TAKE_AT_ONCE > store.options.max_bytes_per_file
+                or store.unsynced >= WRITE_IN_THREAD_AT
+                or self._group_planned
+                or self._group_written is not None
+                or segment.end != self.end
+                or not self._direct
+            ):
+                answer = False
             else:
+                file = store.file(segment)
+        first, used = block.count, block.used
+        status = intake.run(
+            block,
+            fds,
+            counts,
+            start,
+            store.prefix | self.end,
+            store.clock.wall(),
+            WRITE_AT,
+            TAKE_AT_ONCE,
+            room,
+            file,
+            segment.size if segment is not None else 0,
+            segment.salt if segment is not None else 0,
+            store.prefix,
+            answer,
+        )
+        count = block.count - first
+        self.last_bytes = block.used - used
+        if not count:
+            return status, answer
+        if file >= 0 and segment is not None:
+            self._taken_in(segment, block, count, intake, status == FAILED)
+        else:
+            record = self._open_record
+            if record is not None and record.block is block and record.stop - record.start < RECORD_BYTES:
                 record.stop = block.used
                 record.count += count
+            else:
+                record = self._open_record = Record(block, used, block.used, self.end, count)
+                self._pending.append(record)
             self._advance(count)
-            self.last_bytes = block.used - used
-        return stopped, block.pos
+        return status, answer
+
+    def _taken_in(self, segment: Segment, block: Block, count: int, intake: Intake, failed: bool) -> None:
+        """The frames that were made are in the file, less those of a write that failed."""
+        seq, size = self.end, intake.wrote
+        self._advance(count)
+        if failed:
+            written = block.index(intake.unwritten) - (block.count - count)
+            lost = Record(block, intake.unwritten, block.used, seq + written, count - written)
+            count = written
+        if count:
+            segment.note(seq, count, segment.size, size)
+            if not self._unsynced or self._unsynced[-1] is not segment:
+                self._note_unsynced(segment)
+            self._unsynced_bytes += size
+            self._store.unsynced += size
+            self._unsynced_count += count
+            self.written = seq + count
+            if self._store.ill:
+                self._store.recovered()
+            self._sync_if_due()
+        if failed:
+            self._write_failed(
+                [_Piece(segment, segment.size, [], lost.seq, 0, [lost])],
+                OSError(intake.error, os.strerror(intake.error)),
+            )
 
     def _advance(self, count: int) -> None:
         self.end += count
@@ -435,9 +498,12 @@ class Log:
 
     def _new_block(self, pos: int, data: bytearray) -> Block:
         need = FRAME_OVERHEAD + int.from_bytes(data[pos : pos + 4], "big")
-        size = max(self._block_size, need)
-        block = self._store.new_block(size, self.end)
+        block = self._add_block(max(self._block_size, need))
         self._block_size = min(self._block_size * 2, LARGEST_BLOCK)
+        return block
+
+    def _add_block(self, size: int) -> Block:
+        block = self._store.new_block(size, self.end)
         self.blocks.append(block)
         self._bases.append(block.base)
         self.memory_bytes += block.size

@@ -183,26 +183,19 @@ def guess_header(path: Path, head: bytes) -> Segment | None:
 
 
 def encode_record(record: Record, salt: int) -> tuple[bytes, memoryview]:
-    frames = record.block.view[record.start : record.stop]
-    return _encode_head(record, salt, bytes(frames)), frames
+    start, stop = record.start, record.stop
+    head = _encode_head(record, salt, stop - start, record.block.checksum(salt, start, stop))
+    return head, record.block.view[start:stop]
 
 
-def _encode_head(record: Record, salt: int, frames: bytes) -> bytes:
+def _encode_head(record: Record, salt: int, size: int, frames_crc: int) -> bytes:
     extra = record.extra
     head = _record_head.pack(
-        salt,
-        len(frames),
-        record.count,
-        record.seq,
-        record.started,
-        record.delay,
-        record.flags,
-        len(extra),
-        google_crc32c.extend(salt, frames),
+        salt, size, record.count, record.seq, record.started, record.delay, record.flags, len(extra), frames_crc
     )
-    head_crc = (
-        google_crc32c.extend(google_crc32c.extend(salt, head), extra) if extra else google_crc32c.extend(salt, head)
-    )
+    head_crc = google_crc32c.extend(salt, head)
+    if extra:
+        head_crc = google_crc32c.extend(head_crc, extra)
     encoded: bytes = head + _crc.pack(head_crc) + extra
     return encoded
 
@@ -417,4 +410,4 @@ class Salvage:
             entry.started,
             entry.extra,
         )
-        return _encode_head(copy, salt, frames), frames
+        return _encode_head(copy, salt, len(frames), google_crc32c.extend(salt, frames)), frames

@@ -21,11 +21,12 @@ from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
+from flintmq.broker.log import NO_BLOCK
 from flintmq.broker.sockets import SocketTransport
 from flintmq.broker.topic import SLICE, Commit, Topic
 from flintmq.compression import Codec, Deflate, Snappy
 from flintmq.errors import ProtocolError, PublishError
-from flintmq.kernel import FULL, NOTHING, SCAN_BAD, SCAN_MORE, Scan
+from flintmq.kernel import FULL, NOTHING, OTHER, SCAN_BAD, SCAN_MORE, Intake, Scan
 from flintmq.wire import (
     CLOSE_WAIT_FRAME,
     FRAME_ERROR,
@@ -64,6 +65,9 @@ DEFAULT_HEARTBEAT = 30_000
 RECEIVE_SLACK = 256 << 10
 #: A batch larger than this is turned into frames in slices.
 SLICED_FROM = 20_000
+
+#: So many publishers that were heard of in the last turn are looked at again without being asked to.
+MOST_REGULARS = 16
 
 INIT, SUBSCRIBED, CLOSING = 0, 3, 4
 
@@ -318,13 +322,11 @@ class Session(asyncio.BufferedProtocol):
         """FINs came the short way."""
         self._last_command = now
 
-    def published(self, lane: Lane, count: int, commit: Commit | None, now: float) -> None:
-        """A publish came the short way. Its ``OK`` comes with the commit, or at once without one."""
+    def published(self, topic: Topic, count: int, commit: Commit | None, now: float) -> None:
+        """A publish came the short way. Its answer comes with the commit; without one ``OK`` was sent already."""
         self._last_command = now
-        self.publish_counts[lane.topic.name] += count
-        if commit is None:
-            self._write(OK_FRAME)
-        else:
+        self.publish_counts[topic.name] += count
+        if commit is not None:
             self._single = commit
             commit.sessions.append(self)
 
@@ -992,9 +994,16 @@ class Lane:
         self._broker = broker
         self.topic = topic
         self.verb = verb
-        self._line = f"{verb} {topic.name}".encode()
-        self._max_body = broker.options.max_body_size if verb == "MPUB" else 0
+        options = broker.options
+        self._intake = Intake(
+            broker.receive_buffer,
+            f"{verb} {topic.name}".encode(),
+            OK_FRAME,
+            options.max_msg_size,
+            options.max_body_size if verb == "MPUB" else 0,
+        )
         self._arrived: list[tuple[Session, SocketTransport]] = []
+        self._regulars: dict[Session, SocketTransport] = {}
 
     def add(self, session: Session, transport: SocketTransport) -> bool:
         """The session's socket can be read; True if it is the first of this turn."""
@@ -1004,32 +1013,53 @@ class Lane:
     def run(self) -> None:
         arrived, self._arrived = self._arrived, []
         topic = self.topic
+        # Those that published a moment ago may well have the next one under way: they are read too, after the others.
+        others, self._regulars = self._regulars, {}
         short: list[tuple[Session, SocketTransport]] = []
         for pair in arrived:
+            others.pop(pair[0], None)
             if topic.open and pair[0].quiet:
                 short.append(pair)
             else:
                 pair[1].receive()
+        short.extend((session, transport) for session, transport in others.items() if session.quiet)
         fds = [transport.fd for _, transport in short]
-        counts = [0] * len(fds)
-        data = self._broker.receive_buffer
-        limit = self._broker.options.max_msg_size
         start = 0
         while start < len(fds):
-            stopped, size, commit = topic.publish_from_sockets(
-                fds, counts, start, data, self._line, limit, self._max_body
-            )
-            now = self._broker.now()
-            for i in range(start, stopped):
-                if fds[i] >= 0:
-                    short[i][0].published(self, counts[i], commit, now)
-            if stopped < len(fds):
-                if size == FULL:
-                    topic.flush()
-                else:
-                    self._other(*short[stopped], size)
-                    stopped += 1
-            start = stopped
+            start = self._take_in(short, fds, start)
+
+    def _take_in(self, short: list[tuple[Session, SocketTransport]], fds: list[int], start: int) -> int:
+        """Take in publishes until something has to be done about one of them; where to go on."""
+        topic, intake = self.topic, self._intake
+        counts = [0] * len(fds)
+        status, commit = topic.take_in(intake, fds, counts, start)
+        if status == NO_BLOCK:
+            # Nothing was read: the log gets a block the ordinary way.
+            short[start][1].receive()
+            return start + 1
+        for i, sent in intake.left:
+            short[i][0].send_run(memoryview(OK_FRAME)[sent:])
+        now = self._broker.now()
+        if commit is not None and commit.done:
+            for i in intake.unanswered:
+                short[i][0].refused(commit.error)
+            commit = None
+        for i, count in enumerate(counts):
+            if count:
+                session, transport = short[i]
+                session.published(topic, count, commit, now)
+                if len(self._regulars) < MOST_REGULARS:
+                    self._regulars[session] = transport
+        if status == OTHER:
+            # What is in the buffer there must be seen to before the buffer is used again; then the others go on.
+            i, size = intake.index, intake.size
+            fds[i] = -1
+            self._other(*short[i], size)
+            return i + 1 if commit is not None else start
+        if status == FULL and commit is not None:
+            topic.flush()
+            return intake.index
+        return len(fds)
 
     def _other(self, session: Session, transport: SocketTransport, size: int) -> None:
         """Something else came, or nothing at all: ``size`` bytes are in the buffer."""
@@ -1037,9 +1067,6 @@ class Lane:
             session.buffer_updated(size)
         elif size == 0:
             transport.ended()
-        elif size == -1:
-            # Nothing was read yet, because the log has no block: it gets one the ordinary way.
-            transport.receive()
         else:
             transport.fail(OSError(-size, "the connection is broken"))
 

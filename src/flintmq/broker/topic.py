@@ -19,7 +19,7 @@ from flintmq.broker.channel import Channel
 from flintmq.broker.journal import NEVER, SIDE
 from flintmq.broker.log import Log
 from flintmq.errors import NotFoundError, PublishError
-from flintmq.kernel import FRAME_OVERHEAD, Scan, send_each
+from flintmq.kernel import FAILED, FRAME_OVERHEAD, Intake, Scan, send_each
 from flintmq.wire import OK_FRAME, is_ephemeral
 
 if TYPE_CHECKING:
@@ -34,6 +34,8 @@ log = logging.getLogger(__name__)
 RESERVE = 1 << 24
 #: Messages of one batch that are turned into frames before the loop is handed back.
 SLICE = 4_000
+#: More messages than are taken straight from sockets in one go.
+MOST_AT_ONCE = 1 << 20
 
 
 class Commit:
@@ -96,6 +98,8 @@ class Topic:
         self._holder: object = None
         # Why the rest of the batch that is being appended in slices has to be refused.
         self._batch_error: PublishError | None = None
+        # Why the last write failed.
+        self._refusal = ""
         self._waiting: list[Callable[[], None]] = []
         # Counters.
         self.message_count = 0
@@ -200,28 +204,29 @@ class Topic:
         commit.end = self.log.end
         return commit
 
-    def publish_from_sockets(
-        self, fds: list[int], counts: list[int], start: int, data: bytearray, line: bytes, max_size: int, max_body: int
-    ) -> tuple[int, int, Commit | None]:
-        """Publishes straight from sockets, for as long as they are of the usual kind: see ``Log.fill_from_sockets``.
+    def take_in(self, intake: Intake, fds: list[int], counts: list[int], start: int) -> tuple[int, Commit | None]:
+        """Publishes straight from sockets: see ``Intake.run``.
 
-        Where it stopped, how many bytes are in ``data`` there, and what to wait for.
+        How that ended, and what those that brought something wait for: None if they were answered. A commit that is
+        done has failed.
         """
-        end = self.log.end
-        stopped, size = self.log.fill_from_sockets(
-            fds, counts, start, data, line, self.broker.clock.wall(), max_size, max_body
-        )
-        count = self.log.end - end
-        if not count:
-            return stopped, size, None
-        self.message_count += count
-        self.message_bytes += self.log.last_bytes - FRAME_OVERHEAD * count
-        if self.log.end > self._usable - RESERVE // 2:
-            self._reserve()
-        self.broker.turn(self)
-        if self.log.durability == "memory" and self.log.end <= min(self._usable, self._settled):
-            return stopped, size, None
-        return stopped, size, self._commit()
+        log = self.log
+        end = log.end
+        # So many seqs may be used, and so much is safe when it is written, without asking again.
+        settled = not self._commits and end + MOST_AT_ONCE < self._usable and self._settled == NEVER
+        status, answered = log.take_in(intake, fds, counts, start, settled)
+        count = log.end - end
+        if count:
+            self.message_count += count
+            self.message_bytes += log.last_bytes - FRAME_OVERHEAD * count
+            if log.end > self._usable - RESERVE // 2:
+                self._reserve()
+            self.broker.turn(self)
+        if status == FAILED:
+            failed = Commit()
+            failed.resolve(PublishError(self._refusal))
+            return status, failed
+        return status, self._commit() if count and not answered else None
 
     def _reserve(self) -> None:
         """Say which seqs may be used from now on, and use none of them before that is on the device."""
@@ -283,7 +288,7 @@ class Topic:
                 channel.drop_excess()
 
     def _write_failed(self, seq: int, exc: Exception) -> None:
-        reason = getattr(exc, "strerror", None) or str(exc)
+        reason = self._refusal = getattr(exc, "strerror", None) or str(exc)
         self.broker.unwell(f"cannot write to the disk: {reason}")
         self._open_commit = None
         if self.busy:
