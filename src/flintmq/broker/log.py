@@ -61,6 +61,8 @@ SYNC_AT, WRITE_IN_THREAD_AT, PAUSE_AT = 16 << 20, 64 << 20, 128 << 20
 WRITE_AT = 32 << 10
 #: What is taken from sockets, written and answered before the loop does anything else.
 TAKE_AT_ONCE = 256 << 10
+#: The same for a topic with channels, whose consumers wait for their turn.
+TAKE_SHARED = 64 << 10
 #: What a block must have left for that; so much of it may stay empty.
 TAKE_ROOM = 64 << 10
 #: take_in() read nothing, because there is no block to read into.
@@ -402,10 +404,13 @@ class Log:
         self._open_record = record if record is not None and not (flags or extra or more) else None
         return first
 
-    def take_in(self, intake: Intake, fds: list[int], counts: list[int], start: int, settled: bool) -> tuple[int, bool]:
+    def take_in(
+        self, intake: Intake, fds: list[int], counts: list[int], start: int, settled: bool, budget: int
+    ) -> tuple[int, bool]:
         """Append publishes straight from sockets: see ``Intake.run``. How that ended, and whether they are answered.
 
-        Without ``settled`` nothing may be answered yet. If a write failed, what was not written is gone again.
+        Without ``settled`` nothing may be answered yet; ``budget`` is what may be taken before the loop goes on. If a
+        write failed, what was not written is gone again.
         """
         block = self.blocks[-1] if self.blocks and not self._in_group else None
         if block is None:
@@ -442,7 +447,7 @@ class Log:
             store.prefix | self.end,
             store.clock.wall(),
             WRITE_AT,
-            TAKE_AT_ONCE,
+            budget,
             room,
             file,
             segment.size if segment is not None else 0,

@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING
 
 from flintmq.broker.channel import Channel
 from flintmq.broker.journal import NEVER, SIDE
-from flintmq.broker.log import Log
+from flintmq.broker.log import TAKE_AT_ONCE, TAKE_SHARED, WRITE_AT, Log
 from flintmq.errors import NotFoundError, PublishError
 from flintmq.kernel import FAILED, FRAME_OVERHEAD, Intake, Scan, send_each
 from flintmq.wire import OK_FRAME, is_ephemeral
@@ -34,6 +34,8 @@ log = logging.getLogger(__name__)
 RESERVE = 1 << 24
 #: Messages of one batch that are turned into frames before the loop is handed back.
 SLICE = 4_000
+#: A channel has fallen behind when so many messages wait for its consumers.
+BEHIND = 2_500
 #: More messages than are taken straight from sockets in one go.
 MOST_AT_ONCE = 1 << 20
 
@@ -214,7 +216,7 @@ class Topic:
         end = log.end
         # So many seqs may be used, and so much is safe when it is written, without asking again.
         settled = not self._commits and end + MOST_AT_ONCE < self._usable and self._settled == NEVER
-        status, answered = log.take_in(intake, fds, counts, start, settled)
+        status, answered = log.take_in(intake, fds, counts, start, settled, self._budget())
         count = log.end - end
         if count:
             self.message_count += count
@@ -227,6 +229,15 @@ class Topic:
             failed.resolve(PublishError(self._refusal))
             return status, failed
         return status, self._commit() if count and not answered else None
+
+    def _budget(self) -> int:
+        """How much to take from publishers before consumers have their turn: less where they fall behind."""
+        if not self.channels:
+            return TAKE_AT_ONCE
+        for channel in self.channels.values():
+            if channel.sessions and channel.waiting.total + self.pumped - channel.seen > BEHIND:
+                return WRITE_AT
+        return TAKE_SHARED
 
     def _reserve(self) -> None:
         """Say which seqs may be used from now on, and use none of them before that is on the device."""
