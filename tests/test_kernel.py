@@ -25,7 +25,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 import flintmq
 from flintmq import _cython
-from flintmq.broker.segment import Entry, read_records
+from flintmq.broker.segment import Entry, Record, encode_record, read_records
 from flintmq.wire import encode_mpub
 
 PREFIX = 513 << 54
@@ -754,3 +754,43 @@ def test_an_empty_heap_has_nothing_to_give(kernel: Any) -> None:
         with pytest.raises(IndexError):
             ask()
     assert heap.items() == []
+
+
+# --- Records read back ------------------------------------------------------------------------------------------------
+
+
+def chunk_of(kernel: Any, batches: list[list[bytes]], extra: bytes = b"") -> tuple[bytes, bytes]:
+    """Records of these batches as they stand in a file, and their frames."""
+    data, frames, seq = b"", b"", BASE
+    for bodies in batches:
+        block = kernel.Block(1 << 16, seq)
+        source = records(*bodies)
+        block.fill(source, 0, len(source), len(bodies), PREFIX | seq, 1, 1, 1 << 16)
+        head, body = encode_record(Record(block, 0, block.used, seq, len(bodies), extra=extra), SALT)
+        data += head + body
+        frames += bytes(body)
+        seq += len(bodies)
+    return data, frames
+
+
+def test_whole_records_are_gathered_into_a_block(kernel: Any) -> None:
+    if not kernel.COMPILED:
+        assert kernel.gather(b"", SALT, BASE, BASE) is None, "the interpreter reads them one by one"
+        return
+    for extra in (b"", b"\0\0\0\7"):
+        data, frames = chunk_of(kernel, [[b"a", b"bb"], [b"c" * 4_000], [b"d"] * 70], extra)
+        block = kernel.gather(data, SALT, BASE, BASE + 73)
+        assert (block.base, block.count, bytes(block.view[: block.used])) == (BASE, 73, frames)
+        assert block.cut(BASE + 2, 1, 1 << 16) == 1
+
+
+def test_anything_unusual_is_not_gathered(kernel: Any) -> None:
+    data, _ = chunk_of(kernel, [[b"a", b"bb"], [b"ccc"]])
+    assert kernel.gather(data, SALT, BASE, BASE + 4) is None
+    assert kernel.gather(data, SALT, BASE + 1, BASE + 3) is None
+    assert kernel.gather(data, SALT + 1, BASE, BASE + 3) is None
+    for at in range(len(data)):
+        damaged = bytearray(data)
+        damaged[at] ^= 1
+        assert kernel.gather(bytes(damaged), SALT, BASE, BASE + 3) is None, at
+        assert kernel.gather(data[:at], SALT, BASE, BASE + 3) is None, at

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import os
 import threading
 import time
 from collections.abc import AsyncIterator, Callable
@@ -215,3 +216,28 @@ async def test_publishes_that_are_refused_say_why(broker: Broker, clients: list[
     broker.refusing = "the disk is nearly full"
     assert await clients[0].ask(pub(b"a")) == b"E_PUB_FAILED PUB failed the disk is nearly full"
     assert await clients[1].ask(encode_mpub(b"t", [b"a"])) == b"E_MPUB_FAILED MPUB failed the disk is nearly full"
+
+
+async def test_a_write_that_fails_on_the_short_way_is_told_and_leaves_nothing_behind(tmp_path: Path) -> None:
+    async with Broker(data_path=tmp_path) as broker:
+        clients = [await Client.connect(broker) for _ in range(3)]
+        for number, client in enumerate(clients):
+            assert await client.ask(encode_mpub(b"t", [b"before %d" % number])) == b"OK"
+        [segment] = broker.topics["t"].log.segments
+        good = segment.fd
+        # As a device that takes no more: every write to it fails.
+        segment.fd = os.open(segment.path, os.O_RDONLY)
+        for client in clients:
+            client.send(encode_mpub(b"t", [b"lost"]))
+        for client in clients:
+            assert (await client.frame())[1].startswith(b"E_MPUB_FAILED MPUB failed "), "each is told"
+            await client.close()
+        assert broker.health.startswith("NOK")
+        os.close(good)
+        other = await Client.connect(broker)
+        assert await other.ask(encode_mpub(b"t", [b"after"])) == b"OK"
+        assert broker.health == "OK"
+        assert sorted(await received(broker, 4)) == [b"after", b"before 0", b"before 1", b"before 2"]
+        await other.close()
+    async with Broker(data_path=tmp_path) as broker:
+        assert broker.topics["t"].depth + sum(c.depth for c in broker.topics["t"].channels.values()) <= 4

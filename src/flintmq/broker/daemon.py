@@ -105,6 +105,7 @@ class Broker:
         self._touched: dict[Topic, None] = {}
         self._housekeeping_due = False
         self._pumps: dict[Channel, None] = {}
+        self._answered: dict[Channel, None] = {}
         self._stalled: list[Callable[[], None]] = []
         self._lanes: dict[tuple[Topic, str], Lane] = {}
         self._syncing = False
@@ -629,10 +630,18 @@ class Broker:
             if self._poller is None or not self._poller.turning:
                 self.later(self.flush)
 
+    def answered(self, channel: Channel) -> None:
+        """Consumers may take more: pump at the end of the turn, when what was published in it can be sent as well."""
+        self._answered[channel] = None
+
     def _turned(self) -> None:
         """All that could be read in this turn has been."""
         if self._flush_due:
             self.flush()
+        if self._answered:
+            channels, self._answered = self._answered, {}
+            for channel in channels:
+                channel.pump()
 
     def flush(self) -> None:
         """The end of a loop turn: one write per topic for all its publishers, then their answers, then deliveries."""
@@ -880,6 +889,9 @@ def _remove_tree(disk: Disk, path: Path) -> None:
         child = path / name
         try:
             disk.remove(child)
+        except FileNotFoundError:
+            # A thread was quicker.
+            continue
         except (IsADirectoryError, PermissionError):
             _remove_tree(disk, child)
     disk.remove_folder(path)

@@ -1084,26 +1084,38 @@ class Log:
 
     def free(self, seq: int) -> None:
         """Remove the segment files that lie wholly before ``seq``. Call it only when durable state allows it."""
+        if self._disk.closing:
+            return
         removed = False
         while self.segments and self.segments[0] is not self._active and not self.segments[0].pins:
             segment = self.segments[0]
             stop = self.segments[1].base if len(self.segments) > 1 else segment.end
             if max(segment.end, stop) > seq:
                 break
-            self._remove_segment(segment)
+            self._forget_segment(segment)
+            # Giving a large file's blocks back takes the system a while.
+            self._disk.submit(functools.partial(self._disk.remove, segment.path), self._removed)
             removed = True
         if removed and self.folder is not None:
             self._progressed()
 
+    def _removed(self, _: None, error: BaseException | None) -> None:
+        # It may have been removed already, with the whole topic.
+        if error is not None and not isinstance(error, FileNotFoundError):
+            log.error("LOG(%s): cannot remove a segment - %s", self.name, error)
+
     def _remove_segment(self, segment: Segment) -> None:
-        self.segments.remove(segment)
-        self._store.forget_cold(segment)
-        if not segment.pins:
-            self._store.close_file(segment)
+        self._forget_segment(segment)
         try:
             self._disk.remove(segment.path)
         except OSError as exc:
             log.error("LOG(%s): cannot remove %s - %s", self.name, segment.path, exc)
+
+    def _forget_segment(self, segment: Segment) -> None:
+        self.segments.remove(segment)
+        self._store.forget_cold(segment)
+        if not segment.pins:
+            self._store.close_file(segment)
 
     def discard(self) -> None:
         """The topic is deleted: remove all files and the folder."""

@@ -32,7 +32,7 @@ import msgspec
 
 from flintmq.broker.disk import Disk, pack_numbers, unpack_numbers
 from flintmq.errors import FormatError
-from flintmq.kernel import Block
+from flintmq.kernel import Block, gather
 
 _MAGIC = b"FLINTLOG"
 _END_MAGIC = b"FLINTEND"
@@ -270,6 +270,9 @@ def decode_chunk(
 
     A block holds no holes: where some cannot be read, it is the block of the messages around ``wanted``.
     """
+    whole = gather(data, salt, first, after)
+    if whole is not None:
+        return whole, []
     parts: list[bytes] = []
     damage: list[tuple[int, int]] = []
     base = expected = first

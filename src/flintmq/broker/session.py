@@ -1072,7 +1072,7 @@ class Lane:
 
 
 class FinishLane:
-    """The short way for FINs of a channel's consumers on plain sockets: all of a turn, and then one pump."""
+    """The short way for FINs of a channel's consumers on plain sockets: all of a turn, and one pump at its end."""
 
     def __init__(self, broker: Broker, channel: Channel) -> None:
         self._broker = broker
@@ -1106,7 +1106,7 @@ class FinishLane:
                 transport.ended()
             elif size != NOTHING:
                 transport.fail(OSError(-size, "the connection is broken"))
-        channel.pump()
+        self._broker.answered(channel)
 
 
 _Handler = Callable[[Session, list[bytes], bytearray, int, int], int]

@@ -258,19 +258,14 @@ class Poller:
         self.epoll.close()
 
     def _ready(self) -> None:
-        """Hand on all that can be read, look again, and end the turn as soon as there is nothing more."""
-        worked = False
+        """Hand on all that can be read, end the turn, and look again as long as there is more."""
+        poll = self.epoll.poll
         for _ in range(_ROUNDS):
-            events = self.epoll.poll(0, _MOST_EVENTS)
-            if events:
-                worked = True
-                self._handle(events)
-            elif worked:
-                worked = False
-                self._turned()
-            else:
+            events = poll(0, _MOST_EVENTS)
+            if not events:
                 return
-        self._turned()
+            self._handle(events)
+            self._turned()
 
     def _handle(self, events: list[tuple[int, int]]) -> None:
         transports = self._transports
