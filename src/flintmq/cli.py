@@ -15,16 +15,19 @@ import importlib
 import logging
 import os
 import platform
+import resource
 import signal
 import sys
 from collections.abc import Callable, Coroutine, Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flintmq import __version__, logs
-from flintmq.errors import OptionError, StartError, StorageError
+from flintmq.errors import BackupError, FlintError, OptionError, StartError, StorageError
 from flintmq.options import NsqdOptions, help_text, read_flags, resolve
 
 if TYPE_CHECKING:
+    from flintmq.broker.backup import Manifest
     from flintmq.broker.daemon import Broker
 
 __all__ = ["main", "nsqd"]
@@ -38,6 +41,8 @@ usage: flintmq COMMAND [ARGUMENTS]
   nsqd    the broker, with the flags of NSQ's nsqd
   pub     publish messages
   sub     print the messages of a channel
+  backup  copy the data path of a broker, while it runs
+  restore make a data path from a backup
 
 flintmq COMMAND --help tells more; flintmq --version prints the version."""
 
@@ -50,6 +55,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         "up": _up,
         "pub": _tool("pub"),
         "sub": _tool("sub"),
+        "backup": _backup,
+        "restore": _restore,
     }
     if command in commands:
         return commands[command](rest)
@@ -172,6 +179,96 @@ def _welcome(broker: Broker, options: NsqdOptions) -> None:
         Text(facts), Text("\nTry, in two other terminals:\n", style="dim"), Text(example, style="bold cyan")
     )
     console.print(Panel(content, title=f"flintmq {__version__} is up", subtitle="ctrl-C ends it", expand=False))
+
+
+def _backup(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="flintmq backup",
+        description="Copy the data path of a broker to a new folder. The broker may run, and need not know.",
+    )
+    parser.add_argument("target", metavar="TARGET", help="the folder to make; with --verify, the backup to check")
+    parser.add_argument("--data-path", metavar="DIR", help="the broker's data path")
+    parser.add_argument("--verify", action="store_true", help="only check a backup that was made earlier")
+    arguments = parser.parse_args(argv)
+    if bool(arguments.data_path) == arguments.verify:
+        parser.error("give --data-path to make a backup, or --verify to check one")
+
+    def work(progress: Callable[[int, int], None]) -> str:
+        from flintmq.broker import backup
+
+        if arguments.verify:
+            manifest = backup.verify(Path(arguments.target), progress)
+            return f"{arguments.target} is whole: {_contents(manifest)}"
+        manifest = backup.make(Path(arguments.data_path), Path(arguments.target), progress)
+        for path in manifest.left_out:
+            print(f"flintmq backup: left out, because the broker set it aside: {path}", file=sys.stderr)
+        for damage in manifest.damage:
+            print(f"flintmq backup: {damage}", file=sys.stderr)
+        if manifest.damage:
+            raise BackupError("the backup was made, but some messages of the data path could not be read")
+        return f"{arguments.target}: {_contents(manifest)}"
+
+    return _with_progress("backup", work)
+
+
+def _restore(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="flintmq restore",
+        description="Make the data path of a broker from a backup. Nothing is written over.",
+    )
+    parser.add_argument("source", metavar="SOURCE", help="the backup")
+    parser.add_argument("--data-path", metavar="DIR", required=True, help="an empty folder, or one to be made")
+    parser.add_argument(
+        "--same-node",
+        action="store_true",
+        help="keep the node's identity, for those who read its log: only if the original will never run again",
+    )
+    arguments = parser.parse_args(argv)
+
+    def work(progress: Callable[[int, int], None]) -> str:
+        from flintmq.broker import backup
+
+        manifest = backup.restore(
+            Path(arguments.source), Path(arguments.data_path), same_node=arguments.same_node, progress=progress
+        )
+        return f"{arguments.data_path}: {_contents(manifest)}"
+
+    return _with_progress("restore", work)
+
+
+def _contents(manifest: Manifest) -> str:
+    counts = ((manifest.topics, "topic"), (manifest.messages, "message"), (len(manifest.files), "file"))
+    words = [f"{count} {noun}{'' if count == 1 else 's'}" for count, noun in counts]
+    return f"{', '.join(words)}, {manifest.bytes} bytes"
+
+
+def _with_progress(command: str, work: Callable[[Callable[[int, int], None]], str]) -> int:
+    """Run something long, with a bar where somebody watches; its result, or why there is none, as one line."""
+    try:
+        # Each segment is held open, so that the broker may remove it meanwhile.
+        most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
+    except (OSError, ValueError):
+        pass
+    try:
+        if not sys.stderr.isatty():
+            result = work(lambda done, of: None)
+        else:
+            from rich.console import Console
+            from rich.progress import BarColumn, DownloadColumn, Progress, TimeRemainingColumn, TransferSpeedColumn
+
+            columns = (BarColumn(), DownloadColumn(), TransferSpeedColumn(), TimeRemainingColumn())
+            with Progress(*columns, console=Console(stderr=True), transient=True) as bar:
+                task = bar.add_task(command, total=None)
+                result = work(lambda done, of: bar.update(task, completed=done, total=of))
+    except FlintError as exc:
+        print(f"flintmq {command}: {exc}", file=sys.stderr)
+        return 1
+    except KeyboardInterrupt:
+        print(f"flintmq {command}: stopped half-way, nothing was kept", file=sys.stderr)
+        return 130
+    print(result)
+    return 0
 
 
 async def _serve(options: NsqdOptions, announce: Callable[[Broker, NsqdOptions], None] | None = None) -> int:

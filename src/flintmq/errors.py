@@ -6,6 +6,7 @@ FlintError
 ├── NotFoundError      no such topic or channel
 ├── OptionError        a flag, a config file key or a value is wrong
 ├── StartError         the broker cannot start: the data path is locked, an address is taken, …
+├── BackupError        a backup cannot be made, is damaged, or cannot be restored
 └── StorageError       a file is not what it should be
     ├── FormatError    written by a newer or an unknown version
     └── DamageError    a checksum does not fit; carries the seqs that cannot be read
@@ -14,6 +15,7 @@ FlintError
 from __future__ import annotations
 
 __all__ = [
+    "BackupError",
     "DamageError",
     "FlintError",
     "FormatError",
@@ -59,6 +61,10 @@ class OptionError(FlintError):
 
 class StartError(FlintError):
     """The broker cannot start; the text says why."""
+
+
+class BackupError(FlintError):
+    """A backup cannot be made, is damaged, or cannot be restored; the text says which and why."""
 
 
 class StorageError(FlintError):

@@ -10,6 +10,7 @@ The data path holds, beside ``nsqd.dat`` for those who read it, one folder ``fli
     flintmq/journal/           what happened (journal.py)
     flintmq/topics/NAME@N/     a topic's segment files (segment.py); N is its incarnation; ``side`` its side log
     flintmq/topics/NAME@N.lost a topic that the journal does not know, after damage to it
+    flintmq.restoring          a backup that is being put back: no broker starts beside it
 """
 
 from __future__ import annotations
@@ -53,6 +54,8 @@ JOURNAL_DELAY = 0.005
 RECEIVE_BYTES = 256 << 10
 #: What is appended to the name of a topic's folder that is set aside.
 LOST = ".lost"
+#: A backup that is being restored (backup.py); it is renamed once it is whole.
+RESTORING = "flintmq.restoring"
 #: How often free space is looked at.
 SPACE_INTERVAL = 1.0
 
@@ -360,6 +363,9 @@ class Broker:
         root = self.path / "flintmq"
         pending = self.path / "flintmq.tmp"
         moving = root / "takeover-pending"
+        if self.disk.exists(self.path / RESTORING):
+            # Starting with nothing would look as if the backup had been empty.
+            raise StartError(f"{self.path / RESTORING} is a restore that was cut off: run it again, or remove it")
         if not self.disk.exists(root):
             _remove_tree(self.disk, pending)
             self._make_root(pending)

@@ -36,7 +36,17 @@ from flintmq.broker.disk import BACKGROUND, COMMIT, Clock, Disk, pack_numbers, u
 from flintmq.broker.ranges import Ranges
 from flintmq.errors import FormatError, StorageError
 
-__all__ = ["ANOTHER_BOOT", "NEVER", "SIDE", "ChannelState", "Journal", "State", "TopicState"]
+__all__ = [
+    "ANOTHER_BOOT",
+    "NEVER",
+    "SIDE",
+    "ChannelState",
+    "Journal",
+    "State",
+    "TopicState",
+    "read_batches",
+    "read_head",
+]
 
 log = logging.getLogger(__name__)
 
@@ -46,6 +56,8 @@ _file_head = Struct(">8sHHIQ16s")
 _batch_head = Struct(">III")
 _entry_head = Struct(">BI")
 _number = Struct(">I")
+#: The header of a file with its checksum; batches follow.
+FILE_HEADER = _file_head.size + 4
 
 DONE, BACK, NOTE = 1, 2, 3
 
@@ -411,7 +423,7 @@ class Journal:
             # A full disk is no reason not to start: consumers can empty it.
             log.warning("JOURNAL: cannot allocate space ahead - %s", exc)
             self._fd, self._salt = self._begin(name)
-        self._offset = _file_head.size + 4
+        self._offset = FILE_HEADER
         self.note("open", self._clock.boot_id())
         self.flush()
         self._disk.sync(self._fd)
@@ -430,7 +442,7 @@ class Journal:
             log.warning("JOURNAL: cannot begin a new file, going on with the old one - %s", exc)
             return
         # The old file must be whole before the new one counts.
-        self._fd, self._salt, self._offset = fd, salt, _file_head.size + 4
+        self._fd, self._salt, self._offset = fd, salt, FILE_HEADER
         self.note("open", self._clock.boot_id())
         self.flush()
         self._syncing = True
@@ -489,7 +501,7 @@ class Journal:
             self._disk.remove(temporary)
         fd, salt = self._begin(f"{name}.tmp")
         try:
-            offset = _file_head.size + 4
+            offset = FILE_HEADER
             for i in range(0, len(entries), 1000):
                 some = b"".join(entries[i : i + 1000])
                 head = _batch_head.pack(salt, len(some), google_crc32c.extend(salt, some))
@@ -538,28 +550,47 @@ class Journal:
             data = self._disk.read(fd, self._disk.size(fd), 0)
         finally:
             self._disk.close_file(fd)
-        size = _file_head.size
-        if len(data) < size + 4 or _number.unpack_from(data, size)[0] != google_crc32c.extend(0, data[:size]):
+        head = read_head(data, path)
+        if head is None:
             # The power went while it was made. Nothing was in it yet: its header is synced before it is used.
             return False
-        magic, version, _, salt, _, boot = _file_head.unpack_from(data)
-        if magic != _MAGIC:
-            raise FormatError(f"{path} is not a journal of flintmq")
-        if version > _VERSION:
-            raise FormatError(f"{path} was written by a newer version of flintmq (format {version}, known: {_VERSION})")
+        salt, boot = head
         state.count_from(boot)
-        at = size + 4
-        while at + _batch_head.size <= len(data):
-            mark, length, crc = _batch_head.unpack_from(data, at)
-            at += _batch_head.size
-            entries = data[at : at + length]
-            if mark != salt or len(entries) < length or google_crc32c.extend(salt, entries) != crc:
-                return False
-            if not length:
+        for _, entries in read_batches(data, salt):
+            if not entries:
                 return True
             _apply_all(entries, state)
-            at += length
         return False
+
+
+def read_head(data: bytes, path: Path) -> tuple[int, bytes] | None:
+    """Salt and boot id of a journal or a snapshot, None if its header is not whole."""
+    size = _file_head.size
+    if len(data) < FILE_HEADER or _number.unpack_from(data, size)[0] != google_crc32c.extend(0, data[:size]):
+        return None
+    magic, version, _, salt, _, boot = _file_head.unpack_from(data)
+    if magic != _MAGIC:
+        raise FormatError(f"{path} is not a journal of flintmq")
+    if version > _VERSION:
+        raise FormatError(f"{path} was written by a newer version of flintmq (format {version}, known: {_VERSION})")
+    return salt, boot
+
+
+def read_batches(data: bytes, salt: int, at: int = FILE_HEADER) -> Iterator[tuple[int, bytes]]:
+    """(where it ends, its entries) of each batch from ``at`` on, up to the first that is not whole.
+
+    One without entries ends a snapshot: nothing comes after it.
+    """
+    while at + _batch_head.size <= len(data):
+        mark, length, crc = _batch_head.unpack_from(data, at)
+        at += _batch_head.size
+        entries = data[at : at + length]
+        if mark != salt or len(entries) < length or google_crc32c.extend(salt, entries) != crc:
+            return
+        at += length
+        yield at, entries
+        if not length:
+            return
 
 
 def _entry(kind: int, payload: bytes) -> bytes:
