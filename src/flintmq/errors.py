@@ -3,6 +3,8 @@
 FlintError
 ├── ProtocolError      the peer broke the NSQ protocol; the text is what goes on the wire
 ├── PublishError       a publish was refused: the topic is going away, the disk is full, a write failed
+│   └── LimitError     … or it would exceed a limit of its topic
+│       └── RateError  … or of its rate
 ├── NotFoundError      no such topic or channel
 ├── OptionError        a flag, a config file key or a value is wrong
 ├── StartError         the broker cannot start: the data path is locked, an address is taken, …
@@ -19,10 +21,12 @@ __all__ = [
     "DamageError",
     "FlintError",
     "FormatError",
+    "LimitError",
     "NotFoundError",
     "OptionError",
     "ProtocolError",
     "PublishError",
+    "RateError",
     "StartError",
     "StorageError",
 ]
@@ -49,6 +53,18 @@ class PublishError(FlintError):
     """A publish was refused; the text is the reason alone, as in ``E_PUB_FAILED PUB failed <reason>``."""
 
     retriable = True
+    #: What it is over HTTP.
+    http_status = 503
+
+
+class LimitError(PublishError):
+    """A publish would exceed a limit of its topic."""
+
+
+class RateError(LimitError):
+    """Publishes to the topic come faster than they may."""
+
+    http_status = 429
 
 
 class NotFoundError(FlintError):

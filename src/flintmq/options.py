@@ -248,6 +248,9 @@ TLS_REQUIRED = _words({"false": 0, "tcp-https": 1, "true": 2}, bare=True)
 TLS_VERSION = _words({"tls1.0": 769, "tls1.1": 770, "tls1.2": 771, "tls1.3": 772})
 DURABILITY = _words({"memory": None, "os": None, "fsync": None})
 EVENT_LOOP = _words({"auto": None, "asyncio": None, "uvloop": None})
+LOG_FORMAT = _words({"text": None, "json": None})
+TOPIC_LIMIT_POLICY = _words({"refuse": None, "drop-oldest": None})
+SIGTERM = _words({"stop": None, "drain": None})
 
 
 # --- The table --------------------------------------------------------------------------------------------------------
@@ -345,6 +348,7 @@ class NsqdOptions(Options):
     # Basic.
     log_level: str = option(LOG_LEVEL, "info", "least level that is logged: debug, info, warn, error or fatal")
     log_prefix: str = option(STRING, "[nsqd] ", "what every log line begins with")
+    log_format: str = option(LOG_FORMAT, "text", "log lines as NSQ writes them (text), or one object per line (json)")
     id: int = option(
         INT,
         lambda: default_node_id(socket.gethostname()),
@@ -357,6 +361,10 @@ class NsqdOptions(Options):
         "switch on an experiment, such as topology-aware-consumption; unknown names are ignored (repeatable)",
     )
     event_loop: str = option(EVENT_LOOP, "auto", "auto, asyncio or uvloop; auto is uvloop where it is installed")
+    sigterm: str = option(SIGTERM, "stop", "what SIGTERM asks for: stop, or drain first")
+    drain_timeout: int = option(
+        DURATION, 5 * MINUTE, "time after which a drain stops the node whatever is left; 0: never", minimum=0
+    )
 
     # Addresses.
     tcp_address: str = option(
@@ -444,6 +452,27 @@ class NsqdOptions(Options):
         DURATION, 250 * MILLISECOND, "longest wait before output is sent, unless a client asks for another", minimum=0
     )
     max_channel_consumers: int = option(INT, 0, "most consumers of one channel; 0: no limit", minimum=0)
+
+    # Limits of the node, which NSQ does not have.
+    max_connections: int = option(INT, 0, "most client connections; 0: no limit", minimum=0)
+    max_connections_per_address: int = option(
+        INT, 0, "most client connections from one address; 0: no limit", minimum=0
+    )
+    max_topic_messages: int = option(INT, 0, "most messages that a topic may hold; 0: no limit", minimum=0)
+    max_topic_bytes: int = option(INT, 0, "most bytes of messages that a topic may hold; 0: no limit", minimum=0)
+    topic_limit_policy: str = option(
+        TOPIC_LIMIT_POLICY, "refuse", "at a topic's limit refuse publishes (refuse), or drop the oldest (drop-oldest)"
+    )
+    max_publish_rate: int = option(
+        INT, 0, "most messages a second that may be published to one topic; 0: no limit", minimum=0
+    )
+    max_delivery_rate: int = option(INT, 0, "most messages a second that one channel delivers; 0: no limit", minimum=0)
+    http_header_timeout: int = option(
+        DURATION, 10 * SECOND, "time in which the header of an HTTP request must have come", minimum=1
+    )
+    http_body_timeout: int = option(
+        DURATION, MINUTE, "time in which the body of an HTTP request must have come", minimum=1
+    )
 
     # TLS and compression.
     tls_cert: str = option(STRING, "", "path of the certificate (PEM)")

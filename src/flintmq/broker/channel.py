@@ -23,6 +23,7 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 from flintmq.broker.journal import NEVER, SIDE
+from flintmq.broker.limits import Pace
 from flintmq.broker.ranges import Ranges
 from flintmq.errors import DamageError, ProtocolError
 from flintmq.kernel import Block, Heap, Ring
@@ -148,6 +149,8 @@ class Channel:
         self._put_back_next = False
         #: Where FINs that came in one turn meet; only the broker assigns.
         self.lane: FinishLane | None = None
+        #: How fast it may deliver; None: as fast as it can.
+        self.pace = Pace.of(self)
         # Counters.
         self._handed = 0
         self.requeue_count = 0
@@ -231,6 +234,38 @@ class Channel:
             self.attempts.pop(self.requeued.pop(), None)
             excess -= 1
 
+    def drop_oldest(self, most: int, before: int) -> int:
+        """Drop up to ``most`` of those before this seq that wait or were put back, the oldest first; how many."""
+        self.catch_up(self.topic.pumped)
+        waiting, requeued = self.waiting, self.requeued
+        left = most
+        while left > 0:
+            oldest = min(waiting.first, before) if waiting else before
+            if requeued and requeued[0] < oldest:
+                self._drop_requeued()
+                left -= 1
+            elif oldest < before:
+                count = min(left, waiting.first_stop - oldest, before - oldest)
+                waiting.take(count)
+                self._finished(oldest, oldest + count)
+                left -= count
+            else:
+                break
+        # Not in the order of their age: others may stand behind one that stays.
+        for _ in range(len(requeued) if left > 0 else 0):
+            if left > 0 and requeued[0] < before:
+                self._drop_requeued()
+                left -= 1
+            else:
+                requeued.rotate(-1)
+        self.dropped_count += most - left
+        return most - left
+
+    def _drop_requeued(self) -> None:
+        seq = self.requeued.popleft()
+        self.attempts.pop(seq, None)
+        self._finished(seq, seq + 1)
+
     # --- Consumers -------------------------------------------------------------------------------------------------
 
     def add(self, session: Session) -> None:
@@ -278,8 +313,11 @@ class Channel:
         budget = PUMP_BYTES
         waiting, requeued, side = self.waiting, self.requeued, self.side
         turns = len(ready)
+        pace = self.pace
         while ready:
             available = waiting.total + len(requeued) + side.total
+            if pace is not None and available:
+                available = min(available, pace.allowance)
             if not available:
                 return
             session = ready[0]
@@ -291,11 +329,14 @@ class Channel:
                 if room > share:
                     room = share
                 ordinary = available == waiting.total
+                before = session.message_count
                 sent = self._send_run(session, room) if ordinary else self._send(session, room)
                 if sent < 0:
                     # Not in memory: the log calls pump again when it has been read.
                     return
                 budget -= sent
+                if pace is not None:
+                    pace.spend(session.message_count - before)
             ready.popleft()
             if session.room > 0:
                 ready.append(session)

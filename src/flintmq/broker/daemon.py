@@ -35,6 +35,7 @@ from flintmq.broker import sockets, takeover
 from flintmq.broker.channel import Channel
 from flintmq.broker.disk import Clock, Disk, SystemClock
 from flintmq.broker.journal import ANOTHER_BOOT, SIDE, Journal, TopicState
+from flintmq.broker.limits import Connections
 from flintmq.broker.log import Log, Store
 from flintmq.broker.scan import Scan
 from flintmq.broker.session import FinishLane, Lane, Session
@@ -95,6 +96,8 @@ class Broker:
         )
         self.topics: dict[str, Topic] = {}
         self.sessions: dict[int, Session] = {}
+        #: Whether one more may connect; None: as many as like to.
+        self.connections = Connections.of(options, self.clock)
         self.start_time = 0
         #: Why publishes are refused; empty when they are not.
         self.refusing = ""
@@ -614,9 +617,16 @@ class Broker:
         self.sessions[session.ident] = session
         if self.stopping:
             session.drop()
+        elif self.connections is not None:
+            # Before IDENTIFY the host name is the address.
+            reason = self.connections.admit(session.ident, session.hostname)
+            if reason:
+                session.turn_away(reason)
 
     def disconnected(self, session: Session) -> None:
         self.sessions.pop(session.ident, None)
+        if self.connections is not None:
+            self.connections.release(session.ident)
 
     def when_relieved(self, then: Callable[[], None]) -> None:
         self._stalled.append(then)

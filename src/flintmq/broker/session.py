@@ -177,8 +177,8 @@ class Session(asyncio.BufferedProtocol):
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         else:
             self.remote_address = "@"
-        self.broker.connected(self)
         self._timer = self._loop.call_later(MAGIC_TIMEOUT, self._no_magic)
+        self.broker.connected(self)
 
     def _no_magic(self) -> None:
         log.info("client(%s): no protocol magic within %g s", self.remote_address, MAGIC_TIMEOUT)
@@ -209,6 +209,11 @@ class Session(asyncio.BufferedProtocol):
         self._leave()
         if self._transport is not None:
             self._transport.abort() if not self._writable else self._transport.close()
+
+    def turn_away(self, reason: str) -> None:
+        """One connection too many. It gets the reason, but no time to read it: descriptors are what is short."""
+        self._write(encode_frame(FRAME_ERROR, f"E_TOO_MANY_CONNECTIONS {reason}".encode()))
+        self.drop()
 
     def pause_writing(self) -> None:
         self._writable = False

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from flintmq.broker.channel import Channel
 from flintmq.broker.journal import NEVER, SIDE
+from flintmq.broker.limits import TopicLimits
 from flintmq.broker.log import TAKE_AT_ONCE, TAKE_SHARED, WRITE_AT, Log
 from flintmq.errors import NotFoundError, PublishError
 from flintmq.kernel import FAILED, FRAME_OVERHEAD, Intake, Scan, send_each
@@ -106,6 +107,9 @@ class Topic:
         # Counters.
         self.message_count = 0
         self.message_bytes = 0
+        self.dropped_count = 0
+        #: What it may hold and how fast it may grow; None: no limit.
+        self.limits = TopicLimits.of(self, broker.options, broker.clock)
 
     def _new_log(self, folder: Path | None, base: int) -> Log:
         return Log(
@@ -162,7 +166,12 @@ class Topic:
     def open(self) -> bool:
         """Can a publish go ahead without a second look?"""
         return not (
-            self.exiting or self._holder or self.ephemeral or self.broker.refusing or self.broker.store.congested
+            self.exiting
+            or self._holder
+            or self.ephemeral
+            or self.limits
+            or self.broker.refusing
+            or self.broker.store.congested
         )
 
     def publish(
@@ -178,6 +187,8 @@ class Topic:
             raise self._batch_error
         if self.broker.refusing and not self.log.in_group:
             raise PublishError(self.broker.refusing)
+        if self.limits is not None:
+            self.limits.admit(count, stop - pos - 4 * count)
         self.message_count += count
         self.message_bytes += stop - pos - 4 * count
         if self.ephemeral and self.frozen:
@@ -268,6 +279,8 @@ class Topic:
         if log.written == written:
             # Nothing to write, or not yet: otherwise the log has said so already.
             self._progressed()
+        if self.limits is not None:
+            self.limits.trim()
         options = self.broker.options
         if log.memory_count > options.mem_queue_size or log.memory_bytes > options.mem_queue_bytes:
             self.trim()
@@ -419,14 +432,27 @@ class Topic:
 
     def empty(self) -> None:
         """Drop what no channel has seen yet; the channels keep theirs."""
-        stop = min(self.log.end, self.log.committed)
+        self._skip(min(self.log.end, self.log.committed))
+
+    def drop_backlog(self, before: int) -> int:
+        """Drop what no channel has seen yet and lies before this seq; how many that were."""
+        depth = self.depth
+        self._skip(min(before, self.log.committed))
+        self.dropped_count += depth - self.depth
+        return depth - self.depth
+
+    def _skip(self, stop: int) -> None:
         if stop <= self.pumped:
             return
         if not self.ephemeral:
             self.broker.journal.note("skip", self.incarnation, self.pumped, stop)
         while self.log.deferred and self.log.deferred[0][0] < stop:
             self.log.deferred.popleft()
-        self.gaps.clear()
+        while self.gaps and self.gaps[0][0] < stop:
+            _, last = self.gaps.popleft()
+            if last > stop:
+                self.gaps.appendleft((stop, last))
+                break
         for channel in self.channels.values():
             channel.skip(self.pumped, stop)
         self.pumped = stop

@@ -1,0 +1,278 @@
+"""Limits that NSQ does not have: connections, what a topic may hold, how fast it may be filled and emptied.
+
+Everything here is off by default, and then there is no object of it: whoever asks finds ``None`` and pays for nothing
+else. With a limit, publishes to its topics leave the short way of many connections at once and are looked at one by
+one. What exceeds a limit is refused with the reason (``LimitError``, ``RateError``) or, where the policy says so, makes
+the oldest messages go. Nothing is ever made to wait here but deliveries, and those by a timer.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter, deque
+from collections.abc import Callable, Hashable
+from typing import TYPE_CHECKING
+
+from flintmq.broker.disk import Clock
+from flintmq.errors import LimitError, RateError
+from flintmq.kernel import FRAME_OVERHEAD
+from flintmq.options import NsqdOptions
+
+if TYPE_CHECKING:
+    from flintmq.broker.channel import Channel
+    from flintmq.broker.topic import Topic
+
+__all__ = ["Bucket", "Connections", "Pace", "TopicLimits"]
+
+log = logging.getLogger(__name__)
+
+_SECOND = 1_000_000_000
+#: So many messages that were put back are looked through for the oldest at every publish; with more, now and then.
+_LOOK_THROUGH = 1_000
+_NOW_AND_THEN = 50_000_000
+#: A paced channel is woken for as much as may be sent in this many seconds, not for each message.
+_STRIDE = 0.01
+#: The same complaint is logged again after this time.
+_LOG_AGAIN = 10 * _SECOND
+
+
+class Bucket:
+    """A token bucket: ``rate`` messages a second, and up to one second's worth at once after a rest."""
+
+    def __init__(self, rate: int, clock: Clock) -> None:
+        self.rate = rate
+        self._clock = clock
+        self._tokens = float(rate)
+        self._filled = clock.now()
+
+    @property
+    def tokens(self) -> float:
+        now = self._clock.now()
+        self._tokens = min(float(self.rate), self._tokens + (now - self._filled) * self.rate / _SECOND)
+        self._filled = now
+        return self._tokens
+
+    def spend(self, count: int) -> None:
+        self._tokens -= count
+
+    def take(self, count: int) -> bool:
+        """Spend ``count`` if they are there. A batch larger than the bucket passes when it is full, and is paid off."""
+        if self.tokens < min(count, self.rate):
+            return False
+        self.spend(count)
+        return True
+
+
+class Connections:
+    """Who is connected, from where, and whether one more may be."""
+
+    def __init__(self, options: NsqdOptions, clock: Clock) -> None:
+        self._most = options.max_connections
+        self._most_per_address = options.max_connections_per_address
+        self._clock = clock
+        self._addresses: dict[Hashable, str] = {}
+        self._counts: Counter[str] = Counter()
+        self._turned_away = 0
+        self._logged = 0
+
+    @classmethod
+    def of(cls, options: NsqdOptions, clock: Clock) -> Connections | None:
+        limited = options.max_connections or options.max_connections_per_address
+        return cls(options, clock) if limited else None
+
+    def admit(self, key: Hashable, address: str) -> str:
+        """Count a connection from ``address``, empty for a unix socket. If it is one too many: why, and not counted."""
+        reason = ""
+        if self._most and len(self._addresses) >= self._most:
+            reason = f"limit of {self._most} connections reached"
+        elif self._most_per_address and address and self._counts[address] >= self._most_per_address:
+            reason = f"limit of {self._most_per_address} connections from {address} reached"
+        if reason:
+            self._complain(reason)
+            return reason
+        self._addresses[key] = address
+        self._counts[address] += 1
+        return ""
+
+    def release(self, key: Hashable) -> None:
+        """The connection is gone; one that was turned away is not known here."""
+        address = self._addresses.pop(key, None)
+        if address is not None:
+            self._counts[address] -= 1
+            if not self._counts[address]:
+                del self._counts[address]
+
+    def _complain(self, reason: str) -> None:
+        # Somebody who is turned away tries again at once: not a line for each.
+        self._turned_away += 1
+        now = self._clock.now()
+        if not self._logged or now - self._logged >= _LOG_AGAIN:
+            self._logged = now
+            log.warning("TCP: %s, %d turned away so far", reason, self._turned_away)
+
+
+class TopicLimits:
+    """What one topic may hold, and how fast it may be published to."""
+
+    def __init__(self, topic: Topic, options: NsqdOptions, clock: Clock) -> None:
+        self._topic = topic
+        self._clock = clock
+        self._most_messages = options.max_topic_messages
+        self._most_bytes = options.max_topic_bytes
+        self._refuse = options.topic_limit_policy == "refuse"
+        self._bucket = Bucket(options.max_publish_rate, clock) if options.max_publish_rate else None
+        # How much more there was room for when it was last looked at, less what came since: what consumers finished
+        # meanwhile only adds to it.
+        self._room_messages = 0
+        self._room_bytes = 0
+        # Bytes published so far, and how many they were at some seqs: what the messages from a seq on take up.
+        self._published = 0
+        self._marks: deque[tuple[int, int]] = deque()
+        self._looked = 0
+        self._logged = 0
+
+    @classmethod
+    def of(cls, topic: Topic, options: NsqdOptions, clock: Clock) -> TopicLimits | None:
+        limited = options.max_topic_messages or options.max_topic_bytes or options.max_publish_rate
+        return cls(topic, options, clock) if limited else None
+
+    def admit(self, count: int, body_bytes: int) -> None:
+        """``count`` messages are about to be published. LimitError if they may not be.
+
+        The later slices of a large batch belong to what was let in already: they only count.
+        """
+        size = body_bytes + FRAME_OVERHEAD * count
+        begun = self._topic.log.in_group
+        if self._refuse and not begun:
+            if self._most_messages and count > self._room_messages:
+                self._room_messages = self._most_messages - self.held_messages
+                if count > self._room_messages:
+                    raise LimitError(f"limit of {self._most_messages} messages in the topic reached")
+            if self._most_bytes and size > self._room_bytes:
+                self._look_at_bytes()
+                if size > self._room_bytes:
+                    raise LimitError(f"limit of {self._most_bytes} bytes in the topic reached")
+        if self._bucket is not None:
+            if begun:
+                self._bucket.spend(count)
+            elif not self._bucket.take(count):
+                raise RateError(f"limit of {self._bucket.rate} messages a second reached")
+        self._room_messages -= count
+        self._room_bytes -= size
+        if self._most_bytes:
+            self._mark(size)
+
+    # --- What is there ---------------------------------------------------------------------------------------------
+
+    @property
+    def held_messages(self) -> int:
+        """Messages that the topic keeps: its backlog, and what its fullest channel has not finished."""
+        channels = self._topic.channels.values()
+        return self._topic.depth + max(
+            (channel.depth + channel.in_flight_count + len(channel.deferred) for channel in channels), default=0
+        )
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes from the oldest message on that somebody still needs: what the topic's files cannot do without."""
+        if not self._marks:
+            self._find_marks()
+        oldest = self._topic.pumped
+        for channel in self._topic.channels.values():
+            oldest = min(oldest, channel.first_needed())
+        while len(self._marks) > 1 and self._marks[1][0] <= oldest:
+            self._marks.popleft()
+        if self._topic.log.end <= oldest or not self._marks:
+            return 0
+        return self._published - self._marks[0][1]
+
+    def _look_at_bytes(self) -> None:
+        now = self._clock.now()
+        put_back = sum(
+            len(channel.requeued) + len(channel.unusual) + len(channel.deferred)
+            for channel in self._topic.channels.values()
+        )
+        if put_back <= _LOOK_THROUGH or now - self._looked >= _NOW_AND_THEN:
+            self._looked = now
+            self._room_bytes = self._most_bytes - self.held_bytes
+
+    def _mark(self, size: int) -> None:
+        if not self._marks:
+            self._find_marks()
+        if not self._marks or self._published - self._marks[-1][1] >= self._most_bytes // 64:
+            self._marks.append((self._topic.log.end, self._published))
+        self._published += size
+
+    def _find_marks(self) -> None:
+        """What the files held when the broker was started, by their own index."""
+        for segment in self._topic.log.segments:
+            for seq, offset in zip(segment.index_seqs, segment.index_offsets, strict=True):
+                self._marks.append((seq, self._published + offset))
+            self._published += segment.size
+
+    # --- The oldest go ---------------------------------------------------------------------------------------------
+
+    def trim(self) -> None:
+        """The end of a turn. With policy ``drop-oldest`` the oldest make room for what came."""
+        if self._refuse:
+            return
+        if self._most_messages and self._room_messages < 0:
+            topic = self._topic
+            if self.held_messages > self._most_messages:
+                # Never all of the backlog: what is beyond the limit, counted from its oldest.
+                backlog = topic.pumped + topic.depth - self._most_messages
+                self._drop(self._excess_of, topic.log.end, backlog)
+            self._room_messages = self._most_messages - self.held_messages
+        if self._most_bytes and self._room_bytes < 0:
+            self._look_at_bytes()
+            if self._room_bytes < 0:
+                too_much = self._published - self._most_bytes
+                fitting = next((seq for seq, before in self._marks if before >= too_much), self._topic.log.end)
+                self._drop(lambda channel: channel.depth, fitting, fitting)
+                self._room_bytes = self._most_bytes - self.held_bytes
+
+    def _excess_of(self, channel: Channel) -> int:
+        held = channel.depth + channel.in_flight_count + len(channel.deferred)
+        return max(0, held + self._topic.depth - self._most_messages)
+
+    def _drop(self, how_many: Callable[[Channel], int], before: int, backlog_before: int) -> None:
+        """Drop what waits in the channels, then in the topic itself; what is in flight or deferred stays."""
+        topic = self._topic
+        dropped = 0
+        for channel in topic.channels.values():
+            dropped += channel.drop_oldest(how_many(channel), before)
+        dropped += topic.drop_backlog(backlog_before)
+        now = self._clock.now()
+        if dropped and (not self._logged or now - self._logged >= _LOG_AGAIN):
+            self._logged = now
+            log.warning("TOPIC(%s): its limit is reached, the oldest messages are dropped", topic.name)
+
+
+class Pace:
+    """How fast one channel may deliver."""
+
+    def __init__(self, channel: Channel, rate: int) -> None:
+        self._channel = channel
+        self._bucket = Bucket(rate, channel.broker.clock)
+        self._resting = False
+
+    @classmethod
+    def of(cls, channel: Channel) -> Pace | None:
+        rate = channel.broker.options.max_delivery_rate
+        return cls(channel, rate) if rate else None
+
+    @property
+    def allowance(self) -> int:
+        """How many messages may be sent now. If none, the channel is pumped again as soon as some may."""
+        tokens = self._bucket.tokens
+        if tokens < 1 and not self._resting:
+            self._resting = True
+            self._channel.broker.store.delay(max(_STRIDE, (1 - tokens) / self._bucket.rate), self._go_on)
+        return max(0, int(tokens))
+
+    def spend(self, count: int) -> None:
+        self._bucket.spend(count)
+
+    def _go_on(self) -> None:
+        self._resting = False
+        self._channel.pump()
