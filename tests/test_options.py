@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
+import subprocess
 import tomllib
 from pathlib import Path
 
@@ -13,11 +15,19 @@ from hypothesis import strategies as st
 
 from flintmq.errors import OptionError
 from flintmq.options import (
+    BOOL,
+    DURATION,
+    FLOAT,
     HOUR,
+    INT,
     MILLISECOND,
     MINUTE,
+    PERCENTILES,
     SECOND,
+    STRING,
+    STRINGS,
     NsqdOptions,
+    Option,
     default_node_id,
     format_duration,
     help_text,
@@ -29,7 +39,8 @@ from flintmq.options import (
 )
 
 ROOT = Path(__file__).resolve().parent.parent
-EXAMPLE = ROOT / "deploy" / "nsqd.cfg.example"
+GO_NSQD = Path(os.environ.get("FLINTMQ_PEERS") or ROOT / ".peers") / "bin" / "nsqd"
+EXAMPLE = ROOT / "deploy" / "nsqd.toml"
 
 
 def nsqd(*argv: str) -> NsqdOptions:
@@ -106,6 +117,99 @@ def test_a_printed_duration_reads_as_itself(nanoseconds):
 )
 def test_a_flag_may_have_one_or_two_dashes_and_a_space_or_an_equals_sign(argv):
     assert nsqd(*argv).mem_queue_size == 7
+
+
+def sample(entry: Option) -> tuple[str, object]:
+    """A text that is not the flag's default, and its value."""
+    if entry.kind.words is not None:
+        text = next(word for word in reversed(entry.kind.words) if word != entry.default)
+        return text, text
+    samples: dict[object, tuple[str, object]] = {
+        STRING: ("a b=c", "a b=c"),
+        INT: ("17", 17),
+        FLOAT: ("0.75", 0.75),
+        BOOL: ("false", False) if entry.default else ("true", True),
+        DURATION: ("1m1.5s", 61_500 * MILLISECOND),
+        STRINGS: ("host:1", ("host:1",)),
+        PERCENTILES: ("0.5", (0.5,)),
+    }
+    return samples[entry.kind]
+
+
+SETTINGS = [entry for entry in option_table(NsqdOptions).values() if entry.key is not None]
+
+
+@pytest.mark.parametrize("entry", SETTINGS, ids=lambda entry: entry.flag)
+def test_every_flag_is_read_in_every_form_and_from_the_file(entry, tmp_path):
+    text, value = sample(entry)
+    assert entry.default != value
+    forms = [[f"-{entry.flag}={text}"], [f"--{entry.flag}={text}"]]
+    if entry.kind.bare:
+        assert read_flags(NsqdOptions, [f"--{entry.flag}"]) == {entry.flag: True if entry.kind is BOOL else "true"}
+    else:
+        forms += [[f"-{entry.flag}", text], [f"--{entry.flag}", text]]
+    for argv in forms:
+        assert getattr(resolve(NsqdOptions, read_flags(NsqdOptions, argv)), entry.key) == value
+    path = tmp_path / "nsqd.toml"
+    path.write_text(f'{entry.key} = "{text}"\n')
+    assert getattr(resolve(NsqdOptions, {"config": str(path)}), entry.key) == value
+
+
+needs_go = pytest.mark.skipif(not GO_NSQD.exists(), reason=f"no Go nsqd at {GO_NSQD}: run scripts/peers")
+
+
+def go(*argv: str) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([GO_NSQD, *argv], capture_output=True, text=True, timeout=60, check=False)
+
+
+@needs_go
+def test_every_flag_of_the_real_nsqd_is_there_with_its_default():
+    found = re.findall(
+        r"^  -([a-z0-9-]+)(?: (\w+))?\n.*?(?: \(default ([^()]*)\))?$", go("--help").stderr, re.MULTILINE
+    )
+    table = option_table(NsqdOptions)
+    assert len(found) > 50
+    for flag, kind, default in found:
+        entry = table[flag]
+        if kind in ("int", "string", "duration"):
+            assert entry.kind is {"int": INT, "string": STRING, "duration": DURATION}[kind], flag
+        if flag == "tls-min-version":
+            continue  # newer on purpose
+        shown = default.strip('"').lower()
+        if not shown or "unlimited" in shown:
+            shown = {"int": "0", "duration": "0s", "string": ""}.get(kind, "false" if entry.kind.bare else "")
+        ours = entry.kind.to_text(entry.default)
+        assert ours.lower() == shown, flag
+
+
+@needs_go
+@pytest.mark.parametrize("dashes", ["-", "--"])
+@pytest.mark.parametrize("equals", [True, False])
+def test_the_real_nsqd_reads_the_same_command_line(dashes, equals):
+    flags = set(re.findall(r"^  -([a-z0-9-]+)", go("--help").stderr, re.MULTILINE))
+    argv = []
+    for entry in SETTINGS:
+        if entry.flag in flags:
+            text, _ = sample(entry)
+            joined = equals or entry.kind.bare
+            argv += [f"{dashes}{entry.flag}={text}"] if joined else [f"{dashes}{entry.flag}", text]
+    assert len(argv) > 40
+    result = go(*argv, "--version")
+    assert (result.returncode, result.stderr) == (0, "")
+    read_flags(NsqdOptions, [*argv, "--version"])
+
+
+@needs_go
+@pytest.mark.parametrize(
+    "word",
+    """--tls-min-version=ssl3.0 --log-level=loud --tls-required=foo --deflate=maybe --statsd-interval=1
+    --mem-queue-size=1e3 --mem-queue-size=08 --msg-timeout=5 --max-bytes-per-file=9223372036854775808 --worker-id=3
+    --nope ---x -=x --config""".split(),
+)
+def test_the_real_nsqd_refuses_the_same_words(word):
+    assert go(word).returncode == 2
+    with pytest.raises(OptionError):
+        read_flags(NsqdOptions, [word])
 
 
 def test_the_value_of_a_flag_may_look_like_a_flag_or_be_empty():

@@ -17,7 +17,9 @@ import os
 import platform
 import resource
 import signal
+import socket
 import sys
+import time
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -87,13 +89,13 @@ def nsqd(argv: Sequence[str] | None = None) -> int:
         return 0
 
     # Until the file is read, only flags can say how log lines look.
-    logs.setup(flags.get("log-prefix", "[nsqd] "), "info")
+    logs.setup(flags.get("log-prefix", "[nsqd] "), "info", flags.get("log-format", "text"))
     try:
         options = resolve(NsqdOptions, flags)
     except OptionError as exc:
         log.critical("%s", exc)
         return 1
-    logs.setup(options.log_prefix, options.log_level)
+    logs.setup(options.log_prefix, options.log_level, options.log_format)
     try:
         options.validate()
         loop_factory = _event_loop(options.event_loop)
@@ -276,23 +278,44 @@ async def _serve(options: NsqdOptions, announce: Callable[[Broker, NsqdOptions],
     from flintmq.broker.daemon import Broker
 
     # Before the start, which may have much to recover: a signal must never cut that short.
-    asked_to_stop = asyncio.Event()
-    loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, asked_to_stop.set)
-
     broker = Broker(options)
+    asked_to_stop, asked_to_drain, started = asyncio.Event(), asyncio.Event(), asyncio.Event()
+
+    def terminate() -> None:
+        if options.sigterm == "drain" and not asked_to_drain.is_set():
+            asked_to_drain.set()
+        else:
+            asked_to_stop.set()
+
+    def reload() -> None:
+        if started.is_set():
+            _tell_systemd(f"RELOADING=1\nMONOTONIC_USEC={time.monotonic_ns() // 1000}")
+            broker.reload()
+            _tell_systemd("READY=1")
+
+    loop = asyncio.get_running_loop()
+    loop.add_signal_handler(signal.SIGINT, asked_to_stop.set)
+    loop.add_signal_handler(signal.SIGTERM, terminate)
+    loop.add_signal_handler(signal.SIGHUP, reload)
+
     await broker.start()
+    started.set()
     # What is alive now stays alive: keep it out of every later collection.
     gc.collect()
     gc.freeze()
     if announce is not None:
         announce(broker, options)
+    _tell_systemd("READY=1")
 
     stop = asyncio.create_task(asked_to_stop.wait())
+    drain = asyncio.create_task(asked_to_drain.wait())
     closed = asyncio.create_task(broker.wait_closed())
     try:
-        await asyncio.wait({stop, closed}, return_when=asyncio.FIRST_COMPLETED)
+        await asyncio.wait({stop, drain, closed}, return_when=asyncio.FIRST_COMPLETED)
+        _tell_systemd("STOPPING=1")
+        if drain.done() and not stop.done():
+            broker.drain()
+            await asyncio.wait({stop, closed}, return_when=asyncio.FIRST_COMPLETED)
         if closed.done():
             closed.result()
         else:
@@ -301,9 +324,26 @@ async def _serve(options: NsqdOptions, announce: Callable[[Broker, NsqdOptions],
         log.critical("%s", exc)
         return 1
     finally:
-        stop.cancel()
-        closed.cancel()
+        for task in (stop, drain, closed):
+            task.cancel()
     return 0
+
+
+def _tell_systemd(state: str) -> None:
+    """Say how it stands to the service manager that started us, if one did and asked for it (`Type=notify`)."""
+    address = os.environ.get("NOTIFY_SOCKET", "")
+    if not address:
+        return
+    if address.startswith("@"):
+        # An abstract socket: its name begins with a zero byte.
+        address = "\0" + address[1:]
+    try:
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM | socket.SOCK_CLOEXEC) as sender:
+            sender.connect(address)
+            sender.send(state.encode())
+    except OSError as exc:
+        # It will think that we hang; all the more reason to say why.
+        log.warning("cannot tell the service manager %s - %s", state.partition("\n")[0], exc)
 
 
 def _run(main: Coroutine[Any, Any, int], loop_factory: Callable[[], asyncio.AbstractEventLoop] | None) -> int:

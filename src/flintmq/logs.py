@@ -1,15 +1,22 @@
-"""Log lines as NSQ prints them, on standard error: `[nsqd] 2024/05/01 12:30:00.123456 INFO: TCP: listening on …`.
+"""Log lines on standard error: as NSQ prints them, or one JSON object per line.
 
-Operators' tools match on these lines, so the form is NSQ's own. Everything logged in the process takes it: ours from
-the chosen level on, what libraries say from WARNING on.
+    [nsqd] 2024/05/01 12:30:00.123456 INFO: TOPIC(orders): created
+    {"time":"2024-05-01T12:30:00.123456Z","level":"info","program":"nsqd","message":"TOPIC(orders): created",…}
+
+Operators' tools match on the first form, so it is NSQ's own, in local time. The second is for tools that read fields:
+its time is UTC, and what stands first in the message, the one it speaks of, is a field too (`topic`, `channel`,
+`client`). Everything logged in the process takes the chosen form: ours from the chosen level on, what libraries say
+from WARNING on.
 """
 
 from __future__ import annotations
 
+import json
 import logging
+import re
 import time
 
-__all__ = ["LogFormatter", "setup"]
+__all__ = ["JsonFormatter", "LogFormatter", "setup"]
 
 _LEVELS = {
     "debug": logging.DEBUG,
@@ -18,6 +25,9 @@ _LEVELS = {
     "error": logging.ERROR,
     "fatal": logging.CRITICAL,
 }
+#: Whom a message speaks of: it stands first, with a name that holds no brackets.
+_ACTOR = re.compile(r"(TOPIC|CHANNEL|LOG|client)\(([^()]*)\): ")
+_FIELDS = {"TOPIC": "topic", "LOG": "topic", "CHANNEL": "channel", "client": "client"}
 
 
 class LogFormatter(logging.Formatter):
@@ -29,14 +39,46 @@ class LogFormatter(logging.Formatter):
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         when = time.strftime("%Y/%m/%d %H:%M:%S", time.localtime(record.created))
-        microseconds = int(record.created % 1 * 1_000_000)
         level = "FATAL" if record.levelno >= logging.CRITICAL else record.levelname
-        return f"{self.prefix}{when}.{microseconds:06d} {level}: {record.message}"
+        return f"{self.prefix}{when}.{_microseconds(record):06d} {level}: {record.message}"
 
 
-def setup(prefix: str, level: str) -> None:
-    """Send log lines to standard error; `level` is a word of `--log-level`. May be called again to change both."""
+class JsonFormatter(logging.Formatter):
+    """One object per line: time, level, program, message; the actor's name; `error` is a traceback."""
+
+    def __init__(self, program: str) -> None:
+        super().__init__()
+        self.program = program
+
+    def format(self, record: logging.LogRecord) -> str:
+        when = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
+        message = record.getMessage()
+        level = next((word for word, number in _LEVELS.items() if record.levelno <= number), "fatal")
+        line = {
+            "time": f"{when}.{_microseconds(record):06d}Z",
+            "level": level,
+            "program": self.program,
+            "message": message,
+        }
+        actor = _ACTOR.match(message)
+        if actor is not None:
+            line[_FIELDS[actor[1]]] = actor[2]
+        if record.exc_info:
+            line["error"] = self.formatException(record.exc_info)
+        # Only ASCII: whatever a client sent, the line is one line and one object.
+        return json.dumps(line, separators=(",", ":"))
+
+
+def _microseconds(record: logging.LogRecord) -> int:
+    return int(record.created % 1 * 1_000_000)
+
+
+def setup(prefix: str, level: str, format: str = "text", program: str = "nsqd") -> None:
+    """Send log lines to standard error; `level` and `format` are words of their options. May be called again.
+
+    The prefix is for text; in JSON the program has a field of its own.
+    """
     handler = logging.StreamHandler()
-    handler.setFormatter(LogFormatter(prefix))
+    handler.setFormatter(JsonFormatter(program) if format == "json" else LogFormatter(prefix))
     logging.basicConfig(level=max(logging.WARNING, _LEVELS[level]), handlers=[handler], force=True)
     logging.getLogger("flintmq").setLevel(_LEVELS[level])

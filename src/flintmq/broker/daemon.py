@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import errno
 import fcntl
 import functools
@@ -34,6 +35,7 @@ import msgspec
 from flintmq.broker import sockets, takeover
 from flintmq.broker.channel import Channel
 from flintmq.broker.disk import Clock, Disk, SystemClock
+from flintmq.broker.drain import REASON, DrainReport, drain
 from flintmq.broker.journal import ANOTHER_BOOT, SIDE, Journal, TopicState
 from flintmq.broker.limits import Connections
 from flintmq.broker.log import Log, Store
@@ -41,7 +43,7 @@ from flintmq.broker.scan import Scan
 from flintmq.broker.session import FinishLane, Lane, Session
 from flintmq.broker.topic import RESERVE, Topic
 from flintmq.errors import FlintError, FormatError, NotFoundError, PublishError, StartError, StorageError
-from flintmq.options import NsqdOptions
+from flintmq.options import LOG_LEVEL, NsqdOptions
 from flintmq.wire import NSQ_VERSION, valid_name
 
 __all__ = ["Broker"]
@@ -102,6 +104,9 @@ class Broker:
         #: Why publishes are refused; empty when they are not.
         self.refusing = ""
         self._illness = ""
+        self._draining: asyncio.Task[DrainReport] | None = None
+        #: Called by ``reload``: each reads again what it keeps in memory of a file, such as certificates.
+        self.reloaders: list[Callable[[], None]] = []
         # One buffer that every session receives into, one after the other.
         self.receive_buffer = bytearray(RECEIVE_BYTES)
         self.receive_view = memoryview(self.receive_buffer)
@@ -270,6 +275,33 @@ class Broker:
         log.info("NSQ: bye")
         if not self._closed.done():
             self._closed.set_result(None)
+
+    def drain(self, timeout: float | None = None) -> asyncio.Task[DrainReport]:
+        """Refuse publishes, let consumers empty the node, then stop; the report says what is left.
+
+        After ``timeout`` seconds (0: never; None: ``--drain-timeout``) it stops whatever is left. ``stop`` ends it at
+        once. A second call gives the same task, which need not be awaited.
+        """
+        if self._draining is None:
+            self.refusing = REASON
+            seconds = self.options.drain_timeout / 1e9 if timeout is None else timeout
+            self._draining = self._loop.create_task(drain(self, longest=seconds))
+        return self._draining
+
+    def reload(self) -> None:
+        """Read files again that may have changed. What cannot be read stays as it was."""
+        log.info("NSQ: reloading")
+        for reload in self.reloaders:
+            try:
+                reload()
+            except (OSError, ValueError, FlintError) as exc:
+                log.error("NSQ: cannot reload, going on as before - %s", exc)
+
+    def set_log_level(self, level: str) -> None:
+        """What ``--log-level`` says, from now on. ValueError if there is no such level."""
+        word = LOG_LEVEL.from_text(level)
+        self.options = dataclasses.replace(self.options, log_level=word)
+        logging.getLogger("flintmq").setLevel(word.upper())
 
     async def _close_listeners(self) -> None:
         for timer in self._timers.values():
@@ -735,6 +767,8 @@ class Broker:
         self.journal.when_synced(self.journal.noted, free)
 
     def _look_at_space(self) -> None:
+        if self._draining is not None:
+            return
         try:
             free = self.disk.free(self.path)
         except OSError as exc:
