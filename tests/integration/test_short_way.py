@@ -13,7 +13,7 @@ import pytest
 
 from flintmq.broker import sockets
 from flintmq.broker.daemon import Broker
-from flintmq.broker.disk import Disk
+from flintmq.broker.disk import Disk, SystemClock
 from flintmq.wire import FRAME_ERROR, FRAME_MESSAGE, FrameDecoder, decode_message, encode_command, encode_mpub
 
 pytestmark = pytest.mark.skipif(not sockets.available(), reason="no epoll: every connection goes the ordinary way")
@@ -241,3 +241,44 @@ async def test_a_write_that_fails_on_the_short_way_is_told_and_leaves_nothing_be
         await other.close()
     async with Broker(data_path=tmp_path) as broker:
         assert broker.topics["t"].depth + sum(c.depth for c in broker.topics["t"].channels.values()) <= 4
+
+
+@pytest.mark.parametrize(
+    ("limits", "accepted", "reason"),
+    [
+        ({"max_topic_messages": 50}, 50, b"limit of 50 messages in the topic reached"),
+        ({"max_publish_rate": 50}, 50, b"limit of 50 messages a second reached"),
+        ({"max_topic_messages": 50, "topic_limit_policy": "drop-oldest"}, 160, b""),
+    ],
+)
+async def test_limits_hold_for_publishers_who_would_take_the_short_way(
+    tmp_path: Path, limits: dict[str, int | str], accepted: int, reason: bytes
+) -> None:
+    clock = StillClock()
+    async with Broker(data_path=tmp_path, clock=clock, disk_reserve=0, **limits) as broker:
+        clients = [await Client.connect(broker) for _ in range(8)]
+        answers: list[bytes] = []
+
+        async def publish(client: Client, number: int) -> None:
+            for k in range(20):
+                answers.append(await client.ask(pub(b"%d/%d" % (number, k))))
+                if answers[-1] != b"OK":
+                    return
+
+        await asyncio.gather(*(publish(client, number) for number, client in enumerate(clients)))
+        assert answers.count(b"OK") == accepted
+        assert set(answers) - {b"OK"} == ({b"E_PUB_FAILED PUB failed " + reason} if reason else set())
+        topic = broker.topics["t"]
+        await until(lambda: topic.depth == 50)
+        assert topic.dropped_count == accepted - 50
+        for client in clients:
+            await client.close()
+
+
+class StillClock(SystemClock):
+    """Rates are of a moment that does not pass."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        moment = self.now()
+        self.now = lambda: moment
