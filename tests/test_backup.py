@@ -272,6 +272,33 @@ async def test_a_broker_that_starts_while_its_backup_is_made_is_copied_again(sto
         assert broker.topics["t"].channels["d"].depth == 2
 
 
+async def test_numbers_that_the_journal_had_not_reserved_are_not_copied(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """While a large topic is copied it may grow beyond what was reserved when the journal was read."""
+    data = tmp_path / "data"
+    data.mkdir()
+    async with Broker(data_path=data, disk_reserve=0) as broker, Client.connect(broker) as client:
+        await client.subscribe("t", "c", 0)
+        first = broker.topics["t"].log.end
+        for number in range(5):
+            await client.publish("t", b"%d" % number)
+        replay = backup._replay
+
+        def with_less_reserved(folder: Path) -> journal.State:
+            state = replay(folder)
+            for topic in state.topics.values():
+                topic.ceiling = first + 3
+            return state
+
+        monkeypatch.setattr(backup, "_replay", with_less_reserved)
+        made = await asyncio.get_running_loop().run_in_executor(None, backup.make, data, tmp_path / "copy")
+    assert made.messages == 3
+    backup.restore(tmp_path / "copy", tmp_path / "new")
+    async with Broker(data_path=tmp_path / "new", disk_reserve=0) as broker:
+        assert await contents(broker, "t", "c") == [b"0", b"1", b"2"]
+
+
 # --- Who it is --------------------------------------------------------------------------------------------------------
 
 
