@@ -23,6 +23,7 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 from flintmq.broker.journal import NEVER, SIDE
+from flintmq.broker.latency import Latency, publish_time
 from flintmq.broker.limits import Pace
 from flintmq.broker.ranges import Ranges
 from flintmq.errors import DamageError, ProtocolError
@@ -109,15 +110,17 @@ class Runs:
 class Unusual:
     """A message in flight that is not an ordinary first delivery."""
 
-    __slots__ = ("attempts", "deadline", "delivered", "owner", "queued")
+    __slots__ = ("attempts", "deadline", "delivered", "owner", "published", "queued")
 
-    def __init__(self, owner: int, attempts: int, delivered: int, deadline: int) -> None:
+    def __init__(self, owner: int, attempts: int, delivered: int, deadline: int, published: int) -> None:
         self.owner = owner
         self.attempts = attempts
         self.delivered = delivered
         self.deadline = deadline
         #: The deadline under which it stands in the heap; any other entry there is from an earlier delivery.
         self.queued = deadline
+        #: When it was published; 0 where nobody asks for latencies.
+        self.published = published
 
 
 class Channel:
@@ -158,6 +161,10 @@ class Channel:
         self.dropped_count = 0
         #: Messages sent from memory to consumers of the same zone, of the same region, and to all others.
         self.sent_from_memory = [0, 0, 0]
+        #: How long messages take; None unless the options ask for it.
+        self.latency: Latency | None = None
+        if self.broker.options.e2e_processing_latency_percentiles:
+            self.latency = Latency(self.broker.options.e2e_processing_latency_window_time)
         # For the journal: rows of what was put back since it last asked.
         self._back = array("q")
         self._noted = False
@@ -385,6 +392,8 @@ class Channel:
             self._unburden(first + most)
             count = ring.send_run(block, first, most, RUN_BYTES, session.ident, session.fd)
         waiting.take(count)
+        if self.latency is not None:
+            self.latency.sent(block, first, first + count, ring.lo)
         timeout = session.deliver_timeout
         deadline = (self.broker.clock.now() + timeout + QUANTUM - 1) & -QUANTUM
         runs = self._runs.get(timeout)
@@ -411,9 +420,10 @@ class Channel:
                 self._finished(seq, seq + 1)
                 continue
             block.find(seq)
-            self._hold(session, seq, 1)
-            session.send_run(block.view[block.start : block.stop])
-            sent += block.stop - block.start
+            frame = block.view[block.start : block.stop]
+            self._hold(session, seq, 1, frame)
+            session.send_run(frame)
+            sent += len(frame)
         return sent
 
     def _send_side(self, session: Session, limit: int) -> int:
@@ -452,7 +462,7 @@ class Channel:
                 continue
             attempts = min(before + 1, _MOST_ATTEMPTS)
             frame[16:18] = attempts.to_bytes(2, "big")
-            self._hold(session, seq, attempts)
+            self._hold(session, seq, attempts, frame)
             frames.append(frame)
             size += len(frame)
         if frames:
@@ -460,10 +470,11 @@ class Channel:
             return size
         return -1 if seqs else 0
 
-    def _hold(self, session: Session, seq: int, attempts: int) -> None:
+    def _hold(self, session: Session, seq: int, attempts: int, frame: bytearray | memoryview) -> None:
         now = self.broker.clock.now()
         deadline = now + session.deliver_timeout
-        message = self.unusual[seq] = Unusual(session.ident, attempts, now, deadline)
+        published = publish_time(frame) if self.latency is not None else 0
+        message = self.unusual[seq] = Unusual(session.ident, attempts, now, deadline, published)
         self._queue(seq, message)
         self._watch(deadline)
         session.in_flight += 1
@@ -486,7 +497,8 @@ class Channel:
                 delivered = deadline - runs.timeout
                 break
         self.ring.release(seq)
-        message = self.unusual[seq] = Unusual(owner, 1, delivered, deadline)
+        published = self.latency.published(seq) if self.latency is not None else 0
+        message = self.unusual[seq] = Unusual(owner, 1, delivered, deadline, published)
         self._queue(seq, message)
         return message
 
@@ -527,6 +539,8 @@ class Channel:
         lo = self.ring.lo
         for runs in self._runs.values():
             runs.prune(lo)
+        if self.latency is not None:
+            self.latency.finished(self.ring.take_done(), self.broker.clock.wall(), self.broker.clock.now())
         if not self._noted:
             self._note()
         if not session.listed:
@@ -539,6 +553,12 @@ class Channel:
         self.broker.soon(self)
 
     def finish(self, session: Session, seq: int) -> None:
+        latency = self.latency
+        if latency is not None:
+            message = self._owned(session, seq, "FIN")
+            published = message.published if message is not None else latency.published(seq)
+            clock = self.broker.clock
+            latency.sketch.add(clock.wall() - published, 1, clock.now())
         self._take(session, seq, "FIN")
         self._finished(seq, seq + 1)
         session.finish_count += 1
@@ -584,6 +604,9 @@ class Channel:
 
     def _finished(self, first: int, stop: int) -> None:
         self.ring.add_done(first, stop)
+        if self.latency is not None:
+            # What the ring collects from here on is to be measured.
+            self.latency.done += self.ring.take_done()
         self._note()
 
     def _put_back(self, seq: int, attempts: int, due: int) -> None:
@@ -705,6 +728,9 @@ class Channel:
     def take_done(self) -> bytes:
         self._noted = False
         done = self.ring.take_done()
+        if self.latency is not None and self.latency.done:
+            done = bytes(self.latency.done) + done
+            self.latency.done.clear()
         return b"" if self.ephemeral or self.topic.ephemeral else done
 
     def take_back(self) -> bytes:

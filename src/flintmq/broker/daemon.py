@@ -32,7 +32,7 @@ from typing import Any
 
 import msgspec
 
-from flintmq.broker import sockets, takeover
+from flintmq.broker import sockets, stats, takeover
 from flintmq.broker.channel import Channel
 from flintmq.broker.disk import Clock, Disk, SystemClock
 from flintmq.broker.drain import REASON, DrainReport, drain
@@ -101,6 +101,7 @@ class Broker:
         #: Whether one more may connect; None: as many as like to.
         self.connections = Connections.of(options, self.clock)
         self.start_time = 0
+        self.started = 0
         #: Why publishes are refused; empty when they are not.
         self.refusing = ""
         self._illness = ""
@@ -135,6 +136,12 @@ class Broker:
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._metadata_due = False
         self._metadata_busy = False
+        # For the statistics.
+        self.connection_count = 0
+        self.refused_count = 0
+        self.free_bytes = 0
+        self.pauses = stats.Pauses()
+        self._statsd = stats.Statsd(self)
 
     # --- Start and stop --------------------------------------------------------------------------------------------
 
@@ -175,6 +182,9 @@ class Broker:
                 raise exc if isinstance(exc, StartError) else StartError(str(exc)) from exc
             raise StartError(f"{exc}") from exc
         self.start_time = self.clock.wall() // 1_000_000_000
+        self.started = self.clock.now()
+        self.pauses.start()
+        self._statsd.start()
         self._every("scan", self.options.queue_scan_interval / 1e9, lambda: self.scan.tick(self.clock.now))
         self._every("sync", self.options.sync_timeout / 1e9, self._sync)
         self._every("space", SPACE_INTERVAL, self._look_at_space)
@@ -231,6 +241,10 @@ class Broker:
         """Where clients connect: ``host:port`` as really bound, or the path of a unix socket."""
         return self._bound or self.options.tcp_address
 
+    @property
+    def http_address(self) -> str:
+        return self.options.http_address
+
     async def wait_closed(self) -> None:
         """Returns when the broker has stopped; raises what it died of."""
         if self._closed is not None:
@@ -242,6 +256,7 @@ class Broker:
             return
         self.stopping = True
         log.info("NSQ: stopping subsystems")
+        await self._statsd.stop()
         await self._close_listeners()
         self.flush()
         # What threads still do must end before the files are closed; their answers arrive in the next turns.
@@ -335,6 +350,7 @@ class Broker:
         if self._closed is None or self._closed.done():
             return
         self.stopping = True
+        self._statsd.cancel()
         for timer in self._timers.values():
             timer.cancel()
         self._timers.clear()
@@ -362,6 +378,8 @@ class Broker:
             self._closed.set_result(None)
 
     def _unlock(self) -> None:
+        """The last thing that every way to stop does."""
+        self.pauses.stop()
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
@@ -372,6 +390,7 @@ class Broker:
         if self._closed is None or self._closed.done():
             return
         self.stopping = True
+        self._statsd.cancel()
         for timer in self._timers.values():
             timer.cancel()
         self._disconnect()
@@ -646,6 +665,7 @@ class Broker:
         return channel.lane
 
     def connected(self, session: Session) -> None:
+        self.connection_count += 1
         self.sessions[session.ident] = session
         if self.stopping:
             session.drop()
@@ -774,6 +794,7 @@ class Broker:
         except OSError as exc:
             log.error("NSQ: cannot look at the disk - %s", _reason(exc))
             return
+        self.free_bytes = free
         if free < self.options.disk_reserve:
             if not self.refusing:
                 log.error("NSQ: the disk is nearly full, publishes are refused (%d bytes free)", free)

@@ -299,6 +299,11 @@ class Journal:
         self._dirty[channel] = None
 
     @property
+    def size(self) -> int:
+        """Bytes in the file that is being written."""
+        return self._offset
+
+    @property
     def pending(self) -> bool:
         return bool(self._buffer or self._dirty)
 

@@ -456,7 +456,6 @@ class Log:
             answer,
         )
         count = block.count - first
-        self.last_bytes = block.used - used
         if not count:
             return status, answer
         if file >= 0 and segment is not None:
@@ -470,6 +469,7 @@ class Log:
                 record = self._open_record = Record(block, used, block.used, self.end, count)
                 self._pending.append(record)
             self._advance(count)
+        self.last_bytes = block.used - used
         return status, answer
 
     def _taken_in(self, segment: Segment, block: Block, count: int, intake: Intake, failed: bool) -> None:

@@ -44,7 +44,7 @@ MOST_AT_ONCE = 1 << 20
 class Commit:
     """The publishes of one loop turn to one topic: safe, refused, or neither yet."""
 
-    __slots__ = ("done", "end", "error", "sessions", "waiters")
+    __slots__ = ("before", "done", "end", "error", "sessions", "waiters")
 
     def __init__(self) -> None:
         self.end = 0
@@ -53,6 +53,8 @@ class Commit:
         self.waiters: list[Callable[[], None]] = []
         #: Sessions that wait for one publish in it and nothing else: all of them are answered in one go.
         self.sessions: list[Session] = []
+        #: The topic's counters without the publishes in it: messages, bytes.
+        self.before = (0, 0)
 
     def resolve(self, error: Exception | None = None) -> None:
         self.done = True
@@ -184,13 +186,16 @@ class Topic:
         if self.exiting:
             raise PublishError("exiting")
         if self._batch_error is not None:
+            self.broker.refused_count += count
             raise self._batch_error
         if self.broker.refusing and not self.log.in_group:
+            self.broker.refused_count += count
             raise PublishError(self.broker.refusing)
+        size = stop - pos - 4 * count
         if self.limits is not None:
-            self.limits.admit(count, stop - pos - 4 * count)
+            self.limits.admit(count, size)
         self.message_count += count
-        self.message_bytes += stop - pos - 4 * count
+        self.message_bytes += size
         if self.ephemeral and self.frozen:
             room = self.broker.options.mem_queue_size - self.depth
             if count > room:
@@ -206,13 +211,14 @@ class Topic:
         self.broker.turn(self)
         if self.log.durability == "memory" and self.log.end <= min(self._usable, self._settled):
             return None
-        return self._commit()
+        return self._commit(self.message_count - count, self.message_bytes - size)
 
-    def _commit(self) -> Commit:
-        """What this turn's publishers wait for."""
+    def _commit(self, count: int, size: int) -> Commit:
+        """What this turn's publishers wait for. ``count`` and ``size`` are the counters before this publish."""
         commit = self._open_commit
         if commit is None:
             commit = self._open_commit = Commit()
+            commit.before = (count, size)
             self._commits.append(commit)
         commit.end = self.log.end
         return commit
@@ -229,6 +235,7 @@ class Topic:
         settled = not self._commits and end + MOST_AT_ONCE < self._usable and self._settled == NEVER
         status, answered = log.take_in(intake, fds, counts, start, settled, self._budget())
         count = log.end - end
+        before = (self.message_count, self.message_bytes)
         if count:
             self.message_count += count
             self.message_bytes += log.last_bytes - FRAME_OVERHEAD * count
@@ -236,10 +243,11 @@ class Topic:
                 self._reserve()
             self.broker.turn(self)
         if status == FAILED:
+            self.broker.refused_count += sum(counts[i] for i in intake.unanswered)
             failed = Commit()
             failed.resolve(PublishError(self._refusal))
             return status, failed
-        return status, self._commit() if count and not answered else None
+        return status, self._commit(*before) if count and not answered else None
 
     def _budget(self) -> int:
         """How much to take from publishers before consumers have their turn: less where they fall behind."""
@@ -319,7 +327,12 @@ class Topic:
             # The slices of a batch so far are gone: its last one must not pass for the whole.
             self._batch_error = PublishError(reason)
         while self._commits and self._commits[-1].end > seq:
-            self._commits.pop().resolve(PublishError(reason))
+            commit = self._commits.pop()
+            # These publishes did not happen.
+            count, size = commit.before
+            self.broker.refused_count += self.message_count - count
+            self.message_count, self.message_bytes = count, size
+            commit.resolve(PublishError(reason))
 
     def _arrived(self) -> None:
         """Something was read back: somebody may be waiting for it."""
