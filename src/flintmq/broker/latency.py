@@ -90,7 +90,7 @@ class Sketch:
     Its size depends on how far the durations lie apart, not on how many they are: from 1 ms to 10 s some 460 buckets.
     """
 
-    __slots__ = ("_buckets", "_period", "_slices", "count")
+    __slots__ = ("_buckets", "_period", "_slices", "count", "ever", "spent")
 
     def __init__(self, window: int) -> None:
         self._period = max(1, window // SLICES)
@@ -98,6 +98,9 @@ class Sketch:
         # All slices together, so that asking costs no more than counting once.
         self._buckets: dict[int, int] = {}
         self.count = 0
+        #: How many there were since the start, and how long they took together.
+        self.ever = 0
+        self.spent = 0
 
     def add(self, value: int, count: int, now: int) -> None:
         """``count`` messages took ``value`` ns each. ``now`` is the time that the window moves by."""
@@ -115,6 +118,8 @@ class Sketch:
         current.highest = max(current.highest, value)
         self._buckets[bucket] = self._buckets.get(bucket, 0) + count
         self.count += count
+        self.ever += count
+        self.spent += value * count
 
     def expire(self, now: int) -> None:
         """Forget what has left the window."""

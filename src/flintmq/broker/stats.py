@@ -396,7 +396,7 @@ class Family(NamedTuple):
 #: A family's name, how to read it, and its lines so far.
 Lines = tuple[str, Callable[[Any], float], list[str]]
 
-GAUGE, COUNTER = "gauge", "counter"
+GAUGE, COUNTER, SUMMARY = "gauge", "counter", "summary"
 #: The text format that every Prometheus reads.
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
@@ -485,11 +485,9 @@ CHANNEL_FAMILIES = (
     Family("nsqd_channel_paused", GAUGE, "1 while the channel is paused, else 0.", lambda c: int(c.paused)),
 )
 INFO = Family("nsqd_build_info", GAUGE, "1; what runs here is in the labels.", lambda b: 1)
-#: Only with --e2e-processing-latency-percentile, and once something was finished.
-TOPIC_LATENCY = Family(
-    "nsqd_topic_latency_seconds", GAUGE, "Time from publish to FIN, over the window that the options say.", float
-)
-CHANNEL_LATENCY = Family("nsqd_channel_latency_seconds", GAUGE, TOPIC_LATENCY.help, float)
+#: Only with --e2e-processing-latency-percentile. Quantiles are of its window, sum and count since the start.
+TOPIC_LATENCY = Family("nsqd_topic_latency_seconds", SUMMARY, "Time from publish to FIN.", float)
+CHANNEL_LATENCY = Family("nsqd_channel_latency_seconds", SUMMARY, "Time from publish to FIN.", float)
 
 
 class _Exposition:
@@ -550,13 +548,14 @@ class _Exposition:
         return b"".join(parts)
 
     def _measure(self, family: Family, labels: str, channels: Iterable[Channel], lines: list[str]) -> None:
-        latency = _latency(self._broker, channels)
-        # Nothing was finished: then there is no value, and 0 would be a lie.
-        if latency["count"]:
-            lines.extend(
-                f'{family.name}{{{labels},quantile="{item["quantile"]}"}} {item["value"] / _SECOND}\n'
-                for item in latency["percentiles"]
-            )
+        sketches = [channel.latency.sketch for channel in channels if channel.latency is not None]
+        wanted = self._broker.options.e2e_processing_latency_percentiles
+        count, values = quantiles(sketches, wanted, self._broker.clock.now())
+        # Where nothing was finished there are no quantiles; 0 would be a lie.
+        for q, value in zip(wanted, values, strict=True) if count else ():
+            lines.append(f'{family.name}{{{labels},quantile="{q:g}"}} {value / _SECOND}\n')
+        spent, ever = sum(sketch.spent for sketch in sketches), sum(sketch.ever for sketch in sketches)
+        lines.append(f"{family.name}_sum{{{labels}}} {spent / _SECOND}\n{family.name}_count{{{labels}}} {ever}\n")
 
 
 def _write(families: list[Lines], labels: str, thing: object) -> None:
@@ -673,6 +672,8 @@ class Statsd:
         """One report. OSError or ValueError if the server's address is of no use."""
         loop = asyncio.get_running_loop()
         host, _, port = address.rpartition(":")
+        if not 0 < int(port) < 1 << 16:
+            raise ValueError(f"{port} is no port")
         async with asyncio.timeout(_LOOKUP_SECONDS):
             found = await loop.getaddrinfo(host.strip("[]") or "127.0.0.1", int(port), type=socket.SOCK_DGRAM)
         family, kind, protocol, _, where = found[0]
