@@ -105,7 +105,8 @@ class Scene:
         await other.publish("b", b"hello")
         # One message finished, one put back for later, one put back at once, one kept.
         consumer = await self._connect("CONSUMER")
-        await consumer.identify(client_id="id", hostname="host", user_agent="agent/1 <x>", feature_negotiation=True)
+        about = {"client_id": "id", "hostname": "host", "user_agent": "agent/1 <x>", "msg_timeout": 900_000}
+        await consumer.identify(**about, feature_negotiation=True)
         await consumer.ok(b"SUB a x\n")
         consumer.send(b"RDY 1\n")
         for answer in (b"FIN %s\n", b"REQ %s 600000\n", b"REQ %s 0\n"):

@@ -17,7 +17,7 @@ from typing import Any
 
 import msgspec
 import pytest
-from fakes import SECOND, Client, CountingDisk, FakeClock, pass_time, quiet, until
+from fakes import SECOND, Client, CountingDisk, FakeClock, pass_time, pub, quiet, until
 from go_stats import (
     BROADCAST_HOST,
     BROADCAST_PORT,
@@ -194,16 +194,19 @@ async def test_what_left_the_memory_is_backend_depth(start_broker: Any) -> None:
     assert (t["depth"], t["channels"][0]["depth"], t["channels"][0]["backend_depth"]) == (0, 50, 50)
 
 
+class FailingDisk(CountingDisk):
+    """Large writes fail, those of the journal do not."""
+
+    failing = False
+
+    def write(self, fd: int, buffers: Any, offset: int) -> int:
+        if self.failing and sum(map(len, buffers)) > 1000:
+            raise OSError(28, "No space left on device")
+        return super().write(fd, buffers, offset)
+
+
 async def test_counts_of_publishes_that_failed_are_taken_back(start_broker: Any) -> None:
-    class Failing(CountingDisk):
-        failing = False
-
-        def write(self, fd: int, buffers: Any, offset: int) -> int:
-            if self.failing and len(buffers) >= 2 and sum(map(len, buffers)) > 2000:
-                raise OSError(28, "No space left on device")
-            return super().write(fd, buffers, offset)
-
-    disk = Failing()
+    disk = FailingDisk()
     broker = await start_broker(disk=disk)
     producer = Client(broker)
     await producer.publish_many("t", [b"x" * 700] * 3)
@@ -218,6 +221,26 @@ async def test_counts_of_publishes_that_failed_are_taken_back(start_broker: Any)
     [topic] = stats.document(broker)["topics"]
     assert (topic["message_count"], topic["message_bytes"], topic["depth"]) == (4, 2104, 4)
     assert broker.refused_count == 6
+
+
+async def test_counts_of_failed_publishes_from_sockets_are_taken_back(tmp_path: Path) -> None:
+    """The same where publishes take the short way, from the socket into the log."""
+    disk = FailingDisk()
+    async with Broker(data_path=tmp_path, disk=disk, disk_reserve=0) as broker:
+        host, _, port = broker.tcp_address.rpartition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(b"  V2")
+        for size in (700, 1500, 700, 1500):
+            disk.failing = size > 1000 and broker.topics["t"].message_count == 3
+            writer.write(pub("t", b"x" * size))
+            answer = await reader.readexactly(int.from_bytes(await reader.readexactly(4), "big"))
+            assert (b"E_PUB_FAILED" in answer) == disk.failing
+        disk.failing = False
+        [topic] = stats.document(broker)["topics"]
+        assert (topic["message_count"], topic["message_bytes"], topic["depth"]) == (3, 2900, 3)
+        assert broker.refused_count == 1
+        writer.close()
+        await writer.wait_closed()
 
 
 async def test_clients_with_tls_and_authorization(broker: Broker) -> None:
@@ -489,6 +512,8 @@ def address(server: StatsdServer) -> str:
         ({"statsd_prefix": ""}, ""),
         ({"broadcast_http_port": 99}, "nsq.node_example_com_99."),
         ({"broadcast_address": "::1"}, "nsq.[__1]_4151."),
+        ({"http_address": ""}, "nsq.node_example_com_0."),
+        ({"http_address": "/run/nsqd.sock"}, "nsq.node_example_com_0."),
     ],
 )
 def test_the_prefix_names_the_node(options: dict[str, Any], prefix: str) -> None:

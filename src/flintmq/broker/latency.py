@@ -12,7 +12,6 @@ from __future__ import annotations
 
 from array import array
 from bisect import bisect_right
-from collections import deque
 from collections.abc import Iterable, Sequence
 from math import ceil, log
 from struct import Struct
@@ -94,7 +93,7 @@ class Sketch:
 
     def __init__(self, window: int) -> None:
         self._period = max(1, window // SLICES)
-        self._slices: deque[_Slice] = deque()
+        self._slices: list[_Slice] = []
         # All slices together, so that asking costs no more than counting once.
         self._buckets: dict[int, int] = {}
         self.count = 0
@@ -125,7 +124,7 @@ class Sketch:
         """Forget what has left the window."""
         oldest = now // self._period - SLICES
         while self._slices and self._slices[0].number <= oldest:
-            gone = self._slices.popleft()
+            gone = self._slices.pop(0)
             self.count -= gone.count
             for bucket, count in gone.buckets.items():
                 left = self._buckets[bucket] - count

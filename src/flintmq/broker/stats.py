@@ -610,8 +610,11 @@ def statsd_prefix(broker: Broker) -> str:
     prefix = options.statsd_prefix
     if not prefix:
         return ""
-    port = options.broadcast_http_port or broker.http_address.rpartition(":")[2]
     host = options.broadcast_address
+    port = str(options.broadcast_http_port or broker.http_address.rpartition(":")[2])
+    if not port.isdigit():
+        # No HTTP, or a unix socket.
+        port = "0"
     # An IPv6 address has brackets here, as wherever Go joins it with a port.
     address = f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
     prefix = prefix.replace("%s", address.replace(".", "_").replace(":", "_"))
