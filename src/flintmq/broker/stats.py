@@ -116,8 +116,9 @@ def _document(
                 continue
             channels = []
             for each in [one.channels[channel]] if channel else _by_name(one.channels.values()):
-                channels.append(_channel(each, include_clients, topic))
-                yield
+                if not each.exiting:
+                    channels.append(_channel(each, include_clients, topic))
+                    yield
             topics.append(_topic(one, channels))
         if include_clients:
             producers = []
