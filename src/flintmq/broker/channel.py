@@ -391,6 +391,7 @@ class Channel:
         if not count:
             self._unburden(first + most)
             count = ring.send_run(block, first, most, RUN_BYTES, session.ident, session.fd)
+        start, stop = block.start, block.stop
         waiting.take(count)
         if self.latency is not None:
             self.latency.sent(block, first, first + count, ring.lo)
@@ -406,7 +407,6 @@ class Channel:
         session.message_count += count
         if self.topic.log.from_memory:
             self.sent_from_memory[session.locality] += count
-        start, stop = block.start, block.stop
         if ring.sent != stop - start:
             session.send_run(block.view[start + ring.sent : stop])
         return stop - start
