@@ -1,7 +1,8 @@
 """Compression of a connection's stream, as NSQ negotiates it: deflate and snappy, both directions, without I/O.
 
 A Codec owns the state of one connection. Everything that is sent is flushed at once, because the peer waits for it.
-What arrives is unpacked in bounded pieces: a stream that swells a thousandfold costs its connection, not the memory.
+What arrives is unpacked in bounded pieces, each only when it is asked for: a stream that swells a thousandfold costs
+its connection, not the memory, and its reader decides how much of it one turn of the loop may take.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ import google_crc32c
 
 from flintmq.errors import ProtocolError
 
-__all__ = ["Codec", "Deflate", "Snappy"]
+__all__ = ["Codec", "Deflate", "Snappy", "Stack"]
 
 #: What one step of unpacking yields, at most.
 PIECE = 256 << 10
@@ -27,6 +28,21 @@ class Codec(Protocol):
 
     def decompress(self, data: bytes) -> Iterator[bytes]:
         """What ``data`` adds to the stream, in pieces. ProtocolError if it is not of this form."""
+
+
+class Stack:
+    """Two layers of one stream: ``inner`` lies inside ``outer``, which is next to the wire."""
+
+    def __init__(self, outer: Codec, inner: Codec) -> None:
+        self._outer = outer
+        self._inner = inner
+
+    def compress(self, data: bytes | memoryview) -> bytes:
+        return self._outer.compress(self._inner.compress(data))
+
+    def decompress(self, data: bytes) -> Iterator[bytes]:
+        for piece in self._outer.decompress(data):
+            yield from self._inner.decompress(piece)
 
 
 class Deflate:
@@ -61,6 +77,9 @@ class Snappy:
 
     _IDENTIFIER = b"\xff\x06\x00\x00sNaPpY"
     _BLOCK = 65_536
+    #: The largest chunk of any type, its checksum included: a block that does not pack grows by a sixth. NSQ too takes
+    #: no larger ones, not even to pass over them.
+    _LONGEST_CHUNK = 4 + 32 + _BLOCK + _BLOCK // 6
 
     def __init__(self) -> None:
         self._started = False
@@ -91,7 +110,7 @@ class Snappy:
             size = int.from_bytes(buffer[1:4], "little")
             if not self._greeted and kind != 0xFF:
                 raise ProtocolError("E_INVALID", "not snappy: no stream identifier")
-            if kind in (0x00, 0x01) and size > self._BLOCK + self._BLOCK // 6 + 64:
+            if size > self._LONGEST_CHUNK:
                 raise ProtocolError("E_INVALID", f"not snappy: a chunk of {size} bytes")
             if 0x02 <= kind <= 0x7F:
                 raise ProtocolError("E_INVALID", f"not snappy: a chunk of type {kind}")

@@ -5,6 +5,7 @@ FlintError
 ├── PublishError       a publish was refused: the topic is going away, the disk is full, a write failed
 │   └── LimitError     … or it would exceed a limit of its topic
 │       └── RateError  … or of its rate
+├── AuthError          no auth server could say what a client may do
 ├── NotFoundError      no such topic or channel
 ├── OptionError        a flag, a config file key or a value is wrong
 ├── StartError         the broker cannot start: the data path is locked, an address is taken, …
@@ -17,6 +18,7 @@ FlintError
 from __future__ import annotations
 
 __all__ = [
+    "AuthError",
     "BackupError",
     "DamageError",
     "FlintError",
@@ -65,6 +67,12 @@ class RateError(LimitError):
     """Publishes to the topic come faster than they may."""
 
     http_status = 429
+
+
+class AuthError(FlintError):
+    """No auth server could say what a client may do; the text is for the log, clients are only told that it failed."""
+
+    retriable = True
 
 
 class NotFoundError(FlintError):

@@ -28,7 +28,7 @@ import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
@@ -42,9 +42,14 @@ from flintmq.broker.log import Log, Store
 from flintmq.broker.scan import Scan
 from flintmq.broker.session import FinishLane, Lane, Session
 from flintmq.broker.topic import RESERVE, Topic
-from flintmq.errors import FlintError, FormatError, NotFoundError, PublishError, StartError, StorageError
+from flintmq.errors import FlintError, FormatError, NotFoundError, OptionError, PublishError, StartError, StorageError
 from flintmq.options import LOG_LEVEL, NsqdOptions
 from flintmq.wire import NSQ_VERSION, valid_name
+
+if TYPE_CHECKING:
+    import ssl
+
+    from flintmq.broker.auth import AuthServers
 
 __all__ = ["Broker"]
 
@@ -107,7 +112,7 @@ class Broker:
         self._illness = ""
         self._draining: asyncio.Task[DrainReport] | None = None
         #: Called by ``reload``: each reads again what it keeps in memory of a file, such as certificates.
-        self.reloaders: list[Callable[[], None]] = []
+        self.reloaders: list[Callable[[], None]] = [self.reload_certificates]
         # One buffer that every session receives into, one after the other.
         self.receive_buffer = bytearray(RECEIVE_BYTES)
         self.receive_view = memoryview(self.receive_buffer)
@@ -129,6 +134,9 @@ class Broker:
         self.node = b""
         self.stopping = False
         self._closed: asyncio.Future[None] | None = None
+        # Set at the start, by the options.
+        self.tls: ssl.SSLContext | None = None
+        self.auth: AuthServers | None = None
         self._server: asyncio.Server | None = None
         self._poller: sockets.Poller | None = None
         self._bound = ""
@@ -171,7 +179,7 @@ class Broker:
             snapshot=self._snapshot,
         )
         self.scan = Scan(lambda: self.options, self.later)
-        self._check_options()
+        self._set_up_security()
         self._lock_path()
         try:
             self._open_path()
@@ -191,12 +199,33 @@ class Broker:
         self._look_at_space()
         self.structure_changed(False)
 
-    def _check_options(self) -> None:
-        for flag in ("tls_cert", "tls_key", "tls_client_auth_policy"):
-            if getattr(self.options, flag):
-                raise StartError(f"--{flag.replace('_', '-')}: TLS is not supported by this version")
-        if self.options.tls_required not in ("", "false", "0"):
-            raise StartError("--tls-required: TLS is not supported by this version")
+    def _set_up_security(self) -> None:
+        if self.options.tls_cert:
+            from flintmq.broker import tls
+
+            try:
+                self.tls = tls.server_context(self.options)
+            except OptionError as exc:
+                raise StartError(str(exc)) from exc
+        if self.options.auth_http_addresses:
+            from flintmq.broker.auth import AuthServers
+
+            self.auth = AuthServers(self.options)
+
+    def reload_certificates(self) -> None:
+        """Connections that come from now on get what is in the files. If that is no good, all stays as it was."""
+        if self.tls is None or self.stopping:
+            return
+        from flintmq.broker import tls
+
+        def done(context: Any, error: BaseException | None) -> None:
+            if error is not None:
+                log.error("TLS: the certificates are not replaced - %s", error)
+            else:
+                self.tls = context
+                log.info("TLS: the certificates were read again")
+
+        self.disk.submit(lambda: tls.server_context(self.options), done)
 
     def _lock_path(self) -> None:
         try:

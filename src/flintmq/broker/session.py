@@ -15,7 +15,8 @@ import json
 import logging
 import socket
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import chain
 from struct import Struct
 from typing import TYPE_CHECKING, Any, cast
 
@@ -24,8 +25,8 @@ import msgspec
 from flintmq.broker.log import NO_BLOCK
 from flintmq.broker.sockets import SocketTransport
 from flintmq.broker.topic import SLICE, Commit, Topic
-from flintmq.compression import Codec, Deflate, Snappy
-from flintmq.errors import ProtocolError, PublishError
+from flintmq.compression import Codec, Deflate, Snappy, Stack
+from flintmq.errors import AuthError, ProtocolError, PublishError
 from flintmq.kernel import FULL, NOTHING, OTHER, SCAN_BAD, SCAN_MORE, Intake, Scan
 from flintmq.wire import (
     CLOSE_WAIT_FRAME,
@@ -43,8 +44,12 @@ from flintmq.wire import (
 )
 
 if TYPE_CHECKING:
+    import ssl
+
+    from flintmq.broker.auth import Grant
     from flintmq.broker.channel import Channel
     from flintmq.broker.daemon import Broker
+    from flintmq.broker.tls import Encryption
 
 __all__ = ["Session"]
 
@@ -59,6 +64,10 @@ LONGEST_LINE = 16_384
 MAGIC_TIMEOUT = 5.0
 #: After an error frame the peer gets this long to read it before the connection goes.
 LINGER = 1.0
+#: A TLS handshake may take this long.
+HANDSHAKE_TIMEOUT = 5.0
+#: What one loop turn unpacks of a compressed or encrypted stream: it may swell a thousandfold.
+UNPACK_AT_ONCE = 1 << 20
 #: NSQ's client timeout is a fixed minute; heartbeats come at half of it.
 DEFAULT_HEARTBEAT = 30_000
 #: A batch whose body size lies may be twice the limit, and what one read brings.
@@ -133,8 +142,21 @@ class Session(asyncio.BufferedProtocol):
         self.remote_address = ""
         self._transport: asyncio.Transport = cast(asyncio.Transport, None)
         self._write: Callable[[bytes | memoryview], None] = _nowhere
+        self._remote_ip = ""
+        #: Every layer between the commands and the wire; None on a plain connection.
         self._codec: Codec | None = None
         self.deflate = self.snappy = False
+        self._tls: Encryption | None = None
+        self._handshake: asyncio.TimerHandle | None = None
+        #: What the handshake agreed on, in the words of NSQ's /stats; None without TLS.
+        self.tls_info: dict[str, Any] | None = None
+        # Before TLS, where it is required, IDENTIFY is the only command.
+        self._commands = _COMMANDS if broker.options.tls_required == "false" else _BEFORE_TLS
+        # What the auth server grants to this client, until it expires.
+        self._secret = b""
+        self._grant: Grant | None = None
+        self._expiry: asyncio.TimerHandle | None = None
+        self._asked: asyncio.Task[Grant] | None = None
         self._loop = asyncio.get_running_loop()
         self._greeted = False
         self._closing = False
@@ -147,6 +169,8 @@ class Session(asyncio.BufferedProtocol):
         self._held: bytearray | None = None
         self._fill = 0
         self._waiting = False
+        #: What is still to be unpacked of the last reads.
+        self._pieces: Iterator[bytes] | None = None
         self._scanned = (0, 0)
         self._missing = ""
         self._publish_line = b""
@@ -175,7 +199,7 @@ class Session(asyncio.BufferedProtocol):
             self.fd = transport.fd
         peer = transport.get_extra_info("peername")
         if isinstance(peer, tuple):
-            self.client_id = self.hostname = str(peer[0])
+            self.client_id = self.hostname = self._remote_ip = str(peer[0])
             self.remote_address = f"[{peer[0]}]:{peer[1]}" if ":" in str(peer[0]) else f"{peer[0]}:{peer[1]}"
             if sock is not None:
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -195,9 +219,13 @@ class Session(asyncio.BufferedProtocol):
 
     def _leave(self) -> None:
         """No longer a consumer, no longer in the table; safe to call twice."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
+        for timer in (self._timer, self._handshake, self._expiry):
+            if timer is not None:
+                timer.cancel()
+        self._timer = self._handshake = self._expiry = None
+        if self._asked is not None:
+            self._asked.cancel()
+            self._asked = None
         self._closing = True
         if self._single is not None:
             # Its descriptor may soon be another connection's, which must not get this one's answer.
@@ -212,12 +240,17 @@ class Session(asyncio.BufferedProtocol):
         """Close without a word: a deleted channel, a missed deadline, the end of the broker."""
         self._leave()
         if self._transport is not None:
+            self._say_goodbye()
             self._transport.abort() if not self._writable else self._transport.close()
 
     def turn_away(self, reason: str) -> None:
         """One connection too many. It gets the reason, but no time to read it: descriptors are what is short."""
         self._write(encode_frame(FRAME_ERROR, f"E_TOO_MANY_CONNECTIONS {reason}".encode()))
         self.drop()
+
+    def _say_goodbye(self) -> None:
+        if self._tls is not None and self._writable and (last := self._tls.goodbye()):
+            self._transport.write(last)
 
     def pause_writing(self) -> None:
         self._writable = False
@@ -268,6 +301,9 @@ class Session(asyncio.BufferedProtocol):
             # Whether the client is busy or not, and whether it answers or not.
             self._next_heartbeat = max(self._next_heartbeat + self._heartbeat_period, now)
             self._send(HEARTBEAT_FRAME)
+        if self._waiting or self._handshake is not None:
+            # It is not the client who is silent.
+            self._last_command = now
         interval = self.heartbeat_interval / 1000
         silent = now - self._last_command
         stuck = self._blocked_since and now - self._blocked_since >= interval
@@ -356,19 +392,48 @@ class Session(asyncio.BufferedProtocol):
         self._answers.append((commit, self.lane.verb if isinstance(self.lane, Lane) else "PUB"))
 
     def _unpack(self, codec: Codec, data: bytes) -> None:
+        pieces = codec.decompress(data)
+        self._pieces = pieces if self._pieces is None else chain(self._pieces, pieces)
+        if not self._waiting:
+            self._unpack_some()
+
+    def _unpack_some(self) -> None:
+        """Run what comes out of the layers, a bounded part per loop turn, and no more of it than commands ask for."""
+        pieces, codec = self._pieces, self._codec
+        if pieces is None:
+            return
+        room = UNPACK_AT_ONCE
         try:
-            for piece in codec.decompress(data):
+            while not self._waiting:
+                piece = next(pieces, None)
+                if piece is None or self._closing:
+                    break
                 if self._held is None:
                     self._take(bytearray(piece), len(piece))
                 else:
-                    self._held = self._held[: self._fill] + piece
-                    self._fill = len(self._held)
-                    self._take(self._held, self._fill)
-                if self._closing:
-                    return
+                    # In place: what is held may be large, and the pieces a byte each.
+                    held = self._held
+                    del held[self._fill :]
+                    held += piece
+                    self._take(held, len(held))
+                if self._closing or self._codec is not codec:
+                    # Nothing that was sent before an upgrade is taken for what comes after it.
+                    break
+                room -= len(piece)
+                if room <= 0 and not self._waiting:
+                    self._wait(self.broker.later)
+            else:
+                return
+        except EOFError:
+            if not self.eof_received():
+                self._transport.close()
         except ProtocolError as exc:
-            log.error("client(%s): %s", self.remote_address, exc)
-            self.drop()
+            if self._handshake is not None:
+                self._handshake_failed(exc)
+            else:
+                log.error("client(%s): %s", self.remote_address, exc)
+                self.drop()
+        self._pieces = None
 
     def _take(self, data: bytearray, stop: int) -> None:
         """Run the commands in ``data[:stop]`` and keep the rest."""
@@ -460,7 +525,7 @@ class Session(asyncio.BufferedProtocol):
             return True
         return False
 
-    def _wait(self, until: Callable[[Callable[[], None]], None]) -> int:
+    def _wait(self, until: Callable[[Callable[[], None]], object]) -> int:
         """Read no further until something has happened; the command is then run again."""
         self._waiting = True
         self._transport.pause_reading()
@@ -475,6 +540,8 @@ class Session(asyncio.BufferedProtocol):
             return
         if self._held is not None:
             self._take(self._held, self._fill)
+        if self._pieces is not None and not self._waiting and not self._closing:
+            self._unpack_some()
         # Nothing but what was waited for is known: it may have to wait again.
         if not self._waiting and not self._closing:
             self._transport.resume_reading()
@@ -557,6 +624,7 @@ class Session(asyncio.BufferedProtocol):
         self._leave()
         if self._transport.is_closing():
             return
+        self._say_goodbye()
         if self._transport.can_write_eof():
             self._transport.write_eof()
             self._transport.resume_reading()
@@ -569,15 +637,19 @@ class Session(asyncio.BufferedProtocol):
     def _command(self, line: bytes, data: bytearray, at: int, stop: int) -> int:
         """Run one command; where the next one starts."""
         params = (line[:-1] if line.endswith(b"\r") else line).split(b" ")
-        handler = _COMMANDS.get(params[0])
+        handler = self._commands.get(params[0])
         if handler is None:
+            if self._commands is _BEFORE_TLS:
+                raise ProtocolError("E_INVALID", f"cannot {_text(params[0])} in current state (TLS required)")
             raise ProtocolError("E_INVALID", f"invalid command {_text(params[0])}")
         after = handler(self, params, data, at, stop)
         if after >= 0 and params[0] in (b"PUB", b"MPUB") and len(params) == 2:
             # A producer says the same line again and again: it need not be taken apart each time. The topic is
             # remembered here and nowhere else: a DPUB to another one must not come between a line and its topic.
-            topic = self._publish_topic = self.broker.topics.get(params[1].decode("ascii"))
-            self._publish_line = line
+            topic = self.broker.topics.get(params[1].decode("ascii"))
+            if self._grant is None:
+                self._publish_line, self._publish_topic = line, topic
+            # Else the authorization can expire: only the lane is short, and a timer ends that.
             verb = params[0].decode("ascii")
             plain = self.fd >= 0 and self.channel is None and line == b" ".join(params)
             if plain and topic is not None:
@@ -618,6 +690,8 @@ class Session(asyncio.BufferedProtocol):
         body = self._body(data, at, stop, "IDENTIFY")
         if body is None:
             return _MORE
+        if self._answers:
+            return self._wait(self._when_answered)
         fields = _decode_identify(body)
         self._apply_identify(fields)
         options = self.broker.options
@@ -628,6 +702,10 @@ class Session(asyncio.BufferedProtocol):
         snappy = options.snappy and fields["snappy"]
         if deflate and snappy:
             raise ProtocolError("E_IDENTIFY_FAILED", "cannot enable both deflate and snappy compression")
+        tls = self.broker.tls if fields["tls_v1"] else None
+        if tls is not None and self._tls is not None:
+            # NSQ would begin a second handshake beside the first, in the clear.
+            raise ProtocolError("E_IDENTIFY_FAILED", "IDENTIFY failed the connection is encrypted already")
         level = min(6, options.max_deflate_level)
         if deflate and fields["deflate_level"] > 0:
             level = min(fields["deflate_level"], options.max_deflate_level)
@@ -636,7 +714,7 @@ class Session(asyncio.BufferedProtocol):
             "version": NSQ_VERSION,
             "max_msg_timeout": options.max_msg_timeout // _MS,
             "msg_timeout": self.msg_timeout // _MS,
-            "tls_v1": False,
+            "tls_v1": tls is not None,
             "deflate": deflate,
             "deflate_level": level,
             "max_deflate_level": options.max_deflate_level,
@@ -649,22 +727,72 @@ class Session(asyncio.BufferedProtocol):
             "topology_zone": options.topology_zone,
         }
         self._answer(encode_frame(FRAME_RESPONSE, msgspec.json.encode(response)))
-        if deflate or snappy:
-            self._compress(Snappy() if snappy else Deflate(level))
-            self.deflate, self.snappy = deflate, snappy
-            # What the client sent behind IDENTIFY is dropped, as in NSQ: it must wait for the answer.
-            return stop
-        return at + 4 + len(body)
+        if tls is None and not deflate and not snappy:
+            return at + 4 + len(body)
+        self._upgrade(tls, Snappy() if snappy else Deflate(level) if deflate else None)
+        self.deflate, self.snappy = deflate, snappy
+        # What the client sent behind IDENTIFY is dropped, as in NSQ: it must wait for the answer.
+        return stop
 
-    def _compress(self, codec: Codec) -> None:
-        """From here on both directions are compressed; one more ``OK``, inside, says so."""
+    def _when_answered(self, then: Callable[[], None]) -> None:
+        """``then`` as soon as the first of the answers that are still owed has gone out."""
+
+        def answered() -> None:
+            self.broker.later(then)
+
+        commit = self._answers[0][0]
+        assert isinstance(commit, Commit)
+        commit.waiters.append(answered)
+
+    def _upgrade(self, tls: ssl.SSLContext | None, inner: Codec | None) -> None:
+        """From here on both directions have another form. TLS begins with a handshake, compression at once."""
         self._flush()
-        plain = self._transport.write
-        self._write = lambda data: plain(codec.compress(data))
-        self._codec = codec
+        self._end_short_way()
         self.fd = -1
+        if tls is not None:
+            from flintmq.broker.tls import Encryption
+
+            self._tls = Encryption(tls, self._transport.write, lambda: self._upgraded(inner))
+            # Heartbeats, for instance, that become due during the handshake.
+            self._write = _nowhere
+            self._handshake = self._loop.call_later(HANDSHAKE_TIMEOUT, self._handshake_timed_out)
+        layers = [layer for layer in (self._tls, inner) if layer is not None]
+        self._codec = layers[0] if len(layers) == 1 else Stack(*layers)
+        if tls is None:
+            self._upgraded(inner)
+
+    def _upgraded(self, inner: Codec | None) -> None:
+        """The new form holds. An ``OK`` for each layer that is new, inside it, says so."""
+        write: Callable[[bytes | memoryview], None] = self._transport.write
+        if self._tls is not None:
+            write = _through(self._tls, write)
+            if self._handshake is not None:
+                self._handshake.cancel()
+                self._handshake = None
+                self._last_command = self._loop.time()
+                self.tls_info = self._tls.info()
+                self._commands = _COMMANDS
+                write(OK_FRAME)
+        if inner is not None:
+            write = _through(inner, write)
+            write(OK_FRAME)
+        self._write = write
+
+    def _handshake_timed_out(self) -> None:
+        from flintmq.broker.tls import HandshakeError
+
+        self._handshake_failed(HandshakeError("i/o timeout"))
+
+    def _handshake_failed(self, error: ProtocolError) -> None:
+        """Said in the clear, as in NSQ: there is nothing else that both sides understand."""
+        self._tls = self._codec = None
+        self._write = self._transport.write
+        self._error(error)
+
+    def _end_short_way(self) -> None:
         self.lane = None
-        self._out.append(OK_FRAME)
+        self._publish_line = b""
+        self._publish_topic = None
 
     def _apply_identify(self, fields: dict[str, Any]) -> None:
         options = self.broker.options
@@ -725,13 +853,74 @@ class Session(asyncio.BufferedProtocol):
         body = self._body(data, at, stop, "AUTH")
         if body is None:
             return _MORE
-        if not self.broker.options.auth_http_addresses:
+        if self._grant is not None:
+            raise ProtocolError("E_INVALID", "AUTH already set")
+        if self.broker.auth is None:
             raise ProtocolError("E_AUTH_DISABLED", "AUTH disabled")
-        raise ProtocolError("E_AUTH_FAILED", "AUTH failed")
+        if self._answers:
+            return self._wait(self._when_answered)
+        grant = self._ask_auth_server(body)
+        if grant is None:
+            return _AGAIN
+        if not grant.count:
+            raise ProtocolError("E_UNAUTHORIZED", "AUTH no authorizations found")
+        self._secret = body
+        self._take_grant(grant)
+        self._answer(encode_frame(FRAME_RESPONSE, grant.response()))
+        return at + 4 + len(body)
 
-    def _check_auth(self, verb: str) -> None:
-        if self.broker.options.auth_http_addresses:
+    def _ask_auth_server(self, secret: bytes) -> Grant | None:
+        """What the secret is worth; None while the auth servers are asked: then the command is run again."""
+        asked, self._asked = self._asked, None
+        if asked is None:
+            assert self.broker.auth is not None
+            common_name = self._tls.common_name if self._tls is not None else ""
+            asked = self.broker.auth.ask(self._remote_ip, self.tls_info is not None, common_name, secret)
+            self._asked = asked
+            self._wait(lambda then: asked.add_done_callback(lambda _: then()))
+            return None
+        try:
+            return asked.result()
+        except AuthError as exc:
+            # The reason is in the log: whoever has not proved who he is, is told nothing.
+            raise ProtocolError("E_AUTH_FAILED", "AUTH failed") from exc
+
+    def _take_grant(self, grant: Grant) -> None:
+        self._grant = grant
+        if self._expiry is not None:
+            self._expiry.cancel()
+        self._expiry = self._loop.call_later(grant.ttl, self._grant_expired)
+
+    def _grant_expired(self) -> None:
+        self._expiry = None
+        self._end_short_way()
+
+    @property
+    def authed(self) -> bool:
+        return self._grant is not None
+
+    @property
+    def auth_identity(self) -> str:
+        return self._grant.identity if self._grant is not None else ""
+
+    @property
+    def auth_identity_url(self) -> str:
+        return self._grant.identity_url if self._grant is not None else ""
+
+    def _must_ask(self, verb: str, topic: str, channel: str = "") -> bool:
+        """May the client do this? ProtocolError if not; True if that has to be asked first, and the command waits."""
+        if self.broker.auth is None:
+            return False
+        if self._grant is None:
             raise ProtocolError("E_AUTH_FIRST", f"AUTH required before {verb}")
+        if self._expiry is None:
+            grant = self._ask_auth_server(self._secret)
+            if grant is None:
+                return True
+            self._take_grant(grant)
+        if not self._grant.allows(topic, channel):
+            raise ProtocolError("E_UNAUTHORIZED", f'AUTH failed for {verb} on "{topic}" "{channel}"')
+        return False
 
     def _topic(self, name: str, verb: str) -> Topic:
         try:
@@ -748,7 +937,8 @@ class Session(asyncio.BufferedProtocol):
             raise ProtocolError("E_INVALID", "SUB insufficient number of parameters")
         topic_name = _name(params[1], "E_BAD_TOPIC", "SUB topic")
         channel_name = _name(params[2], "E_BAD_CHANNEL", "SUB channel")
-        self._check_auth("SUB")
+        if self._must_ask("SUB", topic_name, channel_name):
+            return _AGAIN
         topic = self._topic(topic_name, "SUB")
         if topic.exiting:
             raise ProtocolError("E_SUB_FAILED", "SUB failed exiting")
@@ -804,7 +994,8 @@ class Session(asyncio.BufferedProtocol):
             self._missing = f"E_BAD_MESSAGE {verb} failed to read message body"
             return _MORE
         if isinstance(target, str):
-            self._check_auth(verb)
+            if self._must_ask(verb, target):
+                return _AGAIN
             target = self._topic(target, verb)
         if self.broker.store.congested or target.busy:
             return self._wait(target.when_free if target.busy else self.broker.when_relieved)
@@ -821,7 +1012,8 @@ class Session(asyncio.BufferedProtocol):
             raise ProtocolError("E_INVALID", "MPUB insufficient number of parameters")
         # NSQ says the code twice here, and clients know it so.
         name = _name(params[1], "E_BAD_TOPIC", "E_BAD_TOPIC MPUB topic")
-        self._check_auth("MPUB")
+        if self._must_ask("MPUB", name):
+            return _AGAIN
         return self._mpub_body(self._topic(name, "MPUB"), data, at, stop)
 
     def _mpub_body(self, topic: Topic, data: bytearray, at: int, stop: int) -> int:
@@ -989,7 +1181,17 @@ class Session(asyncio.BufferedProtocol):
 
 
 def _nowhere(_: bytes | memoryview) -> None:
-    """Where a session writes before it has a connection."""
+    """Where a session writes before it has a connection, and during a handshake."""
+
+
+def _through(codec: Codec, write: Callable[[bytes | memoryview], None]) -> Callable[[bytes | memoryview], None]:
+    """Write what the codec makes of it, if anything."""
+
+    def packed(data: bytes | memoryview) -> None:
+        if out := codec.compress(data):
+            write(out)
+
+    return packed
 
 
 class Lane:
@@ -1133,6 +1335,7 @@ _COMMANDS: dict[bytes, _Handler] = {
     b"CLS": Session._cls,
     b"NOP": Session._nop,
 }
+_BEFORE_TLS: dict[bytes, _Handler] = {b"IDENTIFY": Session._identify}
 
 
 def _text(data: bytes) -> str:
