@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from flintmq.compression import PIECE, Codec, Deflate, Snappy
+from flintmq.compression import PIECE, Codec, Deflate, Snappy, Stack
 from flintmq.errors import ProtocolError
 from flintmq.wire import OK_FRAME
 
@@ -145,6 +145,46 @@ def test_a_snappy_block_that_says_it_is_larger_than_64_kib_is_refused_unread() -
 def test_a_snappy_chunk_that_says_it_is_huge_is_refused_before_its_bytes_come() -> None:
     with pytest.raises(ProtocolError, match="a chunk of 16777215 bytes"):
         unpacked(Snappy(), IDENTIFIER + b"\x00\xff\xff\xff")
+
+
+@pytest.mark.parametrize("kind", [0x80, 0xFD, 0xFE, 0xFF])
+def test_a_chunk_to_be_passed_over_is_not_kept_to_its_end(kind: int) -> None:
+    """It may say that it has 16 MiB; as in NSQ none may be larger than a chunk with data."""
+    with pytest.raises(ProtocolError, match="a chunk of 16777215 bytes"):
+        unpacked(Snappy(), IDENTIFIER + bytes([kind]) + b"\xff\xff\xff")
+
+
+def test_the_largest_chunk_is_taken() -> None:
+    codec = Snappy()
+    assert unpacked(codec, IDENTIFIER + chunk(0xFE, bytes(76_494)) + OK_IN_SNAPPY) == OK_FRAME
+    with pytest.raises(ProtocolError, match="a chunk of 76495 bytes"):
+        unpacked(codec, chunk(0xFE, bytes(76_495)))
+
+
+@both
+def test_a_stream_of_single_bytes_takes_no_more_memory_than_its_largest_piece(new: NewCodec) -> None:
+    stream = new().compress(random.Random(5).randbytes(70_000))
+    codec = new()
+    tracemalloc.start()
+    try:
+        size = sum(len(piece) for i in range(len(stream)) for piece in codec.decompress(stream[i : i + 1]))
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert size == 70_000
+    assert peak < 1 << 20
+
+
+@pytest.mark.parametrize("new", [lambda: Stack(Deflate(6), Snappy()), lambda: Stack(Snappy(), Deflate(1))])
+def test_layers_come_off_in_the_order_they_were_put_on(new: NewCodec) -> None:
+    sender, receiver = new(), new()
+    for piece in (OK_FRAME, b"y" * 200_000, OK_FRAME):
+        stream = sender.compress(piece)
+        assert b"".join(unpacked(receiver, stream[i : i + 100]) for i in range(0, len(stream), 100)) == piece
+    bomb = Stack(Deflate(9), Deflate(9)).compress(bytes(64 << 20))
+    peak, total = peak_of(Stack(Deflate(6), Deflate(6)), bomb)
+    assert total == 64 << 20
+    assert peak < 8 * PIECE
 
 
 # --- Garbage

@@ -67,7 +67,9 @@ LINGER = 1.0
 #: A TLS handshake may take this long.
 HANDSHAKE_TIMEOUT = 5.0
 #: What one loop turn unpacks of a compressed or encrypted stream: it may swell a thousandfold.
-UNPACK_AT_ONCE = 1 << 20
+UNPACK_AT_ONCE = 256 << 10
+#: An IDENTIFY with more values than this is not read: each costs many times its bytes, and time.
+MOST_VALUES = 10_000
 #: NSQ's client timeout is a fixed minute; heartbeats come at half of it.
 DEFAULT_HEARTBEAT = 30_000
 #: A batch whose body size lies may be twice the limit, and what one read brings.
@@ -668,8 +670,8 @@ class Session(asyncio.BufferedProtocol):
     def _size(self, data: bytearray, at: int, stop: int) -> int | None:
         return int(_i32.unpack_from(data, at)[0]) if stop - at >= 4 else None
 
-    def _body(self, data: bytearray, at: int, stop: int, verb: str) -> bytes | None:
-        """The body of IDENTIFY or AUTH, None if it is not all there."""
+    def _body(self, data: bytearray, at: int, stop: int, verb: str) -> slice | None:
+        """Where the body of IDENTIFY or AUTH is, None if it is not all there."""
         limit = self.broker.options.max_body_size
         size = self._size(data, at, stop)
         if size is None:
@@ -682,7 +684,7 @@ class Session(asyncio.BufferedProtocol):
         if stop - at - 4 < size:
             self._missing = f"E_BAD_BODY {verb} failed to read body"
             return None
-        return bytes(data[at + 4 : at + 4 + size])
+        return slice(at + 4, at + 4 + size)
 
     def _identify(self, params: list[bytes], data: bytearray, at: int, stop: int) -> int:
         if self.state != INIT:
@@ -692,12 +694,13 @@ class Session(asyncio.BufferedProtocol):
             return _MORE
         if self._answers:
             return self._wait(self._when_answered)
-        fields = _decode_identify(body)
+        # Not copied once more: it may be large.
+        fields = _decode_identify(str(memoryview(data)[body], "utf-8", "replace"))
         self._apply_identify(fields)
         options = self.broker.options
         if not fields["feature_negotiation"]:
             self._answer(OK_FRAME)
-            return at + 4 + len(body)
+            return int(body.stop)
         deflate = options.deflate and fields["deflate"]
         snappy = options.snappy and fields["snappy"]
         if deflate and snappy:
@@ -728,7 +731,7 @@ class Session(asyncio.BufferedProtocol):
         }
         self._answer(encode_frame(FRAME_RESPONSE, msgspec.json.encode(response)))
         if tls is None and not deflate and not snappy:
-            return at + 4 + len(body)
+            return int(body.stop)
         self._upgrade(tls, Snappy() if snappy else Deflate(level) if deflate else None)
         self.deflate, self.snappy = deflate, snappy
         # What the client sent behind IDENTIFY is dropped, as in NSQ: it must wait for the answer.
@@ -859,15 +862,16 @@ class Session(asyncio.BufferedProtocol):
             raise ProtocolError("E_AUTH_DISABLED", "AUTH disabled")
         if self._answers:
             return self._wait(self._when_answered)
-        grant = self._ask_auth_server(body)
+        secret = bytes(data[body])
+        grant = self._ask_auth_server(secret)
         if grant is None:
             return _AGAIN
         if not grant.count:
             raise ProtocolError("E_UNAUTHORIZED", "AUTH no authorizations found")
-        self._secret = body
+        self._secret = secret
         self._take_grant(grant)
         self._answer(encode_frame(FRAME_RESPONSE, grant.response()))
-        return at + 4 + len(body)
+        return int(body.stop)
 
     def _ask_auth_server(self, secret: bytes) -> Grant | None:
         """What the secret is worth; None while the auth servers are asked: then the command is run again."""
@@ -1359,11 +1363,13 @@ class _Object(list[tuple[str, Any]]):
     """A JSON object as its pairs, in order: a repeated key must be seen."""
 
 
-def _decode_identify(body: bytes) -> dict[str, Any]:
+def _decode_identify(body: str) -> dict[str, Any]:
     """IDENTIFY's JSON as Go reads it: keys in any case, null changes nothing, whole numbers have no fraction."""
     error = ProtocolError("E_BAD_BODY", "IDENTIFY failed to decode JSON body")
+    if sum(body.count(mark) for mark in ",[{") > MOST_VALUES:
+        raise error
     try:
-        decoded = json.loads(body.decode("utf-8", "replace"), object_pairs_hook=_Object, parse_constant=_no_constant)
+        decoded = json.loads(body, object_pairs_hook=_Object, parse_constant=_no_constant)
     except (ValueError, RecursionError):
         raise error from None
     fields = {name: default for name, (_, default) in _IDENTIFY_FIELDS.items()}
@@ -1386,9 +1392,9 @@ def _decode_identify(body: bytes) -> dict[str, Any]:
         if not fits:
             raise error
         # A half of a surrogate pair is no character: replaced, as Go does, so that it can be sent and logged.
-        fields[name] = (
-            value.encode("utf-16", "surrogatepass").decode("utf-16", "replace") if kind == "string" else value
-        )
+        if kind == "string" and not value.isascii():
+            value = value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        fields[name] = value
     return fields
 
 
