@@ -272,6 +272,24 @@ async def test_a_length_that_promises_much_takes_no_memory(start_broker: StartBr
     assert peak < 1 << 20
 
 
+@pytest.mark.parametrize("value", [b"{}", b"0", b"[[]]", b'{"a":0}'])
+async def test_an_identify_of_very_many_values_is_refused_unread(broker: Broker, value: bytes) -> None:
+    """As Python objects they would take hundreds of megabytes, and seconds to make."""
+    client = Client(broker)
+    body = b'{"x":[' + b",".join([value] * (5_000_000 // (len(value) + 1))) + b"]}"
+    tracemalloc.start()
+    try:
+        client.send(b"IDENTIFY\n" + size(len(body)) + body)
+        peak = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert client.errors == [b"E_BAD_BODY IDENTIFY failed to decode JSON body"]
+    assert peak < 8 * len(body)
+    other = Client(broker)
+    other.send(b"IDENTIFY\n" + size(len(body)) + b'{"client_id":"' + b"x" * (len(body) - 16) + b'"}')
+    assert await answered(other) == [OK]
+
+
 async def test_memory_follows_the_bytes_that_came(broker: Broker) -> None:
     client = Client(broker)
     client.send(b"PUB t\n" + size(1 << 20))
