@@ -267,17 +267,18 @@ class AuthServer:
         self.answer: Any = grants()
         self.questions: list[Question] = []
         self.address = ""
+        self.listener: asyncio.Server
 
     @classmethod
     @contextlib.asynccontextmanager
     async def start(cls, tls: ssl.SSLContext | None = None) -> AsyncIterator[AuthServer]:
         server = cls()
-        listener = await asyncio.start_server(server._serve, "127.0.0.1", 0, ssl=tls)
-        server.address = f"127.0.0.1:{listener.sockets[0].getsockname()[1]}"
+        server.listener = await asyncio.start_server(server._serve, "127.0.0.1", 0, ssl=tls)
+        server.address = f"127.0.0.1:{server.listener.sockets[0].getsockname()[1]}"
         try:
             yield server
         finally:
-            listener.close()
+            server.listener.close()
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         try:
