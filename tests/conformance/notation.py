@@ -19,7 +19,7 @@ from dataclasses import dataclass
 TOPIC_LENGTH = 10
 
 #: Per connection the frames as lines of text, and last one word: ``closed`` (by the daemon), ``open`` (it answered to
-#: the end), ``hung up`` (by the case) or ``silent`` (an answer was due and none came).
+#: the end), ``hung up`` (by the case), ``silent`` (an answer was due and none came) or ``no TLS`` (no handshake).
 Transcript = dict[str, list[str]]
 
 # --- steps ------------------------------------------------------------------------------------------------------------
@@ -73,13 +73,20 @@ class Deflate:
 
 
 @dataclass(frozen=True)
+class Encrypt:
+    """From here on both directions are TLS, whoever the server says it is."""
+
+    peer: str
+
+
+@dataclass(frozen=True)
 class Pass:
     """Let time pass between two stimuli, where the distance of two deadlines is what the case is about."""
 
     seconds: float
 
 
-Step = Connect | Send | Gets | Closed | EndInput | HangUp | Deflate | Pass
+Step = Connect | Send | Gets | Closed | EndInput | HangUp | Deflate | Encrypt | Pass
 
 
 @dataclass(frozen=True)
@@ -239,6 +246,9 @@ class Speaker:
     def deflates(self) -> list[Step]:
         return [Deflate(self.name)]
 
+    def encrypts(self) -> list[Step]:
+        return [Encrypt(self.name)]
+
     def subscribes(self, rdy: int | None = None) -> list[Step]:
         return [*self.asks(SUB, OK), *(self.sends(b"RDY %d\n" % rdy) if rdy is not None else [])]
 
@@ -306,5 +316,9 @@ SMALL_LIMITS = (
 NO_COMPRESSION = ("--snappy=false", "--deflate=false")
 ONLY_DEFLATE = ("--snappy=false",)
 NO_MEMORY_QUEUE = ("--mem-queue-size=0",)
+#: The daemon finds a certificate in these files.
+TLS_REQUIRED = ("--tls-cert=<cert>", "--tls-key=<key>", "--tls-required=tcp-https", "--https-address=127.0.0.1:0")
+#: Nobody listens on the port of the discard protocol.
+AUTH_SERVER_GONE = ("--auth-http-address=127.0.0.1:9",)
 
 NO_SUCH_ID = b"0123456789abcdef"

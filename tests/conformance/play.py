@@ -10,6 +10,7 @@ import itertools
 import os
 import re
 import socket
+import ssl
 import subprocess
 import tempfile
 import threading
@@ -22,6 +23,8 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Self
 
+import trustme
+
 from .notation import (
     HEARTBEAT,
     TOPIC_LENGTH,
@@ -29,6 +32,7 @@ from .notation import (
     Closed,
     Connect,
     Deflate,
+    Encrypt,
     EndInput,
     Gets,
     HangUp,
@@ -170,6 +174,16 @@ class _Peer:
         self._inflate = zlib.decompressobj(wbits=-15)
         self._received = bytearray(self._inflate.decompress(bytes(self._received)))
 
+    def start_tls(self) -> None:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        context.check_hostname = False
+        context.verify_mode = ssl.CERT_NONE
+        try:
+            self._socket = context.wrap_socket(self._socket)
+        except OSError:
+            self.ended = "no TLS"
+            raise _Stopped from None
+
     def end_input(self) -> None:
         self._socket.shutdown(socket.SHUT_WR)
 
@@ -233,6 +247,8 @@ class _Performance:
             case HangUp(name):
                 self._peer(name).close()
                 self._peer(name).ended = "hung up"
+            case Encrypt(name):
+                self._peer(name).start_tls()
             case Deflate(name):
                 self._peer(name).start_deflate()
 
@@ -277,6 +293,13 @@ class Daemon:
         self, command: Sequence[str], flags: Sequence[str] = (), environment: Mapping[str, str] | None = None
     ) -> None:
         self._data_path = tempfile.TemporaryDirectory(prefix="conformance-")
+        files = {"<cert>": "cert.pem", "<key>": "key.pem"}
+        if any(name in flag for name in files for flag in flags):
+            issued = trustme.CA().issue_cert("127.0.0.1")
+            issued.cert_chain_pems[0].write_to_path(os.path.join(self._data_path.name, files["<cert>"]))
+            issued.private_key_pem.write_to_path(os.path.join(self._data_path.name, files["<key>"]))
+            for name, file in files.items():
+                flags = [flag.replace(name, os.path.join(self._data_path.name, file)) for flag in flags]
         self._process = subprocess.Popen(
             [
                 *command,

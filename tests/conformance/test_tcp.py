@@ -25,7 +25,7 @@ from .record import load
 REPOSITORY = Path(__file__).resolve().parents[2]
 RECORDED = load()
 
-# Every error that a client can provoke without TLS, an auth server, a full disk or the right moment in a shutdown.
+# Every error that a client can provoke without an auth server, a full disk or the right moment in a shutdown.
 ERRORS = (
     r"E_BAD_PROTOCOL",
     r"E_INVALID invalid command .*",
@@ -60,7 +60,11 @@ ERRORS = (
     r"E_(FIN|REQ|TOUCH)_FAILED \1 .{16} failed ID not in flight",
     r"E_(FIN|REQ|TOUCH)_FAILED \1 <id\d+> failed (ID not in flight|client does not own message)",
     r"E_IDENTIFY_FAILED cannot enable both deflate and snappy compression",
+    r"E_IDENTIFY_FAILED IDENTIFY failed tls: first record does not look like a TLS handshake",
+    r"E_INVALID cannot .* in current state \(TLS required\)",
     r"E_AUTH_DISABLED AUTH disabled",
+    r"E_AUTH_FIRST AUTH required before (SUB|PUB|MPUB|DPUB)",
+    r"E_AUTH_FAILED AUTH failed",
 )
 
 

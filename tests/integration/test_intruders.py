@@ -410,9 +410,7 @@ async def test_nobody_stays_in_when_his_rights_expire(certificates: Certificates
     attempts = list(expired())
     async with target("auth", certificates, tmp_path) as here, contextlib.AsyncExitStack() as stack:
         # Whose second is over while others are still being prepared gets another one.
-        peers = []
-        for attempt in attempts:
-            peers.append(await stack.enter_async_context(prepared(here, attempt)))
+        peers = [await stack.enter_async_context(prepared(here, attempt)) for attempt in attempts]
         here.keeper.closed = True
         sessions = list(here.broker.sessions.values())
         await until(lambda: all(session._expiry is None for session in sessions))

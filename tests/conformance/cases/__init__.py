@@ -11,7 +11,7 @@ decides, the case is about an order (this message before that one), never about 
 from __future__ import annotations
 
 from ..notation import Case
-from . import connection, delivery, identify, publishing
+from . import connection, delivery, identify, publishing, security
 
 __all__ = ["CASES", "NEWER_IDENTIFY_KEYS"]
 
@@ -20,5 +20,8 @@ __all__ = ["CASES", "NEWER_IDENTIFY_KEYS"]
 NEWER_IDENTIFY_KEYS = ',"topology_region":"","topology_zone":""'
 
 CASES: tuple[Case, ...] = tuple(
-    case for module in (connection, identify, publishing, delivery) for chapter in module.CHAPTERS for case in chapter()
+    case
+    for module in (connection, identify, publishing, delivery, security)
+    for chapter in module.CHAPTERS
+    for case in chapter()
 )
