@@ -7,7 +7,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+import re
+import socket
 import ssl
+import sys
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -594,3 +597,27 @@ async def test_the_secret_is_not_in_the_log(
         await asked(broker.tcp_address, auth(b"very-secret"), pub())
     assert "failed auth against" in caplog.text
     assert "very-secret" not in caplog.text
+
+
+async def test_the_auth_server_of_the_documents_works(start_broker: StartBroker, tmp_path: Path) -> None:
+    document = Path(__file__).resolve().parents[2] / "docs" / "security.md"
+    [script] = re.findall(r"```python\n(.*?)```", document.read_text(), re.DOTALL)
+    # A port that is free now: the script has to be told one.
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+    process = await asyncio.create_subprocess_exec(
+        *(sys.executable, "-c", script, str(port)), stderr=asyncio.subprocess.DEVNULL
+    )
+    try:
+        broker = await start_broker(auth_http_addresses=[f"127.0.0.1:{port}"])
+        while (await asked(broker.tcp_address, auth(b"secret-of-the-shop")))[0].startswith(b"E_"):
+            assert process.returncode is None
+        shop, billing = auth(b"secret-of-the-shop"), auth(b"secret-of-billing")
+        assert (await asked(broker.tcp_address, shop, pub(b"orders")))[1] == OK
+        assert (await asked(broker.tcp_address, shop, pub(b"other")))[1].startswith(b"E_UNAUTHORIZED")
+        assert (await asked(broker.tcp_address, billing, b"SUB orders billing\n"))[1] == OK
+        assert (await asked(broker.tcp_address, billing, b"SUB orders other\n"))[1].startswith(b"E_UNAUTHORIZED")
+        assert await asked(broker.tcp_address, auth(b"guess")) == [b"E_AUTH_FAILED AUTH failed"]
+    finally:
+        process.kill()
+        await process.wait()

@@ -3,7 +3,7 @@
 A Poller owns the listening sockets and the plain client connections of a broker. All that is readable in one turn is
 handed to the sessions, one after the other; then ``turned`` runs once, so that what they published together is
 written and answered together. A ``SocketTransport`` behaves as asyncio's transports do, as far as a session asks, so
-that a session does not know which of the two it has: encrypted connections, and systems without epoll, have asyncio's.
+that a session does not know which of the two it has: systems without epoll have asyncio's.
 """
 
 from __future__ import annotations
@@ -216,13 +216,6 @@ class SocketTransport(asyncio.Transport):
         self._closing = True
         self._poller.forget(self)
         self.protocol.connection_lost(exc)
-
-    def detach(self) -> socket.socket:
-        """Hand the socket over: the connection goes on elsewhere."""
-        self._lost = True
-        self._closing = True
-        self._poller.release(self)
-        return self.sock
 
 
 class Poller:
