@@ -28,6 +28,8 @@ from flintmq.wire import FRAME_ERROR, FRAME_RESPONSE, HEARTBEAT, MAGIC_V2, encod
 REPOSITORY = Path(__file__).resolve().parents[1]
 #: How long anything may take. Only failures take that long.
 PATIENCE = 60.0
+#: For brokers whose auth server is slow only because the whole machine is.
+PATIENT = {"http_client_request_timeout": 600 * 10**9, "http_client_connect_timeout": 600 * 10**9}
 
 
 async def until(condition: Callable[[], Any]) -> None:

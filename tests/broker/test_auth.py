@@ -23,7 +23,7 @@ from flintmq.broker.auth import LARGEST_ANSWER, MOST_STEPS, read_grant
 from flintmq.broker.daemon import Broker
 from flintmq.errors import AuthError
 from flintmq.wire import FRAME_MESSAGE, FRAME_RESPONSE, decode_message, encode_command, encode_mpub, valid_name
-from secure import AuthServer, Certificates, Peer, auth, go_nsqd, grants, pub, run_go, until
+from secure import PATIENT, AuthServer, Certificates, Peer, auth, go_nsqd, grants, pub, run_go, until
 
 OK = b"OK"
 SUB = b"SUB t c\n"
@@ -39,14 +39,26 @@ async def server() -> AsyncIterator[AuthServer]:
         yield server
 
 
+@pytest.fixture
+def start_broker(start_broker: StartBroker) -> StartBroker:
+    """As ever, but patient with the auth server."""
+
+    async def start(**options: Any) -> Broker:
+        return await start_broker(**{**PATIENT, **options})
+
+    return start
+
+
 @pytest.fixture(params=["flintmq", pytest.param("go", marks=pytest.mark.interop)])
 async def nsqd(request: pytest.FixtureRequest, server: AuthServer, tmp_path: Path) -> AsyncIterator[str]:
     """The address of a daemon that asks the server."""
     if request.param == "go":
-        async with run_go(f"--auth-http-address={server.address}") as address:
+        patience = ("--http-client-request-timeout=10m", "--http-client-connect-timeout=10m")
+        async with run_go(f"--auth-http-address={server.address}", *patience) as address:
             yield address
     else:
-        async with Broker(data_path=tmp_path, disk_reserve=0, auth_http_addresses=[server.address]) as broker:
+        options = {**PATIENT, "auth_http_addresses": [server.address], "disk_reserve": 0}
+        async with Broker(data_path=tmp_path, **options) as broker:
             yield broker.tcp_address
 
 

@@ -24,7 +24,7 @@ import pytest
 from flintmq.broker.daemon import Broker
 from flintmq.compression import Deflate, Snappy
 from flintmq.wire import FRAME_ERROR, FRAME_RESPONSE, OK_FRAME, encode_command, encode_mpub
-from secure import AuthServer, Certificates, Peer, auth, grants, identify, pub, until
+from secure import PATIENT, AuthServer, Certificates, Peer, auth, grants, identify, pub, until
 
 AT_LEAST = 300
 AT_A_TIME = 16
@@ -320,6 +320,12 @@ class Target:
         return {name: (topic.message_count, list(topic.channels)) for name, topic in self.broker.topics.items()}
 
 
+@pytest.fixture(autouse=True)
+def patience(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that stands still for a while must not look like a client that does."""
+    monkeypatch.setattr("flintmq.broker.session.HANDSHAKE_TIMEOUT", 600.0)
+
+
 @pytest.fixture(scope="module")
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
     return Certificates(tmp_path_factory.mktemp("certificates"))
@@ -332,7 +338,7 @@ async def target(kind: str, certificates: Certificates, path: Path, **options: A
     async with Gatekeeper.start() as keeper:
         assert isinstance(keeper, Gatekeeper)
         if kind == "auth":
-            options["auth_http_addresses"] = [keeper.address]
+            options |= {**PATIENT, "auth_http_addresses": [keeper.address]}
         else:
             options |= {**certificates.options, "tls_required": "tcp-https"}
         async with Broker(data_path=path, disk_reserve=0, **options) as broker:

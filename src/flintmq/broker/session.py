@@ -648,10 +648,9 @@ class Session(asyncio.BufferedProtocol):
         if after >= 0 and params[0] in (b"PUB", b"MPUB") and len(params) == 2:
             # A producer says the same line again and again: it need not be taken apart each time. The topic is
             # remembered here and nowhere else: a DPUB to another one must not come between a line and its topic.
-            topic = self.broker.topics.get(params[1].decode("ascii"))
-            if self._grant is None:
-                self._publish_line, self._publish_topic = line, topic
-            # Else the authorization can expire: only the lane is short, and a timer ends that.
+            # Where an authorization expires, a timer ends all that is short.
+            topic = self._publish_topic = self.broker.topics.get(params[1].decode("ascii"))
+            self._publish_line = line
             verb = params[0].decode("ascii")
             plain = self.fd >= 0 and self.channel is None and line == b" ".join(params)
             if plain and topic is not None:
