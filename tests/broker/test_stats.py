@@ -36,6 +36,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 import flintmq
 from flintmq.broker import stats
+from flintmq.broker.auth import Grant
 from flintmq.broker.daemon import Broker
 from flintmq.wire import encode_mpub
 
@@ -252,9 +253,7 @@ async def test_clients_with_tls_and_authorization(broker: Broker) -> None:
         "negotiated_protocol": "",
         "negotiated_protocol_is_mutual": True,
     }
-    client.session.authed = True
-    client.session.auth_identity = "someone"
-    client.session.auth_identity_url = "http://example.com"
+    client.session._grant = Grant(60, "someone", "http://example.com", ())
     [producer] = stats.document(broker)["producers"]
     keys = list(producer)
     found = {key: producer[key] for key in keys if key.startswith(("tls", "auth"))}

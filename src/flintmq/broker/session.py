@@ -136,10 +136,6 @@ class Session(asyncio.BufferedProtocol):
         self.requeue_count = 0
         self.publish_counts: dict[str, int] = {}
         self.connected_at = broker.clock.wall() // 1_000_000_000
-        # TLS, in Go's words (version, cipher_suite, negotiated_protocol, negotiated_protocol_is_mutual); and AUTH.
-        self.tls_info: dict[str, Any] | None = None
-        self.authed = False
-        self.auth_identity = self.auth_identity_url = ""
         # The connection.
         self.remote_address = ""
         self._transport: asyncio.Transport = cast(asyncio.Transport, None)
@@ -792,7 +788,9 @@ class Session(asyncio.BufferedProtocol):
         self._error(error)
 
     def _end_short_way(self) -> None:
-        self.lane = None
+        """The next publish is looked at from the beginning."""
+        if isinstance(self.lane, Lane):
+            self.lane = None
         self._publish_line = b""
         self._publish_topic = None
 
