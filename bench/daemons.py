@@ -1,7 +1,7 @@
 """The daemons under test: how each side is started, watched through /proc, and stopped.
 
 A Side is a recipe (our broker, or the peer); a Daemon is one running process of it with its own ports and data folder.
-Nothing here uses HTTP: channels are made by SUB, and what the process costs is read from the kernel.
+Nothing here needs HTTP: channels are made by SUB, and what the process costs is read from the kernel.
 """
 
 from __future__ import annotations
@@ -88,8 +88,11 @@ class Side:
 class Daemon:
     """One running daemon that has answered an IDENTIFY."""
 
-    def __init__(self, process: subprocess.Popen[bytes], port: int, ready_seconds: float, log: Path) -> None:
+    def __init__(
+        self, process: subprocess.Popen[bytes], port: int, http_port: int, ready_seconds: float, log: Path
+    ) -> None:
         self.port = port
+        self.http_port = http_port
         self.ready_seconds = ready_seconds
         self._process = process
         self._log = log
@@ -206,7 +209,7 @@ def _start(side: Side, folder: Path, in_memory: bool) -> Daemon:
                 )
             except OSError as exc:
                 raise StartError(f"{side.name} cannot be started: {exc}") from exc
-        daemon = Daemon(process, tcp_port, 0.0, log)
+        daemon = Daemon(process, tcp_port, http_port, 0.0, log)
         try:
             while process.poll() is None and time.monotonic() < before + START_TIMEOUT:
                 if _answers(tcp_port):

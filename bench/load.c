@@ -1,16 +1,18 @@
 /* The load generator: one thread, one epoll, and little CPU of its own, so that the daemon is what gets measured.
  *
- * It speaks NSQ's V2 protocol to one daemon on the loopback address. One process runs one mode:
+ * It speaks NSQ's V2 protocol, or HTTP, to one daemon on the loopback address. One process runs one mode:
  *
  *   mpub     publish batches; each connection sends the next one when the last is answered
  *   pub      the same with single messages
+ *   hmpub    mpub over HTTP: POST /mpub, messages separated by newlines, on keep-alive connections
+ *   hpub     pub over HTTP: POST /pub
  *   sub      subscribe, finish every message, and note when 95 % of the expected ones had arrived
  *   latency  publish at a fixed rate with the time in the body, and consume it in the same process
  *   idle     open connections, and only answer heartbeats
  *
  * Standard output carries JSON lines: sub and idle print {"event":"ready"} once every connection stands, and every mode
  * ends with {"event":"done", ...}. All times are CLOCK_MONOTONIC in seconds, so those of two processes can be compared.
- * An error frame, a closed connection or a missing answer ends the program with a message and status 1.
+ * An error frame, a status other than 200, a closed connection or a missing answer ends the program with a message and status 1.
  * SIGTERM ends sub and idle early; they still report.
  */
 #define _GNU_SOURCE
@@ -36,7 +38,7 @@
 #include <time.h>
 #include <unistd.h>
 
-enum mode { MODE_MPUB, MODE_PUB, MODE_SUB, MODE_LATENCY, MODE_IDLE };
+enum mode { MODE_MPUB, MODE_PUB, MODE_SUB, MODE_LATENCY, MODE_IDLE, MODE_HMPUB, MODE_HPUB };
 enum frame_type { FRAME_RESPONSE = 0, FRAME_ERROR = 1, FRAME_MESSAGE = 2 };
 
 /* A message frame: size (4), type (4), timestamp (8), attempts (2), id (16), body. */
@@ -117,6 +119,16 @@ static uint64_t now_ns(void)
     struct timespec t;
     clock_gettime(CLOCK_MONOTONIC, &t);
     return (uint64_t)t.tv_sec * 1000000000u + (uint64_t)t.tv_nsec;
+}
+
+static bool over_http(void)
+{
+    return options.mode == MODE_HMPUB || options.mode == MODE_HPUB;
+}
+
+static bool in_batches(void)
+{
+    return options.mode == MODE_MPUB || options.mode == MODE_HMPUB;
 }
 
 static double now(void)
@@ -246,7 +258,7 @@ static const char *await_response(struct connection *c)
     }
 }
 
-/* Connect and IDENTIFY with the defaults. Returns why not, or NULL. */
+/* Connect, and where it is not HTTP, IDENTIFY with the defaults. Returns why not, or NULL. */
 static const char *open_connection(struct connection *c)
 {
     static const char identify_body[] = "{\"feature_negotiation\":true}";
@@ -267,6 +279,8 @@ static const char *open_connection(struct connection *c)
     setsockopt(c->fd, IPPROTO_TCP, TCP_NODELAY, &one, sizeof one);
     if (connect(c->fd, (struct sockaddr *)&address, sizeof address) < 0)
         return strerror(errno);
+    if (over_http())
+        return NULL;
 
     memcpy(hello, "  V2IDENTIFY\n", 13);
     len = 13;
@@ -323,11 +337,32 @@ static void open_all(int count)
 
 /* ---- publishing ---- */
 
+/* The head that a client library sends: what Go's and Python's have in common. */
+static void build_http_request(size_t batch, size_t body)
+{
+    bool many = options.mode == MODE_HMPUB;
+    request_len = (size_t)sprintf((char *)request,
+                                  "POST /%s?topic=%s HTTP/1.1\r\nHost: 127.0.0.1:%d\r\nUser-Agent: bench\r\n"
+                                  "Content-Length: %zu\r\nContent-Type: application/octet-stream\r\n"
+                                  "Accept-Encoding: gzip\r\n\r\n",
+                                  many ? "mpub" : "pub", options.topic, options.port, batch * (body + many) - many);
+    for (size_t i = 0; i < batch; i++) {
+        if (i > 0)
+            request[request_len++] = '\n';
+        memset(request + request_len, 'a' + (int)(i % 26), body);
+        request_len += body;
+    }
+}
+
 static void build_request(void)
 {
     size_t body = (size_t)options.size;
-    size_t batch = options.mode == MODE_MPUB ? (size_t)options.batch : 1;
-    request = allocate(300 + batch * (4 + body));
+    size_t batch = in_batches() ? (size_t)options.batch : 1;
+    request = allocate(600 + batch * (4 + body));
+    if (over_http()) {
+        build_http_request(batch, body);
+        return;
+    }
     if (options.mode == MODE_MPUB) {
         request_len = (size_t)sprintf((char *)request, "MPUB %s\n", options.topic);
         put32(request + request_len, (uint32_t)(4 + batch * (4 + body)));
@@ -345,7 +380,7 @@ static void build_request(void)
 
 static uint64_t request_messages(void)
 {
-    return options.mode == MODE_MPUB ? (uint64_t)options.batch : 1;
+    return in_batches() ? (uint64_t)options.batch : 1;
 }
 
 static void publish_next(struct connection *c)
@@ -388,6 +423,14 @@ static void start_timer(void)
 
 /* ---- receiving ---- */
 
+static void on_published(struct connection *c)
+{
+    answered += request_messages();
+    outstanding--;
+    finished_at = now();
+    publish_next(c);
+}
+
 static void on_response(struct connection *c, const unsigned char *data, size_t len)
 {
     if (is_heartbeat(data, len)) {
@@ -398,12 +441,26 @@ static void on_response(struct connection *c, const unsigned char *data, size_t 
         closing--;
         return;
     }
-    if (options.mode == MODE_MPUB || options.mode == MODE_PUB) {
-        answered += request_messages();
-        outstanding--;
-        finished_at = now();
-        publish_next(c);
-    }
+    if (options.mode == MODE_MPUB || options.mode == MODE_PUB)
+        on_published(c);
+}
+
+/* One request is under way per connection, so one answer is all that can be in the buffer. */
+static void handle_http(struct connection *c)
+{
+    static const char ok[] = "HTTP/1.1 200 OK\r\n";
+    size_t compared = c->in_len < sizeof ok - 1 ? c->in_len : sizeof ok - 1;
+    const unsigned char *end;
+    if (memcmp(c->in, ok, compared) != 0)
+        die("the server answered: %.*s", (int)c->in_len, (const char *)c->in);
+    end = memmem(c->in, c->in_len, "\r\n\r\n", 4);
+    /* The body is "OK", of both daemons. */
+    if (end == NULL || (size_t)(c->in + c->in_len - end) < 6)
+        return;
+    if (c->in + c->in_len != end + 6 || memcmp(end + 4, "OK", 2) != 0)
+        die("an answer that is not OK");
+    c->in_len = 0;
+    on_published(c);
 }
 
 static void on_message_body(const unsigned char *body, size_t len)
@@ -478,7 +535,10 @@ static void receive(struct connection *c)
     if (n == 0)
         die("connection closed by the server");
     c->in_len += (size_t)n;
-    handle_frames(c);
+    if (over_http())
+        handle_http(c);
+    else
+        handle_frames(c);
 }
 
 /* ---- the loop ---- */
@@ -647,7 +707,7 @@ static long number(const char *name, const char *text, long lowest, long highest
 
 static enum mode mode_named(const char *name)
 {
-    static const char *const names[] = {"mpub", "pub", "sub", "latency", "idle"};
+    static const char *const names[] = {"mpub", "pub", "sub", "latency", "idle", "hmpub", "hpub"};
     for (size_t i = 0; i < sizeof names / sizeof *names; i++)
         if (strcmp(name, names[i]) == 0)
             return (enum mode)i;
@@ -687,7 +747,7 @@ static void parse_options(int argc, char **argv)
         die("--mode and --port are needed");
     if (strlen(options.topic) > 64 || strlen(options.channel) > 64)
         die("the names of topics and channels have at most 64 characters");
-    if (options.mode == MODE_MPUB && options.messages % (uint64_t)options.batch != 0)
+    if (in_batches() && options.messages % (uint64_t)options.batch != 0)
         die("--messages must be a multiple of --batch");
 }
 
@@ -710,6 +770,8 @@ int main(int argc, char **argv)
 
     switch (options.mode) {
     case MODE_MPUB:
+    case MODE_HMPUB:
+    case MODE_HPUB:
     case MODE_PUB: run_publish(); break;
     case MODE_SUB: run_sub(); break;
     case MODE_LATENCY: run_latency(); break;

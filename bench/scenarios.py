@@ -39,6 +39,8 @@ METRICS: dict[str, Metric] = {
     "both-publish": Metric("both at once: publish", "msg/s", "higher"),
     "both-consume": Metric("both at once: consume", "msg/s", "higher"),
     "pub": Metric("PUB one at a time, 10 connections", "msg/s", "higher"),
+    "http-pub": Metric("HTTP /pub, 8 connections", "msg/s", "higher"),
+    "http-mpub": Metric("HTTP /mpub ×200, 2 connections", "msg/s", "higher"),
     "fanout-1": Metric("fan-out to 1 channel", "msg/s", "higher"),
     "fanout-10": Metric("fan-out to 10 channels", "msg/s", "higher"),
     "fanout-50": Metric("fan-out to 50 channels", "msg/s", "higher"),
@@ -49,6 +51,8 @@ METRICS: dict[str, Metric] = {
     "cpu-mpub": Metric("server CPU per message, MPUB", "µs", "lower"),
     "cpu-consume": Metric("server CPU per message, consume", "µs", "lower"),
     "cpu-pub": Metric("server CPU per message, PUB", "µs", "lower"),
+    "cpu-http-pub": Metric("server CPU per message, HTTP /pub", "µs", "lower"),
+    "cpu-http-mpub": Metric("server CPU per message, HTTP /mpub", "µs", "lower"),
     "rss-message": Metric("memory per queued message", "bytes", "lower"),
     "rss-idle": Metric("memory after start", "MiB", "lower"),
     "ready": Metric("time until ready", "ms", "lower"),
@@ -104,7 +108,8 @@ class Run:
     notes: list[str] = field(default_factory=list)
 
     def start(self, daemon: Daemon, mode: Mode, **options: int | str | bool) -> Load:
-        return Load(self.binary, mode, daemon.port, topic=TOPIC, channel=CHANNEL, **options)
+        port = daemon.http_port if mode in ("hmpub", "hpub") else daemon.port
+        return Load(self.binary, mode, port, topic=TOPIC, channel=CHANNEL, **options)
 
     def load(self, daemon: Daemon, mode: Mode, **options: int | str | bool) -> Report:
         """Run a generator to its end; its report counts for the result."""
@@ -113,7 +118,7 @@ class Run:
 
     def keep(self, mode: Mode, report: Report) -> Report:
         self.loads.append((mode, report))
-        if mode in ("mpub", "pub", "sub") and report.busy > BUSY_LIMIT:
+        if mode in ("mpub", "pub", "sub", "hmpub", "hpub") and report.busy > BUSY_LIMIT:
             self.notes.append(f"the load generator ({mode}) was itself {report.busy:.0%} busy")
         return report
 
@@ -179,6 +184,22 @@ def pub(run: Run) -> Figures:
         limits = {"messages": run.sizes.pub, "seconds": run.sizes.publish_seconds}
         report = run.load(daemon, "pub", connections=10, **limits)
         return {"pub": report.rate, "cpu-pub": _cpu_per_message(daemon, before, report.messages)}
+
+
+def http_pub(run: Run) -> Figures:
+    with fresh(run.side) as daemon:
+        before = daemon.cpu_seconds()
+        limits = {"messages": run.sizes.pub, "seconds": run.sizes.publish_seconds}
+        report = run.load(daemon, "hpub", connections=8, **limits)
+        return {"http-pub": report.rate, "cpu-http-pub": _cpu_per_message(daemon, before, report.messages)}
+
+
+def http_mpub(run: Run) -> Figures:
+    with fresh(run.side) as daemon:
+        before = daemon.cpu_seconds()
+        limits = {"messages": run.sizes.mpub, "seconds": run.sizes.publish_seconds}
+        report = run.load(daemon, "hmpub", connections=2, batch=BATCH, **limits)
+        return {"http-mpub": report.rate, "cpu-http-mpub": _cpu_per_message(daemon, before, report.messages)}
 
 
 def fanout(channels: int, run: Run) -> Figures:
@@ -252,6 +273,8 @@ SCENARIOS: dict[str, Callable[[Run], Figures]] = {
     "consume-rdy1": consume_rdy1,
     "both": both,
     "pub": pub,
+    "http-pub": http_pub,
+    "http-mpub": http_mpub,
     "fanout-1": partial(fanout, 1),
     "fanout-10": partial(fanout, 10),
     "fanout-50": partial(fanout, 50),
@@ -264,6 +287,7 @@ SCENARIOS: dict[str, Callable[[Run], Figures]] = {
 GROUPS: dict[str, tuple[str, ...]] = {
     "cpu": ("mpub", "consume", "pub"),
     "fanout": ("fanout-1", "fanout-10", "fanout-50"),
+    "http": ("http-pub", "http-mpub"),
 }
 
 

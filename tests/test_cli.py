@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import http.client
 import importlib.util
 import json
 import os
@@ -219,7 +220,9 @@ def test_a_signal_ends_nsqd_cleanly(tmp_path, number, event_loop):
 
 @needs_broker
 def test_nsqd_says_who_it_is_in_nsq_s_words(tmp_path):
-    with process("nsqd", f"--data-path={tmp_path}", "--tcp-address=127.0.0.1:0", "--node-id=7") as running:
+    with process(
+        "nsqd", f"--data-path={tmp_path}", "--tcp-address=127.0.0.1:0", "--http-address=", "--node-id=7"
+    ) as running:
         line = r"\[nsqd\] \d{4}/\d\d/\d\d \d\d:\d\d:\d\d\.\d{6} INFO: "
         first = rf"^{line}nsqd v1\.3\.0 \(built w/python[0-9.]+\S*\)\n{line}ID: 7\n"
         read_until(running, "stderr", first + rf"(?s:.*){line}TCP: listening on 127\.0\.0\.1:\d+\n")
@@ -227,7 +230,7 @@ def test_nsqd_says_who_it_is_in_nsq_s_words(tmp_path):
 
 @needs_broker
 def test_a_missing_data_path_ends_nsqd_with_a_fatal_line(tmp_path):
-    result = run("nsqd", f"--data-path={tmp_path / 'missing'}", "--tcp-address=127.0.0.1:0")
+    result = run("nsqd", f"--data-path={tmp_path / 'missing'}", "--tcp-address=127.0.0.1:0", "--http-address=")
     assert result.returncode == 1
     assert re.search(FATAL + "failed to instantiate nsqd - failed to lock data-path: ", result.stderr.decode())
 
@@ -235,7 +238,7 @@ def test_a_missing_data_path_ends_nsqd_with_a_fatal_line(tmp_path):
 @needs_broker
 def test_a_data_path_in_use_ends_the_second_nsqd(tmp_path):
     with broker(tmp_path):
-        result = run("nsqd", f"--data-path={tmp_path}", "--tcp-address=127.0.0.1:0")
+        result = run("nsqd", f"--data-path={tmp_path}", "--tcp-address=127.0.0.1:0", "--http-address=")
     assert result.returncode == 1
     assert b"failed to lock data-path: " in result.stderr
 
@@ -376,17 +379,67 @@ def test_messages_nobody_read_from_the_pipe_come_back(nsqd):
     assert sorted(again) == bodies
 
 
+# --- HTTP
+
+
+def ask(address: str, method: str, path: str, body: bytes | None = None, **headers: str) -> tuple[int, bytes]:
+    connection = http.client.HTTPConnection(address, timeout=PATIENCE)
+    with contextlib.closing(connection):
+        connection.request(method, path, body, headers)
+        response = connection.getresponse()
+        return response.status, response.read()
+
+
+@contextlib.contextmanager
+def http_broker(data_path: object, *argv: str) -> Iterator[tuple[subprocess.Popen[bytes], str]]:
+    """A running nsqd and the address of its HTTP API."""
+    flags = (f"--data-path={data_path}", "--tcp-address=127.0.0.1:0", "--http-address=127.0.0.1:0")
+    with process("nsqd", *flags, *argv) as running:
+        yield running, read_until(running, "stderr", r"HTTP: listening on (\S+)\n")[1]
+
+
+@needs_broker
+def test_a_hangup_reads_the_tokens_again(tmp_path):
+    tokens = tmp_path / "tokens"
+    tokens.touch(0o600)
+    tokens.write_text("old read\n")
+    with http_broker(tmp_path, f"--http-auth-token-file={tokens}") as (running, address):
+        assert ask(address, "GET", "/info", Authorization="Bearer old")[0] == 200
+        assert ask(address, "GET", "/info", Authorization="Bearer new")[0] == 401
+        tokens.write_text("new read\n")
+        running.send_signal(signal.SIGHUP)
+        read_until(running, "stderr", r"HTTP: 1 tokens in")
+        assert ask(address, "GET", "/info", Authorization="Bearer new")[0] == 200
+        assert ask(address, "GET", "/info", Authorization="Bearer old")[0] == 401
+
+
+@needs_broker
+def test_the_level_of_logs_is_changed_while_it_runs(tmp_path):
+    with http_broker(tmp_path) as (running, address):
+        assert ask(address, "PUT", "/config/log_level", b"error") == (200, b"4")
+        assert ask(address, "GET", "/info?unseen")[0] == 200
+        assert ask(address, "PUT", "/config/log_level", b"info") == (200, b"2")
+        assert ask(address, "GET", "/info?seen")[0] == 200
+        running.terminate()
+        _, stderr = running.communicate(timeout=PATIENCE)
+    assert b"GET /info?seen" in stderr
+    assert b"unseen" not in stderr
+
+
 # --- up
 
 
 @needs_broker
 def test_up_makes_its_folder_and_prints_an_example_that_works(tmp_path):
     path = tmp_path / "made" / "here"
-    with process("up", "--data-path", str(path), "--tcp-address", "127.0.0.1:0") as running:
-        found = read_until(running, "stdout", r'flintmq (sub \S+ --nsqd \S+)\nflintmq (pub \S+ )"hello"( --nsqd \S+)\n')
+    addresses = ("--tcp-address", "127.0.0.1:0", "--http-address", "127.0.0.1:0")
+    with process("up", "--data-path", str(path), *addresses) as running:
+        example = r'flintmq (sub \S+ --nsqd \S+)\nflintmq (pub \S+ )"hello"( --nsqd \S+)\n'
+        address, sub, *pub = read_until(running, "stdout", rf"nsqd \(HTTP\) +(\S+)\n[^$]*{example}").groups()
         assert path.is_dir()
-        assert run(*found[2].split(), "hello", *found[3].split()).returncode == 0
-        assert run(*found[1].split(), "-n", "1").stdout == b"hello\n"
+        assert ask(address, "GET", "/ping") == (200, b"OK")
+        assert run(*pub[0].split(), "hello", *pub[1].split()).returncode == 0
+        assert run(*sub.split(), "-n", "1").stdout == b"hello\n"
         running.send_signal(signal.SIGINT)
         _, stderr = running.communicate(timeout=PATIENCE)
         assert (running.returncode, stderr) == (0, b"")

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from conformance.cases import CASES
+from conformance.http_cases import HTTP_CASES
 from flintmq.broker.daemon import Broker
 from flintmq.broker.segment import FILE_HEADER, RECORD_HEADER
 from flintmq.wire import MAGIC_V2, OK_FRAME, encode_mpub
@@ -51,7 +52,7 @@ def test_every_test_that_is_named_exists() -> None:
 
 
 def test_every_conversation_that_is_named_is_recorded() -> None:
-    known = {case.name for case in CASES}
+    known = {case.name for case in (*CASES, *HTTP_CASES)}
     named = {conversation for _, _, conversation in NAMED_TEST.findall(COMPATIBILITY) if conversation}
     assert named
     assert sorted(named - known) == []

@@ -96,6 +96,26 @@ def filled(kernel: Any, bodies: list[bytes], size: int = 1 << 16) -> Any:
 bodies_of_any_size = st.lists(st.binary(min_size=1, max_size=30), min_size=1, max_size=200)
 
 
+# --- Lines ------------------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.sampled_from([b"", b"\n", b"\r\n", b"a", b"bc", b"\0" * 300]), max_size=40), st.data())
+def test_lines_become_records(kernel: Any, parts: list[bytes], draw: st.DataObject) -> None:
+    data = bytearray(b"".join(parts))
+    pos = draw.draw(st.integers(0, len(data)))
+    stop = draw.draw(st.integers(pos, len(data)))
+    lines = [line for line in bytes(data[pos:stop]).split(b"\n") if line]
+    before = bytes(data)
+    assert kernel.line_records(data, pos, stop) == (records(*lines), len(lines))
+    assert data == before
+
+
+@pytest.mark.parametrize(("pos", "stop"), [(-1, 3), (0, 4), (2, 1), (4, 4)])
+def test_lines_outside_the_buffer_are_refused(kernel: Any, pos: int, stop: int) -> None:
+    with pytest.raises(ValueError, match="beyond the buffer"):
+        kernel.line_records(bytearray(b"a\nb"), pos, stop)
+
+
 # --- Scan -------------------------------------------------------------------------------------------------------------
 
 

@@ -127,6 +127,12 @@ def _up(argv: Sequence[str]) -> int:
         "--tcp-address", metavar="ADDRESS", default="127.0.0.1:4150", help="of the broker (default %(default)s)"
     )
     parser.add_argument(
+        "--http-address",
+        metavar="ADDRESS",
+        default="127.0.0.1:4151",
+        help="of the broker's HTTP API (default %(default)s)",
+    )
+    parser.add_argument(
         "--log-level",
         metavar="LEVEL",
         default="warn",
@@ -143,7 +149,7 @@ def _up(argv: Sequence[str]) -> int:
     options = NsqdOptions(
         data_path=arguments.data_path,
         tcp_address=arguments.tcp_address,
-        http_address="127.0.0.1:4151",
+        http_address=arguments.http_address,
         https_address="",
         broadcast_address="127.0.0.1",
         log_level=arguments.log_level,
@@ -154,8 +160,8 @@ def _up(argv: Sequence[str]) -> int:
         print(f"flintmq up: {exc}", file=sys.stderr)
         if str(exc).startswith("listen "):
             print(
-                "Another broker may be running there. Stop it, or choose another port:\n"
-                "  flintmq up --tcp-address 127.0.0.1:5150",
+                "Another broker may be running there. Stop it, or choose other ports:\n"
+                "  flintmq up --tcp-address 127.0.0.1:5150 --http-address 127.0.0.1:5151",
                 file=sys.stderr,
             )
         elif "data-path" in str(exc):
@@ -167,7 +173,8 @@ def _welcome(broker: Broker, options: NsqdOptions) -> None:
     """Say where things are, and what to type next."""
     address = broker.tcp_address
     elsewhere = "" if address == "127.0.0.1:4150" else f" --nsqd {address}"
-    facts = f"nsqd (TCP)   {address}\nmessages     {os.path.abspath(options.data_path)}"
+    http = broker.http_address
+    facts = f"nsqd (TCP)   {address}\nnsqd (HTTP)  {http}\nmessages     {os.path.abspath(options.data_path)}"
     example = f'flintmq sub greetings/printer{elsewhere}\nflintmq pub greetings "hello"{elsewhere}'
     if not sys.stdout.isatty():
         print(f"flintmq {__version__} is up\n\n{facts}\n\nTry, in two other terminals:\n\n{example}\n", flush=True)
@@ -297,6 +304,8 @@ async def _serve(options: NsqdOptions, announce: Callable[[Broker, NsqdOptions],
     loop.add_signal_handler(signal.SIGINT, asked_to_stop.set)
     loop.add_signal_handler(signal.SIGTERM, terminate)
     loop.add_signal_handler(signal.SIGHUP, reload)
+    # Log lines are this program's business, not the broker's.
+    broker.options_changed.append(lambda: logs.set_level(broker.options.log_level))
 
     await broker.start()
     started.set()

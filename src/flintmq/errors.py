@@ -7,6 +7,7 @@ FlintError
 │       └── RateError  … or of its rate
 ├── AuthError          no auth server could say what a client may do
 ├── NotFoundError      no such topic or channel
+├── HttpError          a request over HTTP is refused: status and code of the answer
 ├── OptionError        a flag, a config file key or a value is wrong
 ├── StartError         the broker cannot start: the data path is locked, an address is taken, …
 ├── BackupError        a backup cannot be made, is damaged, or cannot be restored
@@ -23,6 +24,7 @@ __all__ = [
     "DamageError",
     "FlintError",
     "FormatError",
+    "HttpError",
     "LimitError",
     "NotFoundError",
     "OptionError",
@@ -77,6 +79,15 @@ class AuthError(FlintError):
 
 class NotFoundError(FlintError):
     """No such topic or channel."""
+
+
+class HttpError(FlintError):
+    """A request over HTTP is refused. The code goes into the answer, as in ``{"message":"MISSING_ARG_TOPIC"}``."""
+
+    def __init__(self, status: int, code: str) -> None:
+        self.status = status
+        self.code = code
+        super().__init__(f"{status} {code}")
 
 
 class OptionError(FlintError):

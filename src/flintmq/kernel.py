@@ -27,7 +27,7 @@ if cython.compiled:
         send,
     )
     from cython.cimports.libc.errno import EAGAIN, EINTR, ENOSPC, errno
-    from cython.cimports.libc.string import memcmp, memcpy, memset
+    from cython.cimports.libc.string import memchr, memcmp, memcpy, memset
 else:
     from errno import ENOSPC
 
@@ -134,6 +134,42 @@ def populate(memory: object) -> None:
     else:
         with open("/dev/zero", "rb", buffering=0) as zero:
             zero.readinto(memory)
+
+
+def line_records(data: bytearray, pos: cython.Py_ssize_t, stop: cython.Py_ssize_t) -> tuple:
+    """The lines of ``data[pos:stop]`` as records ``[4-byte size][body]``, and how many; empty lines are left out."""
+    if not 0 <= pos <= stop <= len(data):
+        raise ValueError("pos and stop lie beyond the buffer")
+    count: cython.Py_ssize_t = 0
+    total: cython.Py_ssize_t = 0
+    at: cython.Py_ssize_t
+    size: cython.Py_ssize_t
+    if cython.compiled:
+        p: cython.p_uchar = data
+        found: cython.p_uchar
+        at = pos
+        while at < stop:
+            found = cython.cast(cython.p_uchar, memchr(p + at, 10, stop - at))
+            size = (found - p if found != cython.NULL else stop) - at
+            if size:
+                count += 1
+                total += 4 + size
+            at += size + 1
+        records: bytearray = bytearray(total)
+        out: cython.p_uchar = records
+        at = pos
+        while at < stop:
+            found = cython.cast(cython.p_uchar, memchr(p + at, 10, stop - at))
+            size = (found - p if found != cython.NULL else stop) - at
+            if size:
+                _wr32(out, cython.cast(cython.uint, size))
+                memcpy(out + 4, p + at, size)
+                out += 4 + size
+            at += size + 1
+        return records, count
+    lines = list(filter(None, bytes(memoryview(data)[pos:stop]).split(b"\n")))
+    sizes = map(_u32.pack, map(len, lines))
+    return bytearray().join([part for pair in zip(sizes, lines, strict=True) for part in pair]), len(lines)
 
 
 @cython.cclass

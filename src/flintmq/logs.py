@@ -16,7 +16,7 @@ import logging
 import re
 import time
 
-__all__ = ["JsonFormatter", "LogFormatter", "setup"]
+__all__ = ["JsonFormatter", "LogFormatter", "set_level", "setup"]
 
 _LEVELS = {
     "debug": logging.DEBUG,
@@ -81,4 +81,9 @@ def setup(prefix: str, level: str, format: str = "text", program: str = "nsqd") 
     handler = logging.StreamHandler()
     handler.setFormatter(JsonFormatter(program) if format == "json" else LogFormatter(prefix))
     logging.basicConfig(level=max(logging.WARNING, _LEVELS[level]), handlers=[handler], force=True)
+    set_level(level)
+
+
+def set_level(level: str) -> None:
+    """Another level from now on, and all else as it is."""
     logging.getLogger("flintmq").setLevel(_LEVELS[level])

@@ -376,6 +376,11 @@ class NsqdOptions(Options):
     https_address: str = option(
         STRING, "0.0.0.0:4152", "where HTTPS clients connect: host:port; empty or without --tls-cert: no HTTPS"
     )
+    http_auth_token_file: str = option(
+        STRING,
+        "",
+        "path of the tokens that HTTP requests must carry, with their rights; empty: no tokens are asked for",
+    )
     broadcast_address: str = option(
         STRING, socket.gethostname, "the address that nsqlookupd is told; by default the host name"
     )

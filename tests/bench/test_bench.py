@@ -87,6 +87,67 @@ def test_generator_fails_with_the_text_of_an_error_frame(generator: str) -> None
         assert "E_PUB_FAILED no space" in errors
 
 
+@contextmanager
+def one_request_of(generator: str, *options: str) -> Iterator[tuple[socket.socket, subprocess.Popen[str]]]:
+    """A generator over HTTP that has connected to us."""
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(TIMEOUT)
+        command = [generator, f"--port={server.getsockname()[1]}", *options]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+            try:
+                connection, _ = server.accept()
+                with connection:
+                    connection.settimeout(TIMEOUT)
+                    yield connection, process
+            finally:
+                process.kill()
+
+
+def read_request(connection: socket.socket) -> tuple[str, bytes]:
+    """The request line and the body."""
+    head = b""
+    while not head.endswith(b"\r\n\r\n"):
+        head += read_exactly(connection, 1)
+    line, *headers = head.decode().split("\r\n")
+    [length] = [header.partition(": ")[2] for header in headers if header.startswith("Content-Length:")]
+    return line, read_exactly(connection, int(length))
+
+
+@needs_compiler
+@pytest.mark.parametrize(
+    ("mode", "line", "body"),
+    [
+        ("hpub", "POST /pub?topic=orders HTTP/1.1", b"aaaaaaaa"),
+        ("hmpub", "POST /mpub?topic=orders HTTP/1.1", b"aaaaaaaa\nbbbbbbbb"),
+    ],
+)
+def test_generator_publishes_over_http_and_waits_for_each_answer(
+    generator: str, mode: str, line: str, body: bytes
+) -> None:
+    options = (f"--mode={mode}", "--size=8", "--batch=2", "--topic=orders", "--seconds=60")
+    count = 2 if mode == "hpub" else 4
+    with one_request_of(generator, *options, f"--messages={count}") as (connection, process):
+        for _ in range(2):
+            assert read_request(connection) == (line, body)
+            answer = b"HTTP/1.1 200 OK\r\nContent-Length: 2\r\n\r\nOK"
+            # Cut in the middle: the rest comes in another read.
+            connection.sendall(answer[:20])
+            connection.sendall(answer[20:])
+        output, _ = process.communicate(timeout=TIMEOUT)
+        assert process.returncode == 0
+        assert json.loads(output)["messages"] == count
+
+
+@needs_compiler
+def test_generator_fails_with_the_text_of_an_http_error(generator: str) -> None:
+    with one_request_of(generator, "--mode=hpub", "--size=8", "--seconds=60") as (connection, process):
+        read_request(connection)
+        connection.sendall(b'HTTP/1.1 503 Service Unavailable\r\nContent-Length: 21\r\n\r\n{"message":"EXITING"}')
+        _, errors = process.communicate(timeout=TIMEOUT)
+        assert process.returncode == 1
+        assert "EXITING" in errors
+
+
 @needs_compiler
 def test_generator_finishes_every_message_it_gets(generator: str) -> None:
     ids = [b"%016x" % number for number in range(20)]
@@ -129,7 +190,7 @@ def test_quick_run_measures_our_broker(environment: dict[str, str], tmp_path: Pa
     paths = [str(Path(cli.__file__).parents[1]), environment.get("PYTHONPATH", "")]
     output = tmp_path / "result.json"
     table = tmp_path / "result.md"
-    options = ["--only", "mpub,consume", "--quick", "--json", str(output), "--markdown", str(table)]
+    options = ["--only", "mpub,consume,http", "--quick", "--json", str(output), "--markdown", str(table)]
     answer = subprocess.run(
         [sys.executable, "-m", "bench", *options],
         cwd=ROOT,
@@ -143,7 +204,12 @@ def test_quick_run_measures_our_broker(environment: dict[str, str], tmp_path: Pa
     result = json.loads(output.read_text())
     assert result["failures"] == []
     rows = {row["metric"]: row for row in result["results"]}
-    assert list(rows) == ["mpub", "consume", "cpu-mpub", "cpu-consume"]
+    assert list(rows) == [
+        *("mpub", "consume", "http-pub", "http-mpub"),
+        *("cpu-mpub", "cpu-consume", "cpu-http-pub", "cpu-http-mpub"),
+    ]
+    assert rows["http-pub"]["ours_median"] > 0
+    assert rows["http-mpub"]["ours_median"] > 0
     assert rows["mpub"]["ours_median"] > 0
     assert rows["consume"]["ours_median"] > 0
     assert all(row["peer"] == [] and row["ratio"] is None for row in rows.values())

@@ -313,7 +313,10 @@ class Daemon:
             stderr=subprocess.PIPE,
             env={**os.environ, **(environment or {})},
         )
+        self.data_path = self._data_path.name
         self.port = 0
+        self._http_port = 0
+        self._http_listening = threading.Event()
         self._last_words: deque[str] = deque(maxlen=60)
         self._listening_or_gone = threading.Event()
         self._reader = threading.Thread(target=self._read_log, name="daemon log", daemon=True)
@@ -331,7 +334,15 @@ class Daemon:
             if not self.port and (found := re.search(r"TCP: listening on 127\.0\.0\.1:(\d+)", line)):
                 self.port = int(found[1])
                 self._listening_or_gone.set()
+            if not self._http_port and (found := re.search(r"HTTP: listening on 127\.0\.0\.1:(\d+)", line)):
+                self._http_port = int(found[1])
+                self._http_listening.set()
         self._listening_or_gone.set()
+        self._http_listening.set()
+
+    def http_port(self) -> int:
+        self._http_listening.wait(DEADLINE)
+        return self._http_port
 
     def last_words(self) -> str:
         return "\n".join(list(self._last_words))

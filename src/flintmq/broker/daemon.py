@@ -43,12 +43,13 @@ from flintmq.broker.scan import Scan
 from flintmq.broker.session import FinishLane, Lane, Session
 from flintmq.broker.topic import RESERVE, Topic
 from flintmq.errors import FlintError, FormatError, NotFoundError, OptionError, PublishError, StartError, StorageError
-from flintmq.options import LOG_LEVEL, NsqdOptions
+from flintmq.options import NsqdOptions
 from flintmq.wire import NSQ_VERSION, valid_name
 
 if TYPE_CHECKING:
     import ssl
 
+    from flintmq.broker.api import Api
     from flintmq.broker.auth import AuthServers
 
 __all__ = ["Broker"]
@@ -88,6 +89,8 @@ class Broker:
             raise TypeError("give options, or single ones by keyword, not both")
         options.validate()
         self.options = options
+        #: Called after ``options`` was replaced.
+        self.options_changed: list[Callable[[], None]] = []
         self.clock: Clock = clock or SystemClock()
         self.disk = disk or Disk()
         self.prefix = options.id << 54
@@ -139,7 +142,9 @@ class Broker:
         self.auth: AuthServers | None = None
         self._server: asyncio.Server | None = None
         self._poller: sockets.Poller | None = None
-        self._bound = ""
+        self._api: Api | None = None
+        # Where it listens, as really bound.
+        self._bound = self._http_bound = self._https_bound = ""
         self._lock = -1
         self._timers: dict[str, asyncio.TimerHandle] = {}
         self._metadata_due = False
@@ -243,24 +248,47 @@ class Broker:
         self._lock = fd
 
     async def _listen(self) -> None:
-        address = self.options.tcp_address
+        if sockets.available():
+            self._poller = sockets.Poller(self._loop, self._turned)
+        sock, self._bound = self._bind(self.options.tcp_address)
+        if self._poller is not None:
+            self._poller.listen(sock, self._new_session)
+        elif sock.family == socket.AF_UNIX:
+            self._server = await self._loop.create_unix_server(self._new_session, sock=sock, backlog=1024)
+        else:
+            self._server = await self._loop.create_server(self._new_session, sock=sock, backlog=1024)
+        log.info("TCP: listening on %s", self.tcp_address)
+        await self._listen_http()
+
+    async def _listen_http(self) -> None:
+        secure = self.options.https_address if self.options.tls_cert else ""
+        if not self.options.http_address and not secure:
+            return
+        # Late: what only speaks TCP need not pay for it.
+        from flintmq.broker.api import Api
+
+        self._api = Api(self)
+        if secure:
+            # First: what the plain port may have to say is where this one is.
+            sock, self._https_bound = self._bind(secure)
+            await self._api.listen_tls(sock)
+        if self.options.http_address:
+            sock, self._http_bound = self._bind(self.options.http_address)
+            await self._api.listen(sock, self._poller)
+            log.info("HTTP: listening on %s", self._http_bound)
+        if secure:
+            log.info("HTTPS: listening on %s", self._https_bound)
+
+    def _bind(self, address: str) -> tuple[socket.socket, str]:
+        """A listening socket, and where it really is."""
         try:
             sock = _bind(address)
         except (OSError, ValueError) as exc:
             raise StartError(f"listen ({address}) failed - {_reason(exc)}") from exc
         name = sock.getsockname()
         if isinstance(name, str):
-            self._bound = name
-        else:
-            self._bound = f"[{name[0]}]:{name[1]}" if ":" in name[0] else f"{name[0]}:{name[1]}"
-        if sockets.available():
-            self._poller = sockets.Poller(self._loop, self._turned)
-            self._poller.listen(sock, self._new_session)
-        elif isinstance(name, str):
-            self._server = await self._loop.create_unix_server(self._new_session, sock=sock, backlog=1024)
-        else:
-            self._server = await self._loop.create_server(self._new_session, sock=sock, backlog=1024)
-        log.info("TCP: listening on %s", self.tcp_address)
+            return sock, name
+        return sock, f"[{name[0]}]:{name[1]}" if ":" in name[0] else f"{name[0]}:{name[1]}"
 
     def _new_session(self) -> Session:
         return Session(self)
@@ -272,7 +300,20 @@ class Broker:
 
     @property
     def http_address(self) -> str:
-        return self.options.http_address
+        """The same for HTTP; empty if it is not served."""
+        return self._http_bound
+
+    @property
+    def https_address(self) -> str:
+        return self._https_bound
+
+    def change_options(self, **changes: Any) -> None:
+        """Replace the options by a copy with these changes, and tell who asked to know."""
+        options = dataclasses.replace(self.options, **changes)
+        options.validate()
+        self.options = options
+        for changed in self.options_changed:
+            changed()
 
     async def wait_closed(self) -> None:
         """Returns when the broker has stopped; raises what it died of."""
@@ -286,6 +327,8 @@ class Broker:
         self.stopping = True
         log.info("NSQ: stopping subsystems")
         await self._statsd.stop()
+        # What was taken is written and answered; then nothing more is taken.
+        self.flush()
         await self._close_listeners()
         self.flush()
         # What threads still do must end before the files are closed; their answers arrive in the next turns.
@@ -341,24 +384,23 @@ class Broker:
             except (OSError, ValueError, FlintError) as exc:
                 log.error("NSQ: cannot reload, going on as before - %s", exc)
 
-    def set_log_level(self, level: str) -> None:
-        """What ``--log-level`` says, from now on. ValueError if there is no such level."""
-        word = LOG_LEVEL.from_text(level)
-        self.options = dataclasses.replace(self.options, log_level=word)
-        logging.getLogger("flintmq").setLevel(word.upper())
-
     async def _close_listeners(self) -> None:
         for timer in self._timers.values():
             timer.cancel()
         self._timers.clear()
+        if self._poller is not None:
+            self._poller.stop_listening()
+        if self._api is not None:
+            await self._api.close()
         self._disconnect()
         # Let the transports notice, so that no socket outlives the broker.
         for _ in range(3):
             await asyncio.sleep(0)
         self._close_poller()
-        if self._bound and split_address(self._bound)[0] is None:
-            with contextlib.suppress(OSError):
-                os.unlink(self._bound)
+        for bound in (self._bound, self._http_bound):
+            if bound and split_address(bound)[0] is None:
+                with contextlib.suppress(OSError):
+                    os.unlink(bound)
 
     def _disconnect(self) -> None:
         if self._server is not None:
@@ -366,6 +408,8 @@ class Broker:
             self._server = None
         if self._poller is not None:
             self._poller.stop_listening()
+        if self._api is not None:
+            self._api.drop()
         for session in list(self.sessions.values()):
             session.drop()
 

@@ -24,7 +24,7 @@ import msgspec
 
 from flintmq.broker.log import NO_BLOCK
 from flintmq.broker.sockets import SocketTransport
-from flintmq.broker.topic import SLICE, Commit, Topic
+from flintmq.broker.topic import SLICED_FROM, Commit, Topic, slices
 from flintmq.compression import Codec, Deflate, Snappy, Stack
 from flintmq.errors import AuthError, ProtocolError, PublishError
 from flintmq.kernel import FULL, NOTHING, OTHER, SCAN_BAD, SCAN_MORE, Intake, Scan
@@ -74,8 +74,6 @@ MOST_VALUES = 10_000
 DEFAULT_HEARTBEAT = 30_000
 #: A batch whose body size lies may be twice the limit, and what one read brings.
 RECEIVE_SLACK = 256 << 10
-#: A batch larger than this is turned into frames in slices.
-SLICED_FROM = 20_000
 
 #: So many publishers that were heard of in the last turn are looked at again without being asked to.
 MOST_REGULARS = 16
@@ -1062,46 +1060,16 @@ class Session(asyncio.BufferedProtocol):
             return self._wait(topic.when_free if topic.busy else self.broker.when_relieved)
         self._scanned = (0, 0)
         self._count(topic, count)
-        if count > SLICED_FROM:
-            self._publish_slices(topic, data[first : scan.pos], count)
-            return scan.pos
         try:
-            commit = topic.publish(data, first, scan.pos, count)
+            if count > SLICED_FROM:
+                batch = data[first : scan.pos]
+                commit = topic.publish_slices(slices(batch, 0, len(batch), count))
+            else:
+                commit = topic.publish(data, first, scan.pos, count)
         except PublishError as exc:
             raise ProtocolError("E_MPUB_FAILED", f"MPUB failed {exc}") from exc
         self._answer_when(commit, "MPUB")
         return scan.pos
-
-    def _publish_slices(self, topic: Topic, data: bytearray, count: int) -> None:
-        """A very large batch: some of it per loop turn, committed as one."""
-        topic.hold(self)
-        scan = Scan(0)
-        pos = done = 0
-        whole = Commit()
-        self._answer_when(whole, "MPUB")
-
-        def some() -> None:
-            nonlocal pos, done
-            target = min(done + SLICE, count)
-            scan.run(data, len(data), target, len(data))
-            last = target == count
-            try:
-                commit = topic.publish(data, pos, scan.pos, target - done, more=not last)
-            except PublishError as exc:
-                topic.release()
-                whole.resolve(exc)
-                return
-            pos, done = scan.pos, target
-            if not last:
-                self.broker.later(some)
-                return
-            topic.release()
-            if commit is None:
-                whole.resolve()
-            else:
-                commit.waiters.append(lambda: whole.resolve(commit.error))
-
-        some()
 
     def _count(self, topic: Topic, count: int) -> None:
         counts = self.publish_counts

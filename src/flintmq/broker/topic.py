@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from flintmq.broker.daemon import Broker
     from flintmq.broker.session import Session
 
-__all__ = ["Commit", "Topic"]
+__all__ = ["SLICED_FROM", "Commit", "Piece", "Topic", "slices"]
 
 log = logging.getLogger(__name__)
 
@@ -35,6 +35,8 @@ log = logging.getLogger(__name__)
 RESERVE = 1 << 24
 #: Messages of one batch that are turned into frames before the loop is handed back.
 SLICE = 4_000
+#: A batch larger than this is turned into frames in slices.
+SLICED_FROM = 20_000
 #: A channel has fallen behind when so many messages wait for its consumers.
 BEHIND = 2_500
 #: More messages than are taken straight from sockets in one go.
@@ -69,6 +71,21 @@ class Commit:
         for waiter in self.waiters:
             waiter()
         self.waiters.clear()
+
+
+#: Some records of a batch: the bytes, where they start and stop, how many they are.
+Piece = tuple[bytearray, int, int, int]
+
+
+def slices(data: bytearray, pos: int, stop: int, count: int) -> Iterator[Piece]:
+    """The ``count`` records of ``data[pos:stop]``, which were found to be in order, in pieces of bounded length."""
+    scan = Scan(pos)
+    done = 0
+    while done < count:
+        target = min(done + SLICE, count)
+        scan.run(data, stop, target, stop)
+        yield data, pos, scan.pos, target - done
+        pos, done = scan.pos, target
 
 
 class Topic:
@@ -212,6 +229,41 @@ class Topic:
         if self.log.durability == "memory" and self.log.end <= min(self._usable, self._settled):
             return None
         return self._commit(self.message_count - count, self.message_bytes - size)
+
+    def publish_slices(self, slices: Iterator[Piece]) -> Commit | None:
+        """Append a very large batch: one piece per loop turn, committed as one. The topic must not be ``busy``.
+
+        As with ``publish``: None if it is safe already, else what to wait for. PublishError if it is refused at once.
+        """
+        piece = next(slices, None)
+        if piece is None:
+            return None
+        self.hold(slices)
+        whole = Commit()
+
+        def some(data: bytearray, pos: int, stop: int, count: int) -> None:
+            following = next(slices, None)
+            try:
+                commit = self.publish(data, pos, stop, count, more=following is not None)
+            except PublishError as exc:
+                self.release()
+                whole.resolve(exc)
+                return
+            if following is not None:
+                self.broker.later(some, *following)
+                return
+            self.release()
+            if commit is None:
+                whole.resolve()
+            else:
+                commit.waiters.append(lambda: whole.resolve(commit.error))
+
+        some(*piece)
+        if not whole.done:
+            return whole
+        if whole.error is not None:
+            raise whole.error
+        return None
 
     def _commit(self, count: int, size: int) -> Commit:
         """What this turn's publishers wait for. ``count`` and ``size`` are the counters before this publish."""
