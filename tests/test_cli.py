@@ -15,13 +15,14 @@ import socket
 import subprocess
 import sys
 import time
+import urllib.request
 from collections.abc import Iterator
 
 import pytest
 
 import flintmq
 from flintmq import kernel
-from flintmq.options import NsqdOptions, option_table
+from flintmq.options import NsqdOptions, NsqlookupdOptions, option_table
 
 # A guard against hanging, nowhere a measure.
 PATIENCE = 60
@@ -98,7 +99,7 @@ def test_no_command_and_help_list_the_commands():
     for argv in ([], ["--help"], ["help"]):
         result = run(*argv)
         assert result.returncode == 0
-        for name in (b"up", b"nsqd", b"pub", b"sub"):
+        for name in (b"up", b"nsqd", b"nsqlookupd", b"pub", b"sub"):
             assert b"\n  " + name + b" " in result.stdout
 
 
@@ -108,32 +109,35 @@ def test_an_unknown_command_is_a_usage_error():
     assert b"no command 'nsqx'" in result.stderr
 
 
+@pytest.mark.parametrize("program", ["nsqd", "nsqlookupd"])
 @pytest.mark.parametrize("flag", ["--version", "-version", "--version=true"])
-def test_nsqd_version_names_nsq_s_and_ours(flag):
+def test_the_version_of_a_daemon_names_nsq_s_and_ours(program, flag):
     form = "compiled" if kernel.COMPILED else "interpreted"
-    result = run("nsqd", flag)
+    result = run(program, flag)
     assert result.returncode == 0
     python = platform.python_version()
-    assert result.stdout.decode() == f"nsqd v1.3.0 (built w/python{python}) flintmq {flintmq.__version__} {form}\n"
+    assert result.stdout.decode() == f"{program} v1.3.0 (built w/python{python}) flintmq {flintmq.__version__} {form}\n"
 
 
 def test_the_interpreted_kernel_can_be_asked_for():
     assert run("--version", env={"FLINTMQ_PURE": "1"}).stdout.decode() == f"flintmq {flintmq.__version__} interpreted\n"
 
 
-def test_nsqd_help_lists_every_flag():
-    result = run("nsqd", "--help")
+@pytest.mark.parametrize("options", [NsqdOptions, NsqlookupdOptions], ids=lambda options: options.program)
+def test_the_help_of_a_daemon_lists_every_flag(options):
+    result = run(options.program, "--help")
     assert result.returncode == 0
     shown = re.findall(r"^  -([a-z0-9-]+)", result.stdout.decode(), re.MULTILINE)
-    assert shown == sorted(option_table(NsqdOptions))
+    assert shown == sorted(option_table(options))
 
 
-def test_a_wrong_flag_ends_nsqd_with_status_2_and_a_hint():
-    result = run("nsqd", "--nope")
+@pytest.mark.parametrize("program", ["nsqd", "nsqlookupd"])
+def test_a_wrong_flag_ends_a_daemon_with_status_2_and_a_hint(program):
+    result = run(program, "--nope")
     assert result.returncode == 2
     assert result.stderr.decode().splitlines() == [
         "flag provided but not defined: -nope",
-        "run 'nsqd --help' for a list of flags",
+        f"run '{program} --help' for a list of flags",
     ]
 
 
@@ -251,6 +255,51 @@ def test_messages_survive_a_restart(tmp_path):
         running.communicate(timeout=PATIENCE)
     with broker(tmp_path) as (_, address):
         assert run("sub", "greetings/printer", "-n", "1", "--nsqd", address).stdout == b"hello\n"
+
+
+# --- nsqlookupd
+
+LINE = r"\[nsqlookupd\] \d{4}/\d\d/\d\d \d\d:\d\d:\d\d\.\d{6} INFO: "
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("event_loop", ["asyncio", "auto"])
+def test_nsqlookupd_speaks_nsq_s_words_and_a_signal_ends_it_cleanly(number, event_loop):
+    flags = ("--tcp-address=127.0.0.1:0", "--http-address=127.0.0.1:0", f"--event-loop={event_loop}")
+    with process("nsqlookupd", *flags) as running:
+        version = rf"^{LINE}nsqlookupd v1\.3\.0 \(built w/python[0-9.]+\S*\)\n"
+        found = read_until(
+            running,
+            "stderr",
+            rf"{version}{LINE}HTTP: listening on (127\.0\.0\.1:\d+)\n{LINE}TCP: listening on 127\.0\.0\.1:\d+\n",
+        )
+        assert fetch(found[1], "/ping") == b"OK"
+        running.send_signal(number)
+        _, stderr = running.communicate(timeout=PATIENCE)
+        assert running.returncode == 0
+        assert b"TCP: closing " in stderr and b"Traceback" not in stderr
+
+
+def test_nsqlookupd_on_a_busy_port_ends_with_a_fatal_line():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        result = run("nsqlookupd", f"--tcp-address={address}", "--http-address=127.0.0.1:0")
+    assert result.returncode == 1
+    text = rf"failed to instantiate nsqlookupd - listen \({address}\) failed - address already in use\n"
+    assert re.search(FATAL + text, result.stderr.decode())
+
+
+def test_nsqlookupd_reads_its_file(tmp_path):
+    path = tmp_path / "nsqlookupd.cfg"
+    path.write_text('tcp_address = "127.0.0.1:0"\nhttp_address = "127.0.0.1:0"\nlog_prefix = "[here] "\n')
+    with process("nsqlookupd", f"--config={path}") as running:
+        read_until(running, "stderr", r"\[here\] .* INFO: TCP: listening on 127\.0\.0\.1:\d+\n")
+
+
+def fetch(address: str, path: str) -> bytes:
+    with urllib.request.urlopen(f"http://{address}{path}", timeout=PATIENCE) as response:
+        body: bytes = response.read()
+    return body
 
 
 # --- pub and sub
@@ -429,11 +478,31 @@ def test_the_level_of_logs_is_changed_while_it_runs(tmp_path):
 # --- up
 
 
+FREE_PORTS = [
+    f"--{name}=127.0.0.1:0" for name in ("tcp-address", "http-address", "lookupd-tcp-address", "lookupd-http-address")
+]
+
+
+@needs_broker
+def test_up_registers_its_broker_with_its_nsqlookupd(tmp_path):
+    with process("up", "--data-path", str(tmp_path), *FREE_PORTS) as running:
+        pattern = r"nsqd \(TCP\) +\S+:(\d+)\n(?s:.*)nsqlookupd \(HTTP\) +(\S+)\n(?s:.*)hello"
+        found = read_until(running, "stdout", pattern)
+        deadline = time.monotonic() + PATIENCE
+        while not (producers := json.loads(fetch(found[2], "/nodes"))["producers"]):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        [producer] = producers
+        assert (producer["broadcast_address"], producer["tcp_port"]) == ("127.0.0.1", int(found[1]))
+        running.send_signal(signal.SIGINT)
+        _, stderr = running.communicate(timeout=PATIENCE)
+        assert (running.returncode, stderr) == (0, b"")
+
+
 @needs_broker
 def test_up_makes_its_folder_and_prints_an_example_that_works(tmp_path):
     path = tmp_path / "made" / "here"
-    addresses = ("--tcp-address", "127.0.0.1:0", "--http-address", "127.0.0.1:0")
-    with process("up", "--data-path", str(path), *addresses) as running:
+    with process("up", "--data-path", str(path), *FREE_PORTS) as running:
         example = r'flintmq (sub \S+ --nsqd \S+)\nflintmq (pub \S+ )"hello"( --nsqd \S+)\n'
         address, sub, *pub = read_until(running, "stdout", rf"nsqd \(HTTP\) +(\S+)\n[^$]*{example}").groups()
         assert path.is_dir()
@@ -446,14 +515,15 @@ def test_up_makes_its_folder_and_prints_an_example_that_works(tmp_path):
 
 
 @needs_broker
-def test_up_on_a_busy_port_says_what_to_do(tmp_path):
+@pytest.mark.parametrize("flag", ["tcp-address", "lookupd-tcp-address", "lookupd-http-address"])
+def test_up_on_a_busy_port_says_what_to_do(tmp_path, flag):
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
-        result = run("up", "--data-path", str(tmp_path), "--tcp-address", address)
+        result = run("up", "--data-path", str(tmp_path), *FREE_PORTS, f"--{flag}", address)
     assert result.returncode == 1
     text = result.stderr.decode()
     assert address in text
-    assert "flintmq up --tcp-address" in text
+    assert f"flintmq up --{flag} " in text
     assert "Traceback" not in text
 
 

@@ -27,6 +27,7 @@ from flintmq.options import (
     STRING,
     STRINGS,
     NsqdOptions,
+    NsqlookupdOptions,
     Option,
     default_node_id,
     format_duration,
@@ -41,6 +42,7 @@ from flintmq.options import (
 ROOT = Path(__file__).resolve().parent.parent
 GO_NSQD = Path(os.environ.get("FLINTMQ_PEERS") or ROOT / ".peers") / "bin" / "nsqd"
 EXAMPLE = ROOT / "deploy" / "nsqd.toml"
+EXAMPLE_OF_NSQLOOKUPD = ROOT / "deploy" / "nsqlookupd.cfg.example"
 
 
 def nsqd(*argv: str) -> NsqdOptions:
@@ -434,6 +436,8 @@ INVALID = [
     ({"e2e_processing_latency_percentiles": (2.0,)}, "invalid E2E processing latency percentile: 2"),
     ({"e2e_processing_latency_percentiles": (0.0,)}, "invalid E2E processing latency percentile: 0"),
     ({"broadcast_tcp_port": 65536}, "--broadcast-tcp-port and --broadcast-http-port must be [0,65535]"),
+    ({"lookupd_tls_cert": "c"}, "--lookupd-tls-cert and --lookupd-tls-key must be given together"),
+    ({"lookupd_tls_root_ca_file": "c"}, "--lookupd-tls-cert and --lookupd-tls-root-ca-file need --lookupd-tls"),
     ({"durability": "paper"}, "--durability must be one of memory, os, fsync"),
     ({"mem_queue_size": -1}, "--mem-queue-size must be at least 0"),
     ({"queue_scan_interval": 0}, "--queue-scan-interval must be at least 1ns"),
@@ -528,12 +532,17 @@ def test_help_has_every_flag_with_its_default():
     assert "(default 1m0s)" in text
 
 
-def test_every_option_is_in_the_docs_with_its_key_default_and_meaning():
+@pytest.mark.parametrize(
+    ("options", "page"),
+    [(NsqdOptions, "options.md"), (NsqlookupdOptions, "nsqlookupd.md")],
+    ids=lambda value: getattr(value, "program", value),
+)
+def test_every_option_is_in_the_docs_with_its_key_default_and_meaning(options, page):
     rows = {}
-    for line in (ROOT / "docs" / "options.md").read_text().splitlines():
+    for line in (ROOT / "docs" / page).read_text().splitlines():
         if found := re.match(r"\| `--([a-z0-9-]+)`", line):
             rows[found[1]] = [cell.strip() for cell in line.strip("|").split(" | ")]
-    table = option_table(NsqdOptions)
+    table = option_table(options)
     assert set(rows) == set(table)
     for flag, entry in table.items():
         assert rows[flag][-1] == entry.help
@@ -543,3 +552,47 @@ def test_every_option_is_in_the_docs_with_its_key_default_and_meaning():
             default = entry.kind.to_text(entry.default)
             if default and not of_this_host:
                 assert rows[flag][2] == f"`{default}`"
+
+
+# --- nsqlookupd
+
+
+def test_every_flag_of_nsq_s_nsqlookupd_is_there_with_its_default():
+    table = option_table(NsqlookupdOptions)
+    defaults = {flag: entry.kind.to_text(entry.default) for flag, entry in table.items() if entry.key is not None}
+    assert (
+        defaults.items()
+        >= {
+            "log-level": "info",
+            "log-prefix": "[nsqlookupd] ",
+            "tcp-address": "0.0.0.0:4160",
+            "http-address": "0.0.0.0:4161",
+            "inactive-producer-timeout": "5m0s",
+            "tombstone-lifetime": "45s",
+        }.items()
+    )
+    assert {"broadcast-address", "config", "verbose", "version"} <= set(table)
+
+
+def test_the_example_file_of_nsqlookupd_shows_known_keys_and_true_defaults(tmp_path):
+    text = re.sub(r"^# (?=\w+ = )", "", EXAMPLE_OF_NSQLOOKUPD.read_text(), flags=re.MULTILINE)
+    assert set(tomllib.loads(text)) <= {entry.key for entry in option_table(NsqlookupdOptions).values()}
+    path = tmp_path / "nsqlookupd.cfg"
+    path.write_text(text)
+    options, defaults = parse(NsqlookupdOptions, [f"--config={path}"]), NsqlookupdOptions()
+    changed = {key for key in vars(defaults) if getattr(options, key) != getattr(defaults, key)}
+    assert changed == {"broadcast_address", "tls_cert", "tls_key", "tls_root_ca_file"}
+
+
+@pytest.mark.parametrize(
+    ("overrides", "text"),
+    [
+        ({"tls_cert": "c"}, "failed to build TLS config - --tls-cert and --tls-key must be given together"),
+        ({"tls_root_ca_file": "c"}, "cannot ask for client certificates without TLS key and cert"),
+        ({"tombstone_lifetime": -1}, "--tombstone-lifetime must be at least 0s"),
+    ],
+)
+def test_values_of_nsqlookupd_that_do_not_fit_are_refused(overrides, text):
+    with pytest.raises(OptionError) as error:
+        NsqlookupdOptions(**overrides).validate()
+    assert str(error.value) == text

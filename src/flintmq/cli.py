@@ -21,30 +21,32 @@ import socket
 import sys
 import time
 from collections.abc import Callable, Coroutine, Sequence
+from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from flintmq import __version__, logs
 from flintmq.errors import BackupError, FlintError, OptionError, StartError, StorageError
-from flintmq.options import NsqdOptions, help_text, read_flags, resolve
+from flintmq.options import NsqdOptions, NsqlookupdOptions, Options, help_text, read_flags, resolve
 
 if TYPE_CHECKING:
     from flintmq.broker.backup import Manifest
     from flintmq.broker.daemon import Broker
 
-__all__ = ["main", "nsqd"]
+__all__ = ["main", "nsqd", "nsqlookupd"]
 
 log = logging.getLogger(__name__)
 
 _COMMANDS = """\
 usage: flintmq COMMAND [ARGUMENTS]
 
-  up      the whole platform in one process, on this machine only
-  nsqd    the broker, with the flags of NSQ's nsqd
-  pub     publish messages
-  sub     print the messages of a channel
-  backup  copy the data path of a broker, while it runs
-  restore make a data path from a backup
+  up            the whole platform in one process, on this machine only
+  nsqd          the broker, with the flags of NSQ's nsqd
+  nsqlookupd    where consumers find brokers, with the flags of NSQ's nsqlookupd
+  pub           publish messages
+  sub           print the messages of a channel
+  backup        copy the data path of a broker, while it runs
+  restore       make a data path from a backup
 
 flintmq COMMAND --help tells more; flintmq --version prints the version."""
 
@@ -54,6 +56,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     command, *rest = (sys.argv[1:] if argv is None else list(argv)) or ["--help"]
     commands: dict[str, Callable[[Sequence[str]], int]] = {
         "nsqd": nsqd,
+        "nsqlookupd": nsqlookupd,
         "up": _up,
         "pub": _tool("pub"),
         "sub": _tool("sub"),
@@ -75,42 +78,63 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def nsqd(argv: Sequence[str] | None = None) -> int:
     """The program `nsqd`."""
+    return _daemon(NsqdOptions, argv, _serve)
+
+
+def nsqlookupd(argv: Sequence[str] | None = None) -> int:
+    """The program `nsqlookupd`."""
+    return _daemon(NsqlookupdOptions, argv, _serve_lookupd)
+
+
+DaemonOptions = TypeVar("DaemonOptions", NsqdOptions, NsqlookupdOptions)
+
+
+def _daemon(
+    options_class: type[DaemonOptions],
+    argv: Sequence[str] | None,
+    serve: Callable[[DaemonOptions], Coroutine[Any, Any, int]],
+) -> int:
+    """Read the flags of a daemon as NSQ's own does, and run it to its end."""
+    program = options_class.program
     try:
-        flags = read_flags(NsqdOptions, sys.argv[1:] if argv is None else argv)
+        flags = read_flags(options_class, sys.argv[1:] if argv is None else argv)
     except OptionError as exc:
         print(exc, file=sys.stderr)
-        print("run 'nsqd --help' for a list of flags", file=sys.stderr)
+        print(f"run '{program} --help' for a list of flags", file=sys.stderr)
         return 2
     if flags.get("help"):
-        print(help_text(NsqdOptions))
+        print(help_text(options_class))
         return 0
     if flags.get("version"):
-        print(f"{_nsqd_version()} {_own_version()}")
+        print(f"{_nsq_version(options_class)} {_own_version()}")
         return 0
 
     # Until the file is read, only flags can say how log lines look.
-    logs.setup(flags.get("log-prefix", "[nsqd] "), "info", flags.get("log-format", "text"))
+    logs.setup(flags.get("log-prefix", f"[{program}] "), "info", flags.get("log-format", "text"), program)
     try:
-        options = resolve(NsqdOptions, flags)
+        options = resolve(options_class, flags)
     except OptionError as exc:
         log.critical("%s", exc)
         return 1
-    logs.setup(options.log_prefix, options.log_level, options.log_format)
+    logs.setup(options.log_prefix, options.log_level, options.log_format, program)
     try:
         options.validate()
         loop_factory = _event_loop(options.event_loop)
     except OptionError as exc:
-        log.critical("failed to instantiate nsqd - %s", exc)
+        log.critical("failed to instantiate %s - %s", program, exc)
         return 1
 
-    log.info("%s", _nsqd_version())
-    log.info("ID: %d", options.id)
+    log.info("%s", _nsq_version(options_class))
+    if isinstance(options, NsqdOptions):
+        log.info("ID: %d", options.id)
     try:
-        return _run(_serve(options), loop_factory)
+        return _run(serve(options), loop_factory)
     except StartError as exc:
-        # Go's daemon names the step that failed, and for all but this one the step is its constructor.
-        form = "%s" if str(exc).startswith("failed to load metadata") else "failed to instantiate nsqd - %s"
-        log.critical(form, exc)
+        # Go's daemons name the step that failed, and for all but this one the step is their constructor.
+        if str(exc).startswith("failed to load metadata"):
+            log.critical("%s", exc)
+        else:
+            log.critical("failed to instantiate %s - %s", program, exc)
         return 1
 
 
@@ -131,6 +155,18 @@ def _up(argv: Sequence[str]) -> int:
         metavar="ADDRESS",
         default="127.0.0.1:4151",
         help="of the broker's HTTP API (default %(default)s)",
+    )
+    parser.add_argument(
+        "--lookupd-tcp-address",
+        metavar="ADDRESS",
+        default="127.0.0.1:4160",
+        help="of nsqlookupd, for brokers (default %(default)s)",
+    )
+    parser.add_argument(
+        "--lookupd-http-address",
+        metavar="ADDRESS",
+        default="127.0.0.1:4161",
+        help="of nsqlookupd, for consumers (default %(default)s)",
     )
     parser.add_argument(
         "--log-level",
@@ -154,14 +190,24 @@ def _up(argv: Sequence[str]) -> int:
         broadcast_address="127.0.0.1",
         log_level=arguments.log_level,
     )
+    lookupd_options = NsqlookupdOptions(
+        tcp_address=arguments.lookupd_tcp_address,
+        http_address=arguments.lookupd_http_address,
+        broadcast_address="127.0.0.1",
+        log_level=arguments.log_level,
+    )
     try:
-        return _run(_serve(options, _welcome), _event_loop(options.event_loop))
+        return _run(_serve_all(options, lookupd_options), _event_loop(options.event_loop))
     except StartError as exc:
         print(f"flintmq up: {exc}", file=sys.stderr)
         if str(exc).startswith("listen "):
+            flag = "tcp-address"
+            for name in ("http_address", "lookupd_tcp_address", "lookupd_http_address"):
+                if f"({getattr(arguments, name)})" in str(exc):
+                    flag = name.replace("_", "-")
             print(
-                "Another broker may be running there. Stop it, or choose other ports:\n"
-                "  flintmq up --tcp-address 127.0.0.1:5150 --http-address 127.0.0.1:5151",
+                "Another broker may be running there. Stop it, or choose another port:\n"
+                f"  flintmq up --{flag} 127.0.0.1:5150",
                 file=sys.stderr,
             )
         elif "data-path" in str(exc):
@@ -169,12 +215,16 @@ def _up(argv: Sequence[str]) -> int:
         return 1
 
 
-def _welcome(broker: Broker, options: NsqdOptions) -> None:
+def _welcome(broker: Broker, options: NsqdOptions, lookupd: str) -> None:
     """Say where things are, and what to type next."""
     address = broker.tcp_address
     elsewhere = "" if address == "127.0.0.1:4150" else f" --nsqd {address}"
-    http = broker.http_address
-    facts = f"nsqd (TCP)   {address}\nnsqd (HTTP)  {http}\nmessages     {os.path.abspath(options.data_path)}"
+    facts = (
+        f"nsqd (TCP)          {address}\n"
+        f"nsqd (HTTP)         {broker.http_address}\n"
+        f"nsqlookupd (HTTP)   {lookupd}\n"
+        f"messages            {os.path.abspath(options.data_path)}"
+    )
     example = f'flintmq sub greetings/printer{elsewhere}\nflintmq pub greetings "hello"{elsewhere}'
     if not sys.stdout.isatty():
         print(f"flintmq {__version__} is up\n\n{facts}\n\nTry, in two other terminals:\n\n{example}\n", flush=True)
@@ -280,6 +330,30 @@ def _with_progress(command: str, work: Callable[[Callable[[int, int], None]], st
     return 0
 
 
+async def _serve_all(options: NsqdOptions, lookupd_options: NsqlookupdOptions) -> int:
+    """A broker and an nsqlookupd that it is registered with, until a signal asks for their end."""
+    from flintmq.lookup.daemon import Lookupd
+
+    async with Lookupd(lookupd_options) as lookupd:
+        options = replace(options, nsqlookupd_tcp_addresses=(lookupd.tcp_address,))
+        return await _serve(options, lambda broker, options: _welcome(broker, options, lookupd.http_address))
+
+
+async def _serve_lookupd(options: NsqlookupdOptions) -> int:
+    """Run an nsqlookupd until a signal asks for its end."""
+    from flintmq.lookup.daemon import Lookupd
+
+    asked_to_stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, asked_to_stop.set)
+    async with Lookupd(options):
+        gc.collect()
+        gc.freeze()
+        await asked_to_stop.wait()
+    return 0
+
+
 async def _serve(options: NsqdOptions, announce: Callable[[Broker, NsqdOptions], None] | None = None) -> int:
     """Run a broker until a signal asks for its end, or until it cannot go on."""
     from flintmq.broker.daemon import Broker
@@ -382,10 +456,10 @@ def _tool(name: str) -> Callable[[Sequence[str]], int]:
     return run
 
 
-def _nsqd_version() -> str:
+def _nsq_version(options_class: type[Options]) -> str:
     from flintmq.wire import NSQ_VERSION
 
-    return f"nsqd v{NSQ_VERSION} (built w/python{platform.python_version()})"
+    return f"{options_class.program} v{NSQ_VERSION} (built w/python{platform.python_version()})"
 
 
 def _own_version() -> str:

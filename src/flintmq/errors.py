@@ -8,8 +8,9 @@ FlintError
 ├── AuthError          no auth server could say what a client may do
 ├── NotFoundError      no such topic or channel
 ├── HttpError          a request over HTTP is refused: status and code of the answer
+├── FullError          one more than we can keep; the text says of what
 ├── OptionError        a flag, a config file key or a value is wrong
-├── StartError         the broker cannot start: the data path is locked, an address is taken, …
+├── StartError         a daemon cannot start: the data path is locked, an address is taken, …
 ├── BackupError        a backup cannot be made, is damaged, or cannot be restored
 └── StorageError       a file is not what it should be
     ├── FormatError    written by a newer or an unknown version
@@ -24,6 +25,7 @@ __all__ = [
     "DamageError",
     "FlintError",
     "FormatError",
+    "FullError",
     "HttpError",
     "LimitError",
     "NotFoundError",
@@ -90,12 +92,16 @@ class HttpError(FlintError):
         super().__init__(f"{status} {code}")
 
 
+class FullError(FlintError):
+    """One more than we can keep; the text says of what."""
+
+
 class OptionError(FlintError):
     """A flag, a config file key or a value is wrong; the text says which and what would be right."""
 
 
 class StartError(FlintError):
-    """The broker cannot start; the text says why."""
+    """A daemon cannot start; the text says why."""
 
 
 class BackupError(FlintError):

@@ -28,6 +28,7 @@ __all__ = [
     "MINUTE",
     "SECOND",
     "NsqdOptions",
+    "NsqlookupdOptions",
     "Option",
     "Options",
     "default_node_id",
@@ -391,6 +392,12 @@ class NsqdOptions(Options):
     nsqlookupd_tcp_addresses: tuple[str, ...] = option(
         STRINGS, (), "TCP address of an nsqlookupd to register with (repeatable)", flag="lookupd-tcp-address"
     )
+    lookupd_tls: bool = option(BOOL, False, "speak TLS with every nsqlookupd, over TCP and HTTP")
+    lookupd_tls_root_ca_file: str = option(
+        STRING, "", "path of the authorities an nsqlookupd is checked against (PEM); empty: those of the system"
+    )
+    lookupd_tls_cert: str = option(STRING, "", "path of the certificate that an nsqlookupd is shown (PEM)")
+    lookupd_tls_key: str = option(STRING, "", "path of that certificate's key (PEM)")
     topology_region: str = option(STRING, "", "the region this node is in, for topology-aware-consumption")
     topology_zone: str = option(STRING, "", "the zone this node is in, for topology-aware-consumption")
     http_client_connect_timeout: int = option(
@@ -542,11 +549,58 @@ class NsqdOptions(Options):
             raise OptionError("failed to build TLS config - --tls-cert and --tls-key must be given together")
         if self.tls_required != "false" and not self.tls_cert:
             raise OptionError("cannot require TLS client connections without TLS key and cert")
+        if bool(self.lookupd_tls_cert) != bool(self.lookupd_tls_key):
+            raise OptionError("--lookupd-tls-cert and --lookupd-tls-key must be given together")
+        if (self.lookupd_tls_cert or self.lookupd_tls_root_ca_file) and not self.lookupd_tls:
+            # Somebody believes that this is encrypted.
+            raise OptionError("--lookupd-tls-cert and --lookupd-tls-root-ca-file need --lookupd-tls")
         if self.auth_http_request_method not in ("get", "post"):
             raise OptionError("--auth-http-request-method must be post or get")
         for percentile in self.e2e_processing_latency_percentiles:
             if not 0 < percentile <= 1:
                 raise OptionError(f"invalid E2E processing latency percentile: {percentile:g}")
+
+
+@dataclass(frozen=True, kw_only=True)
+class NsqlookupdOptions(Options):
+    """Settings of nsqlookupd."""
+
+    program: ClassVar[str] = "nsqlookupd"
+    command_line_only: ClassVar[tuple[Option, ...]] = (
+        *Options.command_line_only,
+        Option("verbose", BOOL, "deprecated, has no effect: use --log-level", default=False),
+    )
+
+    log_level: str = option(LOG_LEVEL, "info", "least level that is logged: debug, info, warn, error or fatal")
+    log_prefix: str = option(STRING, "[nsqlookupd] ", "what every log line begins with")
+    log_format: str = option(LOG_FORMAT, "text", "log lines as NSQ writes them (text), or one object per line (json)")
+    event_loop: str = option(EVENT_LOOP, "auto", "auto, asyncio or uvloop; auto is uvloop where it is installed")
+    tcp_address: str = option(STRING, "0.0.0.0:4160", "where nsqds connect: host:port")
+    http_address: str = option(STRING, "0.0.0.0:4161", "where everyone else asks, over HTTP: host:port")
+    broadcast_address: str = option(
+        STRING, socket.gethostname, "the address that nsqds are told for HTTP; by default the host name"
+    )
+    inactive_producer_timeout: int = option(
+        DURATION, 5 * MINUTE, "time without a PING after which an nsqd is not listed any more", minimum=0
+    )
+    tombstone_lifetime: int = option(DURATION, 45 * SECOND, "how long a tombstone hides a topic of one nsqd", minimum=0)
+    tls_cert: str = option(
+        STRING, "", "path of the certificate (PEM); given, both addresses speak TLS and nothing else"
+    )
+    tls_key: str = option(STRING, "", "path of the certificate's key (PEM)")
+    tls_root_ca_file: str = option(
+        STRING, "", "path of authorities (PEM); given, everyone needs a certificate that one of them has signed"
+    )
+    tls_min_version: str = option(
+        TLS_VERSION, "tls1.2", "oldest version of TLS accepted: tls1.0, tls1.1, tls1.2 or tls1.3"
+    )
+
+    def validate(self) -> None:
+        super().validate()
+        if bool(self.tls_cert) != bool(self.tls_key):
+            raise OptionError("failed to build TLS config - --tls-cert and --tls-key must be given together")
+        if self.tls_root_ca_file and not self.tls_cert:
+            raise OptionError("cannot ask for client certificates without TLS key and cert")
 
 
 # --- Reading ----------------------------------------------------------------------------------------------------------

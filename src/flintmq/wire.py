@@ -10,10 +10,12 @@ A command, client to server:    words separated by single spaces, \\n, and for s
 
 from __future__ import annotations
 
+import json
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from struct import Struct
+from typing import Any
 
 from flintmq.errors import ProtocolError
 
@@ -23,10 +25,12 @@ __all__ = [
     "FRAME_RESPONSE",
     "HEARTBEAT",
     "HEARTBEAT_FRAME",
+    "MAGIC_LOOKUP",
     "MAGIC_V2",
     "OK_FRAME",
     "FrameDecoder",
     "Message",
+    "decode_identify",
     "decode_message",
     "encode_command",
     "encode_frame",
@@ -40,6 +44,8 @@ __all__ = [
 ]
 
 MAGIC_V2 = b"  V2"
+#: What a connection to an nsqlookupd begins with.
+MAGIC_LOOKUP = b"  V1"
 FRAME_RESPONSE = 0
 FRAME_ERROR = 1
 FRAME_MESSAGE = 2
@@ -194,3 +200,56 @@ def go_quote(data: bytes) -> bytes:
             out.append(f"\\U{code:08x}")
     out.append('"')
     return "".join(out).encode()
+
+
+# --- The JSON of IDENTIFY ---------------------------------------------------------------------------------------------
+
+
+#: An IDENTIFY with more values than this is not read: each costs many times its bytes, and time.
+MOST_VALUES = 10_000
+
+
+class _Object(list[tuple[str, Any]]):
+    """A JSON object as its pairs, in order: a repeated key must be seen."""
+
+
+def decode_identify(body: str, known: Mapping[str, tuple[str, Any]]) -> dict[str, Any]:
+    """IDENTIFY's JSON as Go reads it: keys in any case, null changes nothing, whole numbers have no fraction.
+
+    ``known`` are the fields: ``string``, ``bool``, ``int`` or ``int32``, and the default. Others are passed over.
+    """
+    error = ProtocolError("E_BAD_BODY", "IDENTIFY failed to decode JSON body")
+    if sum(body.count(mark) for mark in ",[{") > MOST_VALUES:
+        raise error
+    try:
+        decoded = json.loads(body, object_pairs_hook=_Object, parse_constant=_no_constant)
+    except (ValueError, RecursionError):
+        raise error from None
+    fields = {name: default for name, (_, default) in known.items()}
+    if decoded is None:
+        return fields
+    if not isinstance(decoded, _Object):
+        raise error
+    for key, value in decoded:
+        name = key.lower()
+        if name not in known or value is None:
+            continue
+        kind = known[name][0]
+        if kind == "string":
+            fits = isinstance(value, str)
+        elif kind == "bool":
+            fits = isinstance(value, bool)
+        else:
+            bits = 31 if kind == "int32" else 63
+            fits = type(value) is int and -(1 << bits) <= value < 1 << bits
+        if not fits:
+            raise error
+        # A half of a surrogate pair is no character: replaced, as Go does, so that it can be sent and logged.
+        if kind == "string" and not value.isascii():
+            value = value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        fields[name] = value
+    return fields
+
+
+def _no_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")

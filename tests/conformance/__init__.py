@@ -7,4 +7,6 @@
 ``test_tcp``  replays every case and compares with the recording
 
 ``http_cases``, ``http_play``, ``record_http``, ``test_http`` and ``recorded_http.json`` are the same for the HTTP API.
+The same for nsqlookupd, over TCP and HTTP: ``lookup_notation``, ``lookup_cases``, ``lookup_play``, ``lookup_record``,
+``test_lookup``.
 """

@@ -39,6 +39,7 @@ from flintmq.broker.drain import REASON, DrainReport, drain
 from flintmq.broker.journal import ANOTHER_BOOT, SIDE, Journal, TopicState
 from flintmq.broker.limits import Connections
 from flintmq.broker.log import Log, Store
+from flintmq.broker.peers import Peers
 from flintmq.broker.scan import Scan
 from flintmq.broker.session import FinishLane, Lane, Session
 from flintmq.broker.topic import RESERVE, Topic
@@ -105,6 +106,8 @@ class Broker:
             recovered=self._recovered,
         )
         self.topics: dict[str, Topic] = {}
+        self.peers = Peers(self)
+        self.options_changed.append(lambda: self.peers.set_addresses(self.options.nsqlookupd_tcp_addresses))
         self.sessions: dict[int, Session] = {}
         #: Whether one more may connect; None: as many as like to.
         self.connections = Connections.of(options, self.clock)
@@ -188,6 +191,7 @@ class Broker:
         self._lock_path()
         try:
             self._open_path()
+            self.peers.load_tls()
             await self._listen()
         except (OSError, FlintError) as exc:
             await self._abandon()
@@ -203,6 +207,7 @@ class Broker:
         self._every("space", SPACE_INTERVAL, self._look_at_space)
         self._look_at_space()
         self.structure_changed(False)
+        self.peers.start()
 
     def _set_up_security(self) -> None:
         if self.options.tls_cert:
@@ -385,6 +390,7 @@ class Broker:
                 log.error("NSQ: cannot reload, going on as before - %s", exc)
 
     async def _close_listeners(self) -> None:
+        await self.peers.stop()
         for timer in self._timers.values():
             timer.cancel()
         self._timers.clear()
@@ -427,6 +433,7 @@ class Broker:
         for timer in self._timers.values():
             timer.cancel()
         self._timers.clear()
+        self.peers.drop()
         self._disconnect()
         self._close_poller()
         self.disk.close()
@@ -466,6 +473,7 @@ class Broker:
         self._statsd.cancel()
         for timer in self._timers.values():
             timer.cancel()
+        self.peers.drop()
         self._disconnect()
         self.later(self._close_poller)
         for topic in self.topics.values():
@@ -673,6 +681,8 @@ class Broker:
             topic.grant(base + RESERVE, position)
         log.info("TOPIC(%s): created", name)
         self.structure_changed(topic_is_ephemeral)
+        self.peers.made(name)
+        self.peers.ask_for_channels(topic)
         return topic
 
     def existing_topic(self, name: str) -> Topic:
@@ -698,6 +708,7 @@ class Broker:
             # Its files go only when it is certain that it is gone.
             self.journal.when_synced(position, functools.partial(self._discard, topic))
         self.structure_changed(topic.ephemeral)
+        self.peers.deleted(name)
 
     def _discard(self, topic: Topic) -> None:
         for storage in (topic.side, topic.log):

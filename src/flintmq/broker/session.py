@@ -11,7 +11,6 @@ session. A command whose body is not all there is looked at again when more arri
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 import socket
 from collections import deque
@@ -36,6 +35,7 @@ from flintmq.wire import (
     MAGIC_V2,
     NSQ_VERSION,
     OK_FRAME,
+    decode_identify,
     encode_frame,
     go_quote,
     parse_base10,
@@ -68,8 +68,6 @@ LINGER = 1.0
 HANDSHAKE_TIMEOUT = 5.0
 #: What one loop turn unpacks of a compressed or encrypted stream: it may swell a thousandfold.
 UNPACK_AT_ONCE = 256 << 10
-#: An IDENTIFY with more values than this is not read: each costs many times its bytes, and time.
-MOST_VALUES = 10_000
 #: NSQ's client timeout is a fixed minute; heartbeats come at half of it.
 DEFAULT_HEARTBEAT = 30_000
 #: A batch whose body size lies may be twice the limit, and what one read brings.
@@ -688,7 +686,7 @@ class Session(asyncio.BufferedProtocol):
         if self._answers:
             return self._wait(self._when_answered)
         # Not copied once more: it may be large.
-        fields = _decode_identify(str(memoryview(data)[body], "utf-8", "replace"))
+        fields = decode_identify(str(memoryview(data)[body], "utf-8", "replace"), _IDENTIFY_FIELDS)
         self._apply_identify(fields)
         options = self.broker.options
         if not fields["feature_negotiation"]:
@@ -1322,46 +1320,3 @@ def _signed_ns(milliseconds: int) -> int:
     """Milliseconds as nanoseconds in 64 signed bits: very large ones wrap, as in Go."""
     value = (milliseconds * _MS) & 0xFFFF_FFFF_FFFF_FFFF
     return value - (1 << 64) if value >= 1 << 63 else value
-
-
-class _Object(list[tuple[str, Any]]):
-    """A JSON object as its pairs, in order: a repeated key must be seen."""
-
-
-def _decode_identify(body: str) -> dict[str, Any]:
-    """IDENTIFY's JSON as Go reads it: keys in any case, null changes nothing, whole numbers have no fraction."""
-    error = ProtocolError("E_BAD_BODY", "IDENTIFY failed to decode JSON body")
-    if sum(body.count(mark) for mark in ",[{") > MOST_VALUES:
-        raise error
-    try:
-        decoded = json.loads(body, object_pairs_hook=_Object, parse_constant=_no_constant)
-    except (ValueError, RecursionError):
-        raise error from None
-    fields = {name: default for name, (_, default) in _IDENTIFY_FIELDS.items()}
-    if decoded is None:
-        return fields
-    if not isinstance(decoded, _Object):
-        raise error
-    for key, value in decoded:
-        name = key.lower()
-        if name not in _IDENTIFY_FIELDS or value is None:
-            continue
-        kind = _IDENTIFY_FIELDS[name][0]
-        if kind == "string":
-            fits = isinstance(value, str)
-        elif kind == "bool":
-            fits = isinstance(value, bool)
-        else:
-            bits = 31 if kind == "int32" else 63
-            fits = type(value) is int and -(1 << bits) <= value < 1 << bits
-        if not fits:
-            raise error
-        # A half of a surrogate pair is no character: replaced, as Go does, so that it can be sent and logged.
-        if kind == "string" and not value.isascii():
-            value = value.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-        fields[name] = value
-    return fields
-
-
-def _no_constant(name: str) -> None:
-    raise ValueError(f"{name} is not JSON")

@@ -419,6 +419,7 @@ class Topic:
             self._freeze()
         log.info("TOPIC(%s): new channel(%s)", self.name, name)
         self.broker.structure_changed(self.ephemeral or channel.ephemeral)
+        self.broker.peers.made(self.name, name)
         if not self.frozen:
             # Its first channel gets what has piled up.
             self.broker.turn(self)
@@ -442,6 +443,7 @@ class Topic:
         if not self.channels:
             self._freeze()
         self.broker.structure_changed(self.ephemeral or channel.ephemeral)
+        self.broker.peers.deleted(self.name, name)
         for session in sessions:
             session.drop()
         if self.ephemeral and not self.channels and not self.exiting:
@@ -489,10 +491,11 @@ class Topic:
 
     def gate(self, closed: bool) -> None:
         """Keep ``pumped`` where it is until it is known which channels the topic has elsewhere."""
-        if self.gated != closed:
-            self.gated = closed
+        frozen = self.frozen
+        self.gated = closed
+        if self.frozen != frozen:
             self._freeze()
-            if not self.frozen:
+            if not closed:
                 self.broker.turn(self)
 
     def empty(self) -> None:

@@ -1,0 +1,1 @@
+"""nsqlookupd: where consumers find out which nsqds have a topic."""

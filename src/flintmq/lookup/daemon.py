@@ -1,0 +1,577 @@
+"""nsqlookupd: nsqds say over TCP what they have, everyone else asks over HTTP.
+
+A Lookupd owns two listeners and a Registry. A Session is the connection of one nsqd and knows the protocol V1; the
+registry knows what the words mean. An nsqd waits only a moment for its answers, so nothing here holds the loop for
+long: large answers over HTTP are built piece by piece.
+
+    from an nsqd:  "  V1", then lines of words; IDENTIFY is followed by a body: size (4) | JSON
+    to an nsqd:    size (4) | data, one for each command and in their order; no frame type, errors begin with E_
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable, Iterable, Iterator
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, cast
+
+import msgspec
+
+from flintmq import web
+from flintmq.errors import FullError, HttpError, OptionError, ProtocolError, StartError
+from flintmq.lookup.registry import Producer, Registry
+from flintmq.options import NsqlookupdOptions, format_duration
+from flintmq.wire import MAGIC_LOOKUP, NSQ_VERSION, decode_identify, valid_name
+
+if TYPE_CHECKING:
+    import ssl
+
+__all__ = ["Lookupd"]
+
+log = logging.getLogger(__name__)
+
+#: A connection that has not sent the magic by then is closed. After it, silence is allowed for ever.
+MAGIC_SECONDS = 5.0
+#: After a fatal error the peer has this long to read it.
+LINGER_SECONDS = 1.0
+#: The longest command, and the longest body of IDENTIFY: real ones have some hundred bytes.
+LONGEST_LINE = 4096
+LONGEST_BODY = 64 << 10
+#: After so many entries of a large answer the loop gets its turn.
+SLICE = 2_000
+#: A half-dead connection is found out within a minute, so that an nsqd that came back is not listed twice for long.
+KEEPALIVE = (("TCP_KEEPIDLE", 15), ("TCP_KEEPINTVL", 15), ("TCP_KEEPCNT", 3))
+
+_IDENTIFY_FIELDS: dict[str, tuple[str, Any]] = {
+    "broadcast_address": ("string", ""),
+    "tcp_port": ("int", 0),
+    "http_port": ("int", 0),
+    "version": ("string", ""),
+    "hostname": ("string", ""),
+    "topology_zone": ("string", ""),
+    "topology_region": ("string", ""),
+    # Always that of the socket; but what is no text is no JSON of an nsqd.
+    "remote_address": ("string", ""),
+}
+
+
+class Lookupd:
+    """``async with Lookupd() as lookupd`` runs an nsqlookupd in this process; two addresses say where."""
+
+    def __init__(
+        self,
+        options: NsqlookupdOptions | None = None,
+        *,
+        now: Callable[[], int] = time.monotonic_ns,
+        wall: Callable[[], int] = time.time_ns,
+        **overrides: Any,
+    ) -> None:
+        if options is None:
+            # Inside somebody's process: only loopback, any free port, unless said otherwise.
+            local = {"tcp_address": "127.0.0.1:0", "http_address": "127.0.0.1:0", "broadcast_address": "127.0.0.1"}
+            options = NsqlookupdOptions(**{**local, **overrides})
+        elif overrides:
+            raise TypeError("give options, or single ones by keyword, not both")
+        options.validate()
+        self.options = options
+        self.registry = Registry(
+            inactive_timeout=options.inactive_producer_timeout,
+            tombstone_lifetime=options.tombstone_lifetime,
+            now=now,
+            wall=wall,
+        )
+        self.now = now
+        self.sessions: dict[Session, None] = {}
+        self._tcp_bound = self._http_bound = ""
+        self._tcp: asyncio.Server | None = None
+        self._http: web.Server | None = None
+
+    # --- Start and stop --------------------------------------------------------------------------------------------
+
+    async def __aenter__(self) -> Lookupd:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.stop()
+
+    async def start(self) -> None:
+        """Listen. StartError says why it cannot."""
+        options = self.options
+        tls = self._tls()
+        tcp = _bind(options.tcp_address)
+        try:
+            http = _bind(options.http_address)
+        except StartError:
+            tcp.close()
+            raise
+        # Both before the first connection: the answer to IDENTIFY names them.
+        self._tcp_bound = web.address_of(tcp.getsockname())
+        self._http_bound = web.address_of(http.getsockname())
+        self._http = web.Server(self._site())
+        await self._http.listen(http, tls)
+        log.info("HTTP: listening on %s", self.http_address)
+        loop = asyncio.get_running_loop()
+        self._tcp = await loop.create_server(
+            lambda: Session(self),
+            sock=tcp,
+            backlog=1024,
+            ssl=tls,
+            ssl_handshake_timeout=MAGIC_SECONDS if tls is not None else None,
+        )
+        log.info("TCP: listening on %s", self.tcp_address)
+
+    def _tls(self) -> ssl.SSLContext | None:
+        options = self.options
+        if not options.tls_cert:
+            return None
+        try:
+            return web.server_tls(
+                options.tls_cert,
+                options.tls_key,
+                client_ca=options.tls_root_ca_file,
+                policy="require-verify" if options.tls_root_ca_file else "",
+                min_version=options.tls_min_version,
+            )
+        except OptionError as exc:
+            raise StartError(str(exc)) from exc
+
+    async def stop(self) -> None:
+        if self._tcp is not None:
+            log.info("TCP: closing %s", self.tcp_address)
+            self._tcp.close()
+            self._tcp = None
+        for session in list(self.sessions):
+            session.drop()
+        if self._http is not None:
+            log.info("HTTP: closing %s", self.http_address)
+            http, self._http = self._http, None
+            await http.close()
+        # Let the transports notice, so that no socket outlives us.
+        for _ in range(3):
+            await asyncio.sleep(0)
+
+    @property
+    def tcp_address(self) -> str:
+        """Where nsqds connect: ``host:port`` as really bound."""
+        return self._tcp_bound or self.options.tcp_address
+
+    @property
+    def http_address(self) -> str:
+        """Where everyone else asks: ``host:port`` as really bound."""
+        return self._http_bound or self.options.http_address
+
+    def identity(self) -> bytes:
+        """What an nsqd is told about us."""
+        return msgspec.json.encode(
+            {
+                "broadcast_address": self.options.broadcast_address,
+                "hostname": socket.gethostname(),
+                "http_port": _port(self.http_address),
+                "tcp_port": _port(self.tcp_address),
+                "version": NSQ_VERSION,
+            }
+        )
+
+    # --- HTTP ------------------------------------------------------------------------------------------------------
+
+    def _site(self) -> web.Site:
+        return web.Site(
+            [
+                web.Route("GET", "/ping", self._ping, web.OPEN, plain=True),
+                web.Route("GET", "/info", self._info, web.OPEN),
+                web.Route("GET", "/topics", self._topics, web.READ),
+                web.Route("GET", "/channels", self._channels, web.READ),
+                web.Route("GET", "/lookup", self._lookup, web.READ),
+                web.Route("GET", "/nodes", self._nodes, web.READ),
+                web.Route("GET", "/debug", self._debug, web.READ),
+                web.Route("GET", "/metrics", self._metrics, web.READ, plain=True),
+                web.Route("POST", "/topic/create", self._create_topic, web.ADMIN),
+                web.Route("POST", "/topic/delete", self._delete_topic, web.ADMIN),
+                web.Route("POST", "/topic/tombstone", self._tombstone, web.ADMIN),
+                web.Route("POST", "/channel/create", self._create_channel, web.ADMIN),
+                web.Route("POST", "/channel/delete", self._delete_channel, web.ADMIN),
+            ]
+        )
+
+    async def _ping(self, request: web.Request) -> str:
+        return "OK"
+
+    async def _info(self, request: web.Request) -> dict[str, str]:
+        return {"version": NSQ_VERSION}
+
+    async def _topics(self, request: web.Request) -> dict[str, list[str]]:
+        return {"topics": list(self.registry.topics)}
+
+    async def _channels(self, request: web.Request) -> dict[str, list[str]]:
+        return {"channels": self.registry.channels(_argument(request, "topic"))}
+
+    async def _lookup(self, request: web.Request) -> dict[str, Any]:
+        topic = _argument(request, "topic")
+        producers = self.registry.lookup(topic)
+        if producers is None:
+            raise HttpError(404, "TOPIC_NOT_FOUND")
+        return {"channels": self.registry.channels(topic), "producers": [producer.about() for producer in producers]}
+
+    async def _nodes(self, request: web.Request) -> web.Answer:
+        def pieces() -> Iterator[tuple[int, bytes]]:
+            for node in self.registry.nodes():
+                yield len(node["topics"]), web.json_bytes(node)
+
+        return web.Answer(b'{"producers":[' + await _slowly(pieces()) + b"]}", web.JSON)
+
+    async def _debug(self, request: web.Request) -> web.Answer:
+        def pieces() -> Iterator[tuple[int, bytes]]:
+            for name, records in self.registry.dump():
+                yield len(records), web.json_bytes(name) + b":" + web.json_bytes(records)
+
+        return web.Answer(b"{" + await _slowly(pieces()) + b"}", web.JSON)
+
+    async def _metrics(self, request: web.Request) -> web.Answer:
+        from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
+        from prometheus_client.metrics_core import GaugeMetricFamily
+
+        registry = self.registry
+        values = (
+            ("connections", "Connections of nsqds.", len(self.sessions)),
+            ("producers", "Connected nsqds that have introduced themselves.", len(registry.producers)),
+            ("active_producers", "Those of them that are alive.", registry.active_count()),
+            ("topics", "Topics that are known.", len(registry.topics)),
+            ("channels", "Channels that are known.", registry.channel_count),
+        )
+
+        class Values:
+            def collect(self) -> Iterable[GaugeMetricFamily]:
+                for name, text, value in values:
+                    yield GaugeMetricFamily(f"flintmq_nsqlookupd_{name}", text, value)
+
+        collected = CollectorRegistry()
+        collected.register(Values())
+        return web.Answer(generate_latest(collected), CONTENT_TYPE_LATEST)
+
+    async def _create_topic(self, request: web.Request) -> None:
+        topic = _name(request, "topic")
+        await request.body()
+        log.info("DB: adding topic(%s)", topic)
+        with _limited():
+            self.registry.make_topic(topic)
+
+    async def _delete_topic(self, request: web.Request) -> None:
+        # A * means everything to NSQ's own daemon: one letter would empty the registry. Here it is no name.
+        topic = _name(request, "topic")
+        await request.body()
+        for channel in self.registry.channels(topic):
+            log.info("DB: removing channel(%s) from topic(%s)", channel, topic)
+        if topic in self.registry.topics:
+            log.info("DB: removing topic(%s)", topic)
+        self.registry.delete_topic(topic)
+
+    async def _tombstone(self, request: web.Request) -> None:
+        topic, node = _argument(request, "topic"), _argument(request, "node")
+        if not valid_name(topic):
+            raise HttpError(400, "INVALID_ARG_TOPIC")
+        await request.body()
+        log.info("DB: setting tombstone for producer@%s of topic(%s)", ascii(node)[1:-1], topic)
+        self.registry.tombstone(topic, node)
+
+    async def _create_channel(self, request: web.Request) -> None:
+        topic, channel = _name(request, "topic"), _name(request, "channel")
+        await request.body()
+        log.info("DB: adding channel(%s) in topic(%s)", channel, topic)
+        log.info("DB: adding topic(%s)", topic)
+        with _limited():
+            self.registry.make_channel(topic, channel)
+
+    async def _delete_channel(self, request: web.Request) -> None:
+        topic, channel = _name(request, "topic"), _name(request, "channel")
+        await request.body()
+        if not self.registry.delete_channel(topic, channel):
+            raise HttpError(404, "CHANNEL_NOT_FOUND")
+        log.info("DB: removing channel(%s) from topic(%s)", channel, topic)
+
+
+class Session(asyncio.Protocol):
+    """The connection of one nsqd. Every error is fatal but one: a registration that is one too many."""
+
+    def __init__(self, lookupd: Lookupd) -> None:
+        self._lookupd = lookupd
+        self._loop = asyncio.get_running_loop()
+        self._address = ""
+        self._buffer = bytearray()
+        self._greeted = False
+        #: IDENTIFY was read, its body not yet.
+        self._identifying = False
+        self._producer: Producer | None = None
+        #: Nothing more is read: an error was sent, or the connection is gone.
+        self._over = False
+
+    def drop(self) -> None:
+        self._transport.abort()
+
+    # --- What asyncio calls ----------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        # Not an isinstance: uvloop's transports are none of asyncio's.
+        self._transport = cast(asyncio.Transport, transport)
+        self._address = web.address_of(self._transport.get_extra_info("peername"))
+        self._lookupd.sessions[self] = None
+        _keep_alive(self._transport.get_extra_info("socket"))
+        self._patience = self._loop.call_later(MAGIC_SECONDS, self._transport.abort)
+        log.info("TCP: new client(%s)", self._address)
+
+    def data_received(self, data: bytes) -> None:
+        if self._over:
+            return
+        self._buffer += data
+        answers: list[bytes] = []
+        try:
+            while (answer := self._next()) is not None:
+                answers.append(answer)
+        except ProtocolError as exc:
+            self._write(answers)
+            self._refuse(exc)
+        except Exception:
+            # A bug of ours costs this connection and no other.
+            log.exception("client(%s)", self._address)
+            self._transport.abort()
+        else:
+            self._write(answers)
+
+    def eof_received(self) -> None:
+        """The nsqd sends no more: what is half said is an error, and the connection closes."""
+        if self._identifying and not self._over:
+            missing = "body size" if len(self._buffer) < 4 else "body"
+            error = ProtocolError("E_BAD_BODY", f"IDENTIFY failed to read {missing}")
+            log.error("[%s] - %s", self._address, error)
+            self._write([_bytes(str(error))])
+
+    def pause_writing(self) -> None:
+        # It does not read our answers: then we do not read its commands.
+        self._transport.pause_reading()
+
+    def resume_writing(self) -> None:
+        self._transport.resume_reading()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._over = True
+        self._patience.cancel()
+        self._lookupd.sessions.pop(self, None)
+        if self._greeted:
+            log.info("PROTOCOL(V1): [%s] exiting ioloop", self._address)
+        if self._producer is not None:
+            self._lookupd.registry.remove(self._producer)
+        log.info("client(%s) - %s", self._address, exc or "EOF")
+
+    # --- Commands --------------------------------------------------------------------------------------------------
+
+    def _next(self) -> bytes | None:
+        """Run the next command; its answer, None if it is not all there."""
+        buffer = self._buffer
+        if not self._greeted:
+            if len(buffer) < 4:
+                return None
+            self._greet(bytes(buffer[:4]))
+            del buffer[:4]
+        if self._identifying:
+            return self._identify()
+        end = buffer.find(b"\n", 0, LONGEST_LINE + 1)
+        if end < 0:
+            if len(buffer) > LONGEST_LINE:
+                raise ProtocolError("E_INVALID", f"a command of more than {LONGEST_LINE} bytes")
+            return None
+        words = bytes(buffer[:end]).strip().split(b" ")
+        del buffer[: end + 1]
+        return self._command(words[0], words[1:])
+
+    def _greet(self, magic: bytes) -> None:
+        if magic != MAGIC_LOOKUP:
+            log.error("client(%s) bad protocol magic '%s'", self._address, _shown(magic))
+            raise ProtocolError("E_BAD_PROTOCOL")
+        self._greeted = True
+        self._patience.cancel()
+        log.info("CLIENT(%s): desired protocol magic '%s'", self._address, _shown(magic))
+
+    def _command(self, verb: bytes, params: list[bytes]) -> bytes | None:
+        match verb:
+            case b"PING":
+                self._ping()
+                return b"OK"
+            case b"IDENTIFY":
+                if self._producer is not None:
+                    raise ProtocolError("E_INVALID", "cannot IDENTIFY again")
+                self._identifying = True
+                return self._identify()
+            case b"REGISTER" | b"UNREGISTER":
+                return self._register(verb.decode(), params)
+            case _:
+                raise ProtocolError("E_INVALID", f"invalid command {_text(verb)}")
+
+    def _identify(self) -> bytes | None:
+        buffer = self._buffer
+        if len(buffer) < 4:
+            return None
+        size = int.from_bytes(buffer[:4], "big", signed=True)
+        if size < 0:
+            raise ProtocolError("E_BAD_BODY", f"IDENTIFY invalid body size {size}")
+        if size > LONGEST_BODY:
+            raise ProtocolError("E_BAD_BODY", f"IDENTIFY body too big {size} > {LONGEST_BODY}")
+        if len(buffer) < 4 + size:
+            return None
+        fields = decode_identify(buffer[4 : 4 + size].decode("utf-8", "replace"), _IDENTIFY_FIELDS)
+        del buffer[: 4 + size]
+        self._identifying = False
+        if not all(fields[name] for name in ("broadcast_address", "tcp_port", "http_port", "version")):
+            raise ProtocolError("E_BAD_BODY", "IDENTIFY missing fields")
+        del fields["remote_address"]
+        producer = Producer(self._address, **fields)
+        log.info(
+            "CLIENT(%s): IDENTIFY Address:%s TCP:%d HTTP:%d Version:%s",
+            self._address,
+            ascii(producer.broadcast_address)[1:-1],
+            producer.tcp_port,
+            producer.http_port,
+            ascii(producer.version)[1:-1],
+        )
+        self._lookupd.registry.add(producer)
+        self._producer = producer
+        return self._lookupd.identity()
+
+    def _register(self, verb: str, params: list[bytes]) -> bytes:
+        if self._producer is None:
+            raise ProtocolError("E_INVALID", "client must IDENTIFY")
+        if not params:
+            raise ProtocolError("E_INVALID", f"{verb} insufficient number of params")
+        topic, channel = params[0], params[1] if len(params) > 1 else b""
+        if not valid_name(topic):
+            raise ProtocolError("E_BAD_TOPIC", f"{verb} topic name '{_text(topic)}' is not valid")
+        if channel and not valid_name(channel):
+            raise ProtocolError("E_BAD_CHANNEL", f"{verb} channel name '{_text(channel)}' is not valid")
+        registry = self._lookupd.registry
+        if verb == "UNREGISTER":
+            registry.unregister(self._producer, topic.decode(), channel.decode())
+            return b"OK"
+        try:
+            registry.register(self._producer, topic.decode(), channel.decode())
+        except FullError as exc:
+            # Not fatal: closing would make the nsqd connect again and say it all once more, for ever.
+            log.error("[%s] - REGISTER %s %s - %s", self._address, topic.decode(), channel.decode(), exc)
+            return f"E_INVALID REGISTER {exc}".encode()
+        return b"OK"
+
+    def _ping(self) -> None:
+        producer = self._producer
+        if producer is not None:
+            if log.isEnabledFor(logging.INFO):
+                ago = format_duration(self._lookupd.now() - producer.seen)
+                log.info("CLIENT(%s): pinged (last ping %s)", self._address, ago)
+            self._lookupd.registry.ping(producer)
+
+    # --- Output ----------------------------------------------------------------------------------------------------
+
+    def _write(self, answers: list[bytes]) -> None:
+        if answers:
+            self._transport.write(b"".join(len(answer).to_bytes(4, "big") + answer for answer in answers))
+
+    def _refuse(self, error: ProtocolError) -> None:
+        """Send the error, then close; not at once, for with unread input that would reset the connection."""
+        log.error("[%s] - %s", self._address, _shown(_bytes(str(error))))
+        self._over = True
+        self._buffer.clear()
+        self._write([_bytes(str(error))])
+        self._patience.cancel()
+        if not self._transport.can_write_eof():
+            # TLS ends in both directions at once.
+            self._transport.close()
+            return
+        self._transport.write_eof()
+        self._patience = self._loop.call_later(LINGER_SECONDS, self._transport.abort)
+
+
+# --- Small things -----------------------------------------------------------------------------------------------------
+
+
+def _argument(request: web.Request, name: str) -> str:
+    arguments = request.arguments()
+    if name not in arguments:
+        raise HttpError(400, f"MISSING_ARG_{name.upper()}")
+    return arguments[name]
+
+
+def _name(request: web.Request, name: str) -> str:
+    value = _argument(request, name)
+    if not valid_name(value):
+        raise HttpError(400, f"INVALID_ARG_{name.upper()}")
+    return value
+
+
+@contextlib.contextmanager
+def _limited() -> Iterator[None]:
+    """One name too many is the server's trouble, not the client's."""
+    try:
+        yield
+    except FullError as exc:
+        log.error("HTTP: %s", exc)
+        raise HttpError(503, "TOO_MANY_REGISTRATIONS") from exc
+
+
+async def _slowly(pieces: Iterator[tuple[int, bytes]]) -> bytes:
+    """The pieces of a list, put together with pauses; each comes with the number of entries it cost to make."""
+    made: list[bytes] = []
+    cost = 0
+    for entries, piece in pieces:
+        made.append(piece)
+        cost += 1 + entries
+        if cost > SLICE:
+            cost = 0
+            await asyncio.sleep(0)
+    return b",".join(made)
+
+
+def _bind(address: str) -> socket.socket:
+    host, colon, port = address.rpartition(":")
+    if not colon or not port.isdecimal() or int(port) > 65535:
+        raise StartError(f"listen ({address}) failed - not an address, host:port")
+    # An empty host is every address, as in Go.
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    host = host.removeprefix("[").removesuffix("]")
+    try:
+        sock = socket.create_server((host, int(port)), family=family, backlog=1024)
+    except OSError as exc:
+        # The resolver's errors have numbers of their own.
+        reason = os.strerror(exc.errno).lower() if exc.errno and exc.errno > 0 else str(exc)
+        raise StartError(f"listen ({address}) failed - {reason}") from exc
+    sock.setblocking(False)
+    return sock
+
+
+def _port(address: str) -> int:
+    return int(address.rpartition(":")[2])
+
+
+def _keep_alive(sock: socket.socket | None) -> None:
+    if sock is None:
+        return
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for name, value in KEEPALIVE:
+        if hasattr(socket, name):
+            sock.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+
+
+def _text(data: bytes) -> str:
+    return data.decode("utf-8", "surrogateescape")
+
+
+def _bytes(text: str) -> bytes:
+    return text.encode("utf-8", "surrogateescape")
+
+
+def _shown(data: bytes) -> str:
+    """Bytes from a peer as part of one line of a log."""
+    return ascii(data.decode("utf-8", "backslashreplace"))[1:-1]

@@ -1,0 +1,331 @@
+"""What an nsqlookupd knows: which nsqds there are, which topics and channels each of them has, who is hidden.
+
+The Registry owns all of it and does no I/O; time is passed in. It lives in memory only: after a restart it is empty
+until every nsqd has connected again.
+
+A topic or channel, once named, stays known when its last nsqd has gone: that is how one that was made in advance, or
+whose nsqds are all down, is still found. Only ephemeral ones go with their last nsqd. A tombstone hides one topic of
+one nsqd for a while, so that consumers leave it before it is deleted there.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from flintmq.errors import FullError
+from flintmq.wire import is_ephemeral
+
+__all__ = ["Producer", "Registry"]
+
+log = logging.getLogger(__name__)
+
+#: Names that are kept, topics and channels together, and how many of them one nsqd may claim.
+MOST_NAMES = 1_000_000
+MOST_REGISTRATIONS = 200_000
+
+#: What Go prints for a moment that never was: nanoseconds of the year 1, wrapped.
+NEVER = -6795364578871345152
+
+_GONE = "DB: client(%s) UNREGISTER category:%s key:%s subkey:%s"
+
+
+class Producer:
+    """An nsqd, as it introduced itself on one connection."""
+
+    __slots__ = (
+        "broadcast_address",
+        "count",
+        "hostname",
+        "http_port",
+        "id",
+        "last_update",
+        "seen",
+        "tcp_port",
+        "topics",
+        "topology_region",
+        "topology_zone",
+        "version",
+    )
+
+    def __init__(
+        self,
+        id: str,
+        *,
+        broadcast_address: str,
+        tcp_port: int,
+        http_port: int,
+        version: str,
+        hostname: str = "",
+        topology_zone: str = "",
+        topology_region: str = "",
+    ) -> None:
+        #: The address that the connection comes from: after a reconnect it is another producer.
+        self.id = id
+        self.hostname = hostname
+        self.broadcast_address = broadcast_address
+        self.tcp_port = tcp_port
+        self.http_port = http_port
+        self.version = version
+        self.topology_zone = topology_zone
+        self.topology_region = topology_region
+        # Its last sign of life: for our own reckoning, and as a date.
+        self.seen = 0
+        self.last_update = 0
+        # What it has claimed.
+        self.topics: dict[Topic, None] = {}
+        self.count = 0
+
+    def about(self) -> dict[str, Any]:
+        """As consumers are told of it."""
+        return {
+            "remote_address": self.id,
+            "hostname": self.hostname,
+            "broadcast_address": self.broadcast_address,
+            "tcp_port": self.tcp_port,
+            "http_port": self.http_port,
+            "version": self.version,
+            "topology_zone": self.topology_zone,
+            "topology_region": self.topology_region,
+        }
+
+    def is_at(self, node: str) -> bool:
+        """Is it the one that is called ``address:http_port``? An IPv6 address may have its brackets or not."""
+        host, colon, port = node.rpartition(":")
+        return bool(colon) and port == str(self.http_port) and _bare(host) == _bare(self.broadcast_address)
+
+
+class Topic:
+    """A topic that somebody has named: who has it, and its channels with who has them."""
+
+    __slots__ = ("channels", "name", "producers")
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        #: With the moment of its tombstone: for our own reckoning, and as a date.
+        self.producers: dict[Producer, tuple[int, int] | None] = {}
+        self.channels: dict[str, dict[Producer, None]] = {}
+
+
+class Registry:
+    """``inactive_timeout`` and ``tombstone_lifetime`` are nanoseconds, as are both clocks."""
+
+    def __init__(
+        self,
+        *,
+        inactive_timeout: int,
+        tombstone_lifetime: int,
+        now: Callable[[], int] = time.monotonic_ns,
+        wall: Callable[[], int] = time.time_ns,
+    ) -> None:
+        self._inactive_timeout = inactive_timeout
+        self._tombstone_lifetime = tombstone_lifetime
+        self._now = now
+        self._wall = wall
+        self.producers: dict[str, Producer] = {}
+        self.topics: dict[str, Topic] = {}
+        #: Of all topics together.
+        self.channel_count = 0
+
+    # --- What nsqds say --------------------------------------------------------------------------------------------
+
+    def add(self, producer: Producer) -> None:
+        self.producers[producer.id] = producer
+        self.ping(producer)
+        log.info("DB: client(%s) REGISTER category:client key: subkey:", producer.id)
+
+    def ping(self, producer: Producer) -> None:
+        """A sign of life. Only this keeps a producer from being taken for dead: registering does not."""
+        producer.seen = self._now()
+        producer.last_update = self._wall()
+
+    def register(self, producer: Producer, topic_name: str, channel: str = "") -> None:
+        """The producer has this topic, or this channel of it. FullError if that is one name too many."""
+        topic = self.topics.get(topic_name)
+        has_topic = topic is not None and producer in topic.producers
+        has_channel = not channel or (topic is not None and producer in topic.channels.get(channel, ()))
+        if has_topic and has_channel:
+            # A tombstone, if there is one, stays: only unregistering ends it early.
+            return
+        if producer.count >= MOST_REGISTRATIONS:
+            raise FullError(f"too many registrations, {MOST_REGISTRATIONS} are allowed")
+        topic = self.make_topic(topic_name)
+        if not has_channel:
+            self._make_channel(topic, channel)[producer] = None
+            producer.count += 1
+            log.info("DB: client(%s) REGISTER category:channel key:%s subkey:%s", producer.id, topic_name, channel)
+        if not has_topic:
+            topic.producers[producer] = None
+            producer.topics[topic] = None
+            producer.count += 1
+            log.info("DB: client(%s) REGISTER category:topic key:%s subkey:", producer.id, topic_name)
+
+    def unregister(self, producer: Producer, topic_name: str, channel: str = "") -> None:
+        """The producer has this channel no longer, or this topic with all its channels."""
+        topic = self.topics.get(topic_name)
+        if topic is None:
+            return
+        if channel:
+            if self._leave_channel(topic, channel, producer):
+                log.info(_GONE, producer.id, "channel", topic_name, channel)
+            elif is_ephemeral(channel) and not topic.channels.get(channel, True):
+                # Made in advance, and now nobody comes.
+                self.delete_channel(topic_name, channel)
+            return
+        for name in list(topic.channels):
+            if self._leave_channel(topic, name, producer):
+                text = "client(%s) unexpected UNREGISTER category:channel key:%s subkey:%s"
+                log.warning(text, producer.id, topic_name, name)
+        if self._leave_topic(topic, producer):
+            log.info(_GONE, producer.id, "topic", topic_name, "")
+
+    def remove(self, producer: Producer) -> None:
+        """The connection has ended: the producer has nothing any more."""
+        for topic in list(producer.topics):
+            for name in list(topic.channels):
+                if self._leave_channel(topic, name, producer):
+                    log.info(_GONE, producer.id, "channel", topic.name, name)
+            self._leave_topic(topic, producer)
+            log.info(_GONE, producer.id, "topic", topic.name, "")
+        # A later connection may have come from the same address, before the end of this one was noticed.
+        if self.producers.get(producer.id) is producer:
+            del self.producers[producer.id]
+        log.info(_GONE, producer.id, "client", "", "")
+
+    def _leave_channel(self, topic: Topic, name: str, producer: Producer) -> bool:
+        holders = topic.channels.get(name, {})
+        if producer not in holders:
+            return False
+        del holders[producer]
+        producer.count -= 1
+        if not holders and is_ephemeral(name):
+            self.delete_channel(topic.name, name)
+        return True
+
+    def _leave_topic(self, topic: Topic, producer: Producer) -> bool:
+        had = producer in topic.producers
+        if had:
+            del topic.producers[producer], producer.topics[topic]
+            producer.count -= 1
+        if not topic.producers and is_ephemeral(topic.name):
+            self.delete_topic(topic.name)
+        return had
+
+    # --- What operators say ----------------------------------------------------------------------------------------
+
+    def make_topic(self, name: str) -> Topic:
+        topic = self.topics.get(name)
+        if topic is None:
+            self._check_room()
+            topic = self.topics[name] = Topic(name)
+        return topic
+
+    def make_channel(self, topic: str, name: str) -> None:
+        self._make_channel(self.make_topic(topic), name)
+
+    def _make_channel(self, topic: Topic, name: str) -> dict[Producer, None]:
+        holders = topic.channels.get(name)
+        if holders is None:
+            self._check_room()
+            holders = topic.channels[name] = {}
+            self.channel_count += 1
+        return holders
+
+    def _check_room(self) -> None:
+        if len(self.topics) + self.channel_count >= MOST_NAMES:
+            raise FullError(f"too many topics and channels, {MOST_NAMES} are allowed")
+
+    def delete_topic(self, name: str) -> None:
+        """Forget the topic and its channels. An nsqd that still has it names it again when it connects next."""
+        topic = self.topics.get(name)
+        if topic is None:
+            return
+        for channel in list(topic.channels):
+            self.delete_channel(name, channel)
+        for producer in topic.producers:
+            del producer.topics[topic]
+            producer.count -= 1
+        del self.topics[name]
+
+    def delete_channel(self, topic_name: str, name: str) -> bool:
+        """Forget the channel; false if nobody ever named it."""
+        topic = self.topics.get(topic_name)
+        if topic is None or name not in topic.channels:
+            return False
+        for producer in topic.channels.pop(name):
+            producer.count -= 1
+        self.channel_count -= 1
+        return True
+
+    def tombstone(self, topic_name: str, node: str) -> None:
+        """Hide the topic of the nsqd that is called ``node``."""
+        topic = self.topics.get(topic_name)
+        for producer in topic.producers if topic is not None else ():
+            if topic is not None and producer.is_at(node):
+                topic.producers[producer] = (self._now(), self._wall())
+
+    # --- What is asked ---------------------------------------------------------------------------------------------
+
+    def channels(self, topic_name: str) -> list[str]:
+        topic = self.topics.get(topic_name)
+        return list(topic.channels) if topic is not None else []
+
+    def lookup(self, topic_name: str) -> list[Producer] | None:
+        """Who has the topic, without the dead and the hidden; None if nobody ever named it."""
+        topic = self.topics.get(topic_name)
+        if topic is None:
+            return None
+        return [p for p, mark in topic.producers.items() if self._is_active(p) and not self._is_hidden(mark)]
+
+    def active_count(self) -> int:
+        return sum(map(self._is_active, self.producers.values()))
+
+    def nodes(self) -> Iterator[dict[str, Any]]:
+        """Every nsqd that is alive with its topics, and for each topic whether it is hidden."""
+        for producer in list(self.producers.values()):
+            if self._is_active(producer):
+                topics = list(producer.topics)
+                yield producer.about() | {
+                    "tombstones": [self._is_hidden(topic.producers[producer]) for topic in topics],
+                    "topics": [topic.name for topic in topics],
+                }
+
+    def dump(self) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+        """Every name somebody has, as ``category:key:subkey``, and who has it; also the dead and the hidden."""
+        for topic in list(self.topics.values()):
+            for name, holders in list(topic.channels.items()):
+                if holders:
+                    yield f"channel:{topic.name}:{name}", [_record(producer, None) for producer in holders]
+        if self.producers:
+            yield "client::", [_record(producer, None) for producer in self.producers.values()]
+        for topic in list(self.topics.values()):
+            if topic.producers:
+                yield f"topic:{topic.name}:", [_record(p, mark) for p, mark in topic.producers.items()]
+
+    def _is_active(self, producer: Producer) -> bool:
+        return self._now() - producer.seen <= self._inactive_timeout
+
+    def _is_hidden(self, mark: tuple[int, int] | None) -> bool:
+        return mark is not None and self._now() - mark[0] < self._tombstone_lifetime
+
+
+def _record(producer: Producer, mark: tuple[int, int] | None) -> dict[str, Any]:
+    return {
+        "broadcast_address": producer.broadcast_address,
+        "hostname": producer.hostname,
+        "http_port": producer.http_port,
+        "id": producer.id,
+        "last_update": producer.last_update,
+        "tcp_port": producer.tcp_port,
+        "tombstoned": mark is not None,
+        "tombstoned_at": mark[1] if mark is not None else NEVER,
+        "topology_region": producer.topology_region,
+        "topology_zone": producer.topology_zone,
+        "version": producer.version,
+    }
+
+
+def _bare(host: str) -> str:
+    return host.removeprefix("[").removesuffix("]")

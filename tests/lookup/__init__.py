@@ -1,0 +1,1 @@
+"""nsqlookupd: its registry, its sockets, and NSQ's own programs with it."""
