@@ -818,3 +818,49 @@ def test_anything_unusual_is_not_gathered(kernel: Any) -> None:
         damaged[at] ^= 1
         assert kernel.gather(bytes(damaged), SALT, BASE, BASE + 3) is None, at
         assert kernel.gather(data[:at], SALT, BASE, BASE + 3) is None, at
+
+
+# --- Frames to messages
+
+
+def test_frames_become_messages_of_the_callers_class(kernel: Any) -> None:
+    class Mine(kernel.Delivery):  # type: ignore[name-defined, misc]
+        __slots__ = ()
+
+        def __init__(self) -> None:
+            raise AssertionError("how a subclass is made is its own business")
+
+    ok = bytes.fromhex("00000006 00000000") + b"OK"
+    data = frame(7, b"one", timestamp=5, attempts=65535) + ok + frame(8, b"") + frame(9, b"cut off")[:-1]
+    messages: list[Any] = []
+    others: list[tuple[int, bytes]] = []
+    used = kernel.split_frames(data, 1000, Mine, "source", 2.5, messages, others)
+    assert used == len(data) - len(frame(9, b"cut off")) + 1
+    assert others == [(0, b"OK")]
+    assert [(m.timestamp, m.attempts, m.id, m.body) for m in messages] == [
+        (5, 65535, b"%016x" % (PREFIX | 7), b"one"),
+        (1, 1, b"%016x" % (PREFIX | 8), b""),
+    ]
+    assert all(type(m) is Mine for m in messages)
+    assert (messages[0].source, messages[0].deadline, messages[0].answered, messages[0].kept) == ("source", 2.5, 0, 0)
+
+
+def test_a_timestamp_may_be_negative(kernel: Any) -> None:
+    data = (30).to_bytes(4, "big") + (2).to_bytes(4, "big") + (-5).to_bytes(8, "big", signed=True) + bytes(18)
+    messages: list[Any] = []
+    kernel.split_frames(data, 1000, kernel.Delivery, None, 0.0, messages, [])
+    assert messages[0].timestamp == -5
+
+
+@pytest.mark.parametrize(
+    ("size", "kind"), [(3, 0), (29, 2), (4, 3), (1001, 0), (0xFFFFFFFF, 0), (0x80000000, 2), (0, 0), (4, 0xFFFFFFFF)]
+)
+def test_a_frame_that_cannot_be_is_refused(kernel: Any, size: int, kind: int) -> None:
+    with pytest.raises(ValueError) as caught:
+        kernel.split_frames(size.to_bytes(4, "big") + kind.to_bytes(4, "big"), 1000, kernel.Delivery, None, 0.0, [], [])
+    assert caught.value.args == (size, kind)
+
+
+def test_messages_must_be_deliveries(kernel: Any) -> None:
+    with pytest.raises(TypeError):
+        kernel.split_frames(b"", 1000, dict, None, 0.0, [], [])

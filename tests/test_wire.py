@@ -6,6 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from flintmq import kernel
 from flintmq.errors import ProtocolError
 from flintmq.wire import (
     CLOSE_WAIT_FRAME,
@@ -17,8 +18,12 @@ from flintmq.wire import (
     SEQ_MASK,
     FrameDecoder,
     Message,
+    MessageDecoder,
+    cut_frame,
+    decode_error,
     decode_message,
     encode_command,
+    encode_fins,
     encode_frame,
     encode_mpub,
     format_id,
@@ -234,3 +239,77 @@ def test_whatever_is_quoted_is_text_on_one_line(data: bytes) -> None:
     quoted = go_quote(data).decode("utf-8")
     assert quoted[0] == quoted[-1] == '"'
     assert quoted.isprintable()
+
+
+# --- The client's side
+
+_payloads = st.one_of(
+    st.tuples(st.just(FRAME_MESSAGE), st.binary(min_size=26, max_size=60)),
+    st.tuples(st.sampled_from([FRAME_RESPONSE, FRAME_ERROR]), st.binary(max_size=40)),
+)
+
+
+@settings(deadline=None)
+@given(st.lists(_payloads, max_size=8), st.lists(st.integers(1, 40)))
+def test_any_split_gives_the_same_messages(expected: list[tuple[int, bytes]], sizes: list[int]) -> None:
+    stream = b"".join(encode_frame(kind, data) for kind, data in expected)
+    decoder = MessageDecoder(kernel.Delivery, "here")
+    messages: list[kernel.Delivery] = []
+    others: list[tuple[int, bytes]] = []
+    for size in [*sizes, len(stream)]:
+        for into, came in zip((messages, others), decoder.feed(stream[:size], 5.0), strict=True):
+            into.extend(came)  # type: ignore[arg-type]
+        stream = stream[size:]
+    assert others == [(kind, data) for kind, data in expected if kind != FRAME_MESSAGE]
+    found = [Message(m.timestamp, m.attempts, m.id, m.body) for m in messages]
+    assert found == [decode_message(data) for kind, data in expected if kind == FRAME_MESSAGE]
+    assert all((m.source, m.deadline, m.answered, m.kept) == ("here", 5.0, False, False) for m in messages)
+
+
+@settings(deadline=None)
+@given(st.lists(st.binary(max_size=60), max_size=5))
+def test_garbage_raises_only_protocol_errors(pieces: list[bytes]) -> None:
+    decoder = MessageDecoder(kernel.Delivery, None, max_size=1000)
+    try:
+        for piece in pieces:
+            decoder.feed(piece, 0.0)
+    except ProtocolError:
+        pass
+
+
+@pytest.mark.parametrize(
+    ("data", "text"),
+    [
+        (bytes.fromhex("7fffffff"), "size 2147483647"),
+        (bytes.fromhex("00000003 00000000"), "size 3"),
+        (bytes.fromhex("0000001d 00000002"), "size 29 and type 2"),
+        (bytes.fromhex("00000004 00000003"), "type 3"),
+        (b"HTTP/1.1 400 Bad Request", "HTTP"),
+    ],
+)
+def test_frames_that_cannot_be_are_refused_at_once(data: bytes, text: str) -> None:
+    with pytest.raises(ProtocolError, match=text):
+        MessageDecoder(kernel.Delivery, None, max_size=1 << 20).feed(data, 0.0)
+
+
+def test_one_frame_is_cut_and_what_follows_is_left_alone() -> None:
+    buffer = bytearray(OK_FRAME[:7])
+    assert cut_frame(buffer, 100) is None
+    buffer += OK_FRAME[7:] + b"compressed"
+    assert cut_frame(buffer, 100) == (FRAME_RESPONSE, b"OK")
+    assert buffer == b"compressed"
+    with pytest.raises(ProtocolError):
+        cut_frame(bytearray(b"HTTP/1.1"), 100)
+
+
+def test_errors_have_a_code_and_a_text() -> None:
+    error = decode_error(b"E_BAD_TOPIC E_BAD_TOPIC MPUB topic name")
+    assert (error.code, error.text, error.fatal) == ("E_BAD_TOPIC", "E_BAD_TOPIC MPUB topic name", True)
+    assert not decode_error(b"E_TOUCH_FAILED TOUCH x failed").fatal
+    assert decode_error(b"E_BAD_PROTOCOL").text == ""
+
+
+def test_fins_are_written_together() -> None:
+    assert encode_fins([]) == b""
+    assert encode_fins([b"a"]) == b"FIN a\n"
+    assert encode_fins([b"a", b"b"]) == b"FIN a\nFIN b\n"

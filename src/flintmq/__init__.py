@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import importlib.machinery
 import importlib.util
 import os
@@ -9,10 +10,21 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from flintmq import errors as errors
     from flintmq.broker.daemon import Broker as Broker
+    from flintmq.client.connection import Message as Message
+    from flintmq.client.consumer import Consumer as Consumer
+    from flintmq.client.producer import Producer as Producer
 
 __version__ = "0.1.0"
-__all__ = ["Broker", "__version__"]
+__all__ = ["Broker", "Consumer", "Message", "Producer", "__version__", "errors"]
+
+_PUBLIC = {
+    "Broker": "flintmq.broker.daemon",
+    "Consumer": "flintmq.client.consumer",
+    "Message": "flintmq.client.connection",
+    "Producer": "flintmq.client.producer",
+}
 
 
 def _use_interpreted_kernel() -> None:
@@ -50,8 +62,8 @@ if os.environ.get("FLINTMQ_PURE") == "1" or not _extension_is_there():
 
 def __getattr__(name: str) -> Any:
     # Imported late: `import flintmq` in a script that only wants an error class should cost nothing.
-    if name == "Broker":
-        from flintmq.broker.daemon import Broker
-
-        return Broker
+    if name in _PUBLIC:
+        return getattr(importlib.import_module(_PUBLIC[name]), name)
+    if name == "errors":
+        return importlib.import_module("flintmq.errors")
     raise AttributeError(f"module 'flintmq' has no attribute {name!r}")

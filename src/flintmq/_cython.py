@@ -20,7 +20,7 @@ class _Type:
 
 
 compiled = False
-uint = uchar = p_uchar = p_uint = p_longlong = Py_ssize_t = longlong = ulonglong = bint = void = _Type()
+uint = uchar = p_uchar = p_uint = p_longlong = Py_ssize_t = longlong = ulonglong = bint = double = void = _Type()
 int = _Type()
 
 

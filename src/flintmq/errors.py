@@ -3,9 +3,13 @@
 FlintError
 ├── ProtocolError      the peer broke the NSQ protocol; the text is what goes on the wire
 ├── PublishError       a publish was refused: the topic is going away, the disk is full, a write failed
-│   └── LimitError     … or it would exceed a limit of its topic
-│       └── RateError  … or of its rate
+│   ├── LimitError     … or it would exceed a limit of its topic
+│   │   └── RateError  … or of its rate
+│   └── PublishUnknownError   sent, and nobody knows whether it was stored: the connection was lost before the answer
 ├── AuthError          no auth server could say what a client may do
+├── ConnectError       no broker can be reached, or the one that was is not what it should be
+├── ClosedError        this producer or consumer was closed
+├── ClusterError       nobody of those who were asked over HTTP gave an answer; carries what each said
 ├── NotFoundError      no such topic or channel
 ├── HttpError          a request over HTTP is refused: status and code of the answer
 ├── FullError          one more than we can keep; the text says of what
@@ -22,6 +26,9 @@ from __future__ import annotations
 __all__ = [
     "AuthError",
     "BackupError",
+    "ClosedError",
+    "ClusterError",
+    "ConnectError",
     "DamageError",
     "FlintError",
     "FormatError",
@@ -32,6 +39,7 @@ __all__ = [
     "OptionError",
     "ProtocolError",
     "PublishError",
+    "PublishUnknownError",
     "RateError",
     "StartError",
     "StorageError",
@@ -56,11 +64,19 @@ class ProtocolError(FlintError):
 
 
 class PublishError(FlintError):
-    """A publish was refused; the text is the reason alone, as in ``E_PUB_FAILED PUB failed <reason>``."""
+    """A publish was refused; in the broker the text is the reason alone, as in ``E_PUB_FAILED PUB failed <reason>``.
+
+    In the client it is the broker's whole answer, and ``code`` the first word of it.
+    """
 
     retriable = True
     #: What it is over HTTP.
     http_status = 503
+
+    def __init__(self, text: str = "", *, code: str = "", retriable: bool = True) -> None:
+        self.code = code
+        self.retriable = retriable
+        super().__init__(text)
 
 
 class LimitError(PublishError):
@@ -73,10 +89,34 @@ class RateError(LimitError):
     http_status = 429
 
 
+class PublishUnknownError(PublishError):
+    """The publish was sent and the connection lost before its answer: it may be stored. A retry may store it twice."""
+
+
 class AuthError(FlintError):
     """No auth server could say what a client may do; the text is for the log, clients are only told that it failed."""
 
     retriable = True
+
+
+class ConnectError(FlintError):
+    """No broker can be reached, or what was reached is none; the text says which and why."""
+
+    retriable = True
+
+
+class ClosedError(FlintError):
+    """The producer or consumer was closed."""
+
+
+class ClusterError(FlintError):
+    """Nobody who was asked over HTTP gave an answer; ``failures`` has what each said instead, by address."""
+
+    retriable = True
+
+    def __init__(self, text: str, failures: dict[str, str]) -> None:
+        self.failures = failures
+        super().__init__(text)
 
 
 class NotFoundError(FlintError):

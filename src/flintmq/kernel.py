@@ -64,6 +64,8 @@ _i32 = Struct(">i")
 _two = Struct(">ii")
 _head = Struct(">IIQH16s")
 _record = Struct(">IIIQQIHHI")
+_sized = Struct(">II").unpack_from
+_stamped = Struct(">qH16s").unpack_from
 
 
 @cython.cfunc
@@ -1379,3 +1381,103 @@ class Heap:
             dues[i] = due
             seqs[i] = seq
         return first
+
+
+@cython.cclass
+class Delivery:
+    """A message as a client has it: what its frame held, the connection it came by, and until when it is the client's.
+
+    ``deadline`` is the client's own time, ``answered`` says that FIN or REQ was sent, ``kept`` that whoever handles it
+    answers by himself.
+    """
+
+    timestamp = cython.declare(cython.longlong, visibility="public")
+    attempts = cython.declare(cython.int, visibility="public")
+    id = cython.declare(bytes, visibility="public")
+    body = cython.declare(bytes, visibility="public")
+    source = cython.declare(object, visibility="public")
+    deadline = cython.declare(cython.double, visibility="public")
+    answered = cython.declare(cython.bint, visibility="public")
+    kept = cython.declare(cython.bint, visibility="public")
+
+    def __init__(self, timestamp: cython.longlong, attempts: cython.int, id: bytes, body: bytes):
+        self.timestamp = timestamp
+        self.attempts = attempts
+        self.id = id
+        self.body = body
+        self.source = None
+        self.deadline = float("inf")
+        self.answered = False
+        self.kept = False
+
+
+def split_frames(
+    data: bytes,
+    max_size: cython.longlong,
+    kind: type,
+    source: object,
+    deadline: cython.double,
+    messages: list,
+    others: list,
+) -> int:
+    """Cut whole frames off the front of ``data``; where the first that is not whole begins.
+
+    Messages are added to ``messages`` as objects of ``kind``, a subclass of Delivery; other frames to ``others`` as
+    pairs of type and payload. A frame that cannot be one raises ValueError(size, type).
+    """
+    pos: cython.Py_ssize_t = 0
+    stop: cython.Py_ssize_t
+    end: cython.Py_ssize_t = len(data)
+    size: cython.longlong
+    frame_type: cython.uint
+    message: Delivery
+    if not issubclass(kind, Delivery):
+        raise TypeError("messages are Deliveries")
+    if cython.compiled:
+        p: cython.p_uchar = data
+        i: cython.int
+        stamp: cython.ulonglong
+        while pos + 8 <= end:
+            size = _rd32(p + pos)
+            frame_type = _rd32(p + pos + 4)
+            # A message has 30 bytes before its body: type, timestamp, attempts, id.
+            if size < (30 if frame_type == 2 else 4) or size > max_size or frame_type > 2:
+                raise ValueError(size, frame_type)
+            stop = pos + 4 + size
+            if stop > end:
+                break
+            if frame_type == 2:
+                message = kind.__new__(kind)
+                stamp = 0
+                for i in range(8):
+                    stamp = (stamp << 8) | p[pos + 8 + i]
+                message.timestamp = cython.cast(cython.longlong, stamp)
+                message.attempts = (p[pos + 16] << 8) | p[pos + 17]
+                message.id = p[pos + 18 : pos + 34]
+                message.body = p[pos + 34 : stop]
+                message.source = source
+                message.deadline = deadline
+                messages.append(message)
+            else:
+                others.append((frame_type, p[pos + 8 : stop]))
+            pos = stop
+    else:
+        while pos + 8 <= end:
+            size, frame_type = _sized(data, pos)
+            if size < (30 if frame_type == 2 else 4) or size > max_size or frame_type > 2:
+                raise ValueError(size, frame_type)
+            stop = pos + 4 + size
+            if stop > end:
+                break
+            if frame_type == 2:
+                timestamp, attempts, id = _stamped(data, pos + 8)
+                message = kind.__new__(kind)
+                # Not kind(…): what a subclass wants to be made with is its own business.
+                Delivery.__init__(message, timestamp, attempts, id, data[pos + 34 : stop])
+                message.source = source
+                message.deadline = deadline
+                messages.append(message)
+            else:
+                others.append((frame_type, data[pos + 8 : stop]))
+            pos = stop
+    return pos

@@ -1,6 +1,9 @@
 """The kernel's interface, for type checkers: its source speaks Cython's types."""
 
 from mmap import mmap
+from typing import Any, TypeVar
+
+_D = TypeVar("_D", bound="Delivery")
 
 COMPILED: bool
 FRAME_OVERHEAD: int
@@ -115,3 +118,24 @@ class Heap:
     def items(self) -> list[tuple[int, int]]: ...
     def push(self, due: int, seq: int) -> int: ...
     def pop(self) -> int: ...
+
+class Delivery:
+    timestamp: int
+    attempts: int
+    id: bytes
+    body: bytes
+    source: Any
+    deadline: float
+    answered: bool
+    kept: bool
+    def __init__(self, timestamp: int, attempts: int, id: bytes, body: bytes) -> None: ...
+
+def split_frames(
+    data: bytes,
+    max_size: int,
+    kind: type[_D],
+    source: object,
+    deadline: float,
+    messages: list[_D],
+    others: list[tuple[int, bytes]],
+) -> int: ...

@@ -15,8 +15,9 @@ import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from struct import Struct
-from typing import Any
+from typing import Any, Generic, TypeVar
 
+from flintmq import kernel
 from flintmq.errors import ProtocolError
 
 __all__ = [
@@ -30,9 +31,13 @@ __all__ = [
     "OK_FRAME",
     "FrameDecoder",
     "Message",
+    "MessageDecoder",
+    "cut_frame",
+    "decode_error",
     "decode_identify",
     "decode_message",
     "encode_command",
+    "encode_fins",
     "encode_frame",
     "encode_mpub",
     "format_id",
@@ -79,11 +84,17 @@ def encode_command(name: bytes, *params: bytes, body: bytes | None = None) -> by
 
 
 def encode_mpub(topic: bytes, bodies: Sequence[bytes]) -> bytes:
-    parts = [_size.pack(len(bodies))]
-    for body in bodies:
-        parts.append(_size.pack(len(body)))
-        parts.append(body)
-    return encode_command(b"MPUB", topic, body=b"".join(parts))
+    # Two parts a message, put in place without a step of ours per message.
+    parts = [b""] * (2 * len(bodies))
+    sizes = list(map(len, bodies))
+    parts[::2] = map(_size.pack, sizes)
+    parts[1::2] = bodies
+    head = b"MPUB " + topic + b"\n" + _frame_head.pack(4 + 4 * len(sizes) + sum(sizes), len(sizes))
+    return head + b"".join(parts)
+
+
+def encode_fins(ids: Sequence[bytes]) -> bytes:
+    return b"FIN " + b"\nFIN ".join(ids) + b"\n" if ids else b""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +137,77 @@ class FrameDecoder:
             at = stop
         del buffer[:at]
         return frames
+
+
+#: The only errors after which a broker goes on with the connection.
+HARMLESS = frozenset({"E_FIN_FAILED", "E_REQ_FAILED", "E_TOUCH_FAILED"})
+
+
+def decode_error(payload: bytes) -> ProtocolError:
+    """The error of an error frame: its first word is the code, and some texts begin with a code once more."""
+    code, _, text = payload.decode(errors="replace").partition(" ")
+    return ProtocolError(code, text, fatal=code not in HARMLESS)
+
+
+_D = TypeVar("_D", bound=kernel.Delivery)
+
+
+class MessageDecoder(Generic[_D]):
+    """What a consumer reads: bytes in; messages out as objects of the caller's class, made many at a time.
+
+    ``source`` is what they came by. Memory is bounded by ``max_size``, the largest frame that is believed.
+    """
+
+    def __init__(self, kind: type[_D], source: object, max_size: int = 64 << 20) -> None:
+        self._kind = kind
+        self._source = source
+        self._max_size = max_size
+        self._rest = bytearray()
+        # How much of a frame must be there before it makes sense to look again: a large one is not walked over and
+        # over while it arrives.
+        self._wanted = 0
+
+    def feed(self, data: bytes, deadline: float) -> tuple[list[_D], list[tuple[int, bytes]]]:
+        """The messages, and the other frames as pairs of type and payload. ProtocolError where the bytes are none."""
+        messages: list[_D] = []
+        others: list[tuple[int, bytes]] = []
+        rest = self._rest
+        if rest:
+            rest += data
+            if len(rest) < self._wanted:
+                return messages, others
+            data = bytes(rest)
+            rest.clear()
+        try:
+            used = kernel.split_frames(data, self._max_size, self._kind, self._source, deadline, messages, others)
+        except ValueError as exc:
+            raise bad_frame(*exc.args) from None
+        if used < len(data):
+            rest += memoryview(data)[used:]
+            self._wanted = 8 if len(rest) < 4 else 4 + _size.unpack_from(rest)[0]
+            if self._wanted > 4 + self._max_size:
+                raise bad_frame(self._wanted - 4, 0)
+        return messages, others
+
+
+def cut_frame(buffer: bytearray, max_size: int) -> tuple[int, bytes] | None:
+    """Take one frame off the front; None while it is not whole. What follows may be of another layer, and stays."""
+    if len(buffer) < 8:
+        return None
+    size, kind = _frame_head.unpack_from(buffer)
+    if not 4 <= size <= max_size or kind > FRAME_MESSAGE:
+        raise bad_frame(size, kind)
+    if len(buffer) < 4 + size:
+        return None
+    payload = bytes(buffer[8 : 4 + size])
+    del buffer[: 4 + size]
+    return kind, payload
+
+
+def bad_frame(size: int, kind: int) -> ProtocolError:
+    if size == 0x48545450:
+        return ProtocolError("E_INVALID", "an HTTP server answers there: is that the HTTP port of a broker?")
+    return ProtocolError("E_INVALID", f"a frame of size {size} and type {kind}")
 
 
 # --- Words --------------------------------------------------------------------------------------------------------

@@ -1,0 +1,470 @@
+"""The producer: publishes to one of several brokers, many calls in one command, and tells what came of each.
+
+A Producer owns the publishes that are not answered yet. Calls made in the same loop turn (or within `linger`) to one
+topic go out as one MPUB; commands follow each other without waiting. Each call ends in exactly one way: stored (the
+broker said OK), refused (PublishError), never sent (ConnectError), or unknown (PublishUnknownError).
+
+A broker closes the connection after an error, and works on one command after the other. So what was sent behind a
+refused one was never looked at and is sent again. Where a connection is lost with no word, nobody knows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import deque
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Any
+
+from flintmq import wire
+from flintmq.client import tracing
+from flintmq.client.brokers import Brokers
+from flintmq.client.connection import Clock, Connection, Message, Settings, Timer, addresses, split_address
+from flintmq.cluster import Answer, Lookupds, Node
+from flintmq.errors import (
+    ClosedError,
+    ConnectError,
+    OptionError,
+    ProtocolError,
+    PublishError,
+    PublishUnknownError,
+)
+
+__all__ = ["Producer"]
+
+#: What goes into one MPUB of gathered calls: well within a broker's default limit of 5 MiB.
+_BATCH_MESSAGES = 1000
+_BATCH_BYTES = 1 << 20
+#: A larger message goes alone: should it be over the broker's limit, no other is refused with it.
+_ALONE_BYTES = 64 << 10
+
+#: Refused for what it is: no other broker would take it, nor this one later.
+_HOPELESS = frozenset({"E_BAD_TOPIC", "E_BAD_MESSAGE", "E_BAD_BODY", "E_INVALID"})
+#: Refused as a whole because of one message in it.
+_ONE_IS_BAD = frozenset({"E_BAD_MESSAGE", "E_BAD_BODY"})
+#: The broker cannot take it now; another may.
+_TRY_ANOTHER = frozenset({"E_PUB_FAILED", "E_DPUB_FAILED"})
+
+
+class _Command:
+    """One PUB, MPUB or DPUB, and who waits for its answer."""
+
+    __slots__ = ("bodies", "delay", "futures", "refused_by", "sent", "settled", "size", "timer", "topic")
+
+    def __init__(self, topic: str, delay: int | None = None) -> None:
+        self.topic = topic
+        self.delay = delay
+        self.bodies: list[bytes] = []
+        # One for each message, or one for all where they were published together.
+        self.futures: list[asyncio.Future[None]] = []
+        self.size = 0
+        self.sent = False
+        self.settled = False
+        self.timer: Timer | None = None
+        self.refused_by: set[str] = set()
+
+    def encode(self) -> bytes:
+        topic = self.topic.encode()
+        if self.delay is not None:
+            return wire.encode_command(b"DPUB", topic, b"%d" % self.delay, body=self.bodies[0])
+        if len(self.bodies) == 1:
+            return wire.encode_command(b"PUB", topic, body=self.bodies[0])
+        return wire.encode_mpub(topic, self.bodies)
+
+    def forget_cancelled(self) -> bool:
+        """Leave out what nobody waits for any more. Whether anything is left."""
+        if len(self.futures) == len(self.bodies):
+            pairs = [pair for pair in zip(self.bodies, self.futures, strict=True) if not pair[1].done()]
+            self.bodies = [body for body, _ in pairs]
+            self.futures = [future for _, future in pairs]
+            return bool(pairs)
+        return not self.futures[0].done()
+
+    def settle(self, error: Exception | None = None) -> None:
+        self.settled = True
+        if self.timer is not None:
+            self.timer.cancel()
+        for future in self.futures:
+            if not future.done():
+                if error is None:
+                    future.set_result(None)
+                else:
+                    future.set_exception(error)
+
+
+class _Outlet:
+    """A connection and the commands it was sent, in the order of their answers to come."""
+
+    def __init__(self, connection: Connection) -> None:
+        self.connection = connection
+        self.unanswered: deque[_Command] = deque()
+        self.bytes = 0
+        #: The broker has refused a command: what is behind it was never looked at.
+        self.refused = False
+
+
+class Producer:
+    """Publishes messages; a publish has returned when a broker has stored it.
+
+    async with Producer("127.0.0.1:4150") as producer:
+        await producer.publish("orders", b"one")
+        await producer.publish_many("orders", [b"two", b"three"])
+        await producer.defer("orders", b"later", delay=30)
+    """
+
+    def __init__(
+        self,
+        nsqd: str | Sequence[str] | None = None,
+        *,
+        lookupd: str | Sequence[str] | None = None,
+        linger: float = 0.0,
+        timeout: float = 30.0,
+        retry_unknown: bool = False,
+        max_pending_bytes: int = 64 << 20,
+        max_defer: float = 3600.0,
+        on_error: Callable[[str, Exception], object] | None = None,
+        lookupd_poll_interval: float = 60.0,
+        lookupd_poll_jitter: float = 0.3,
+        lookupd_timeout: float = 5.0,
+        lookupd_token: str | None = None,
+        lookupd_tls: bool | Any = True,
+        clock: Clock | None = None,
+        **settings: Any,
+    ) -> None:
+        """`linger` seconds are waited for more calls to join one command; other keywords are those of `Settings`.
+
+        With several brokers each command goes to the one with the least to do. `retry_unknown` sends again what may
+        have been stored: at least once in place of an error, perhaps twice.
+        """
+        self._fixed = addresses(nsqd)
+        for address in self._fixed:
+            split_address(address)
+        looked_up = addresses(lookupd)
+        if not self._fixed and not looked_up:
+            raise OptionError("a producer needs nsqd or lookupd addresses")
+        if not linger >= 0 or not timeout > 0:
+            raise OptionError("linger must not be below 0, timeout must be above 0")
+        self._settings = Settings(**settings)
+        self._lookupds = Lookupds(looked_up, timeout=lookupd_timeout, token=lookupd_token, tls=lookupd_tls)
+        self._poll_interval = lookupd_poll_interval
+        self._poll_jitter = lookupd_poll_jitter
+        self._on_error = on_error
+        self._linger = linger
+        self._timeout = timeout
+        self._retry_unknown = retry_unknown
+        self._max_pending_bytes = max_pending_bytes
+        self._max_defer = max_defer
+        self._clock_or_loop = clock
+        self._spans = tracing.publish_spans()
+        self._started = False
+        self._closed = False
+        self._outlets: dict[Connection, _Outlet] = {}
+        # Calls that may still be joined, by topic; commands that no broker could be given yet.
+        self._gathering: dict[str, _Command] = {}
+        self._gather_timer: Timer | None = None
+        self._backlog: deque[_Command] = deque()
+        # Everything that is not settled.
+        self._pending_bytes = 0
+        self._pending = 0
+        self._waiting_for_room: deque[asyncio.Future[None]] = deque()
+        self._idle = asyncio.Event()
+        self._idle.set()
+
+    # --- Start and stop ----------------------------------------------------------------------------------------------
+
+    async def __aenter__(self) -> Producer:
+        await self.start()
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    async def start(self) -> None:
+        """Connect. ConnectError if no broker can be reached now; one that is lost later is dialled again by itself."""
+        if self._started:
+            raise ClosedError("a producer runs once")
+        self._started = True
+        self._loop = asyncio.get_running_loop()
+        self._clock: Clock = self._clock_or_loop or self._loop
+        self._brokers = Brokers(
+            "PRODUCER",
+            self,
+            self._settings,
+            self._clock,
+            fixed=self._fixed,
+            look=self._look if self._lookupds.urls else None,
+            poll_interval=self._poll_interval,
+            poll_jitter=self._poll_jitter,
+            on_open=self._opened,
+            on_error=self._on_error,
+        )
+        try:
+            await self._brokers.first()
+        except BaseException:
+            await self.close()
+            raise
+
+    async def _look(self) -> Answer[list[Node]]:
+        return await self._lookupds.nodes()
+
+    async def flush(self) -> None:
+        """Wait until every publish so far has ended, well or not."""
+        self._send_gathered()
+        await self._idle.wait()
+
+    async def close(self) -> None:
+        """Wait for what was published (each has its timeout), then disconnect."""
+        if self._closed or not self._started:
+            return
+        self._closed = True
+        try:
+            if self._outlets:
+                await self.flush()
+        finally:
+            await self._brokers.stop()
+            for command in [*self._gathering.values(), *self._backlog]:
+                self._settle(command, ClosedError("the producer was closed"))
+            self._gathering.clear()
+            self._backlog.clear()
+            await asyncio.gather(*(connection.close() for connection in list(self._outlets)))
+            await self._lookupds.close()
+
+    @property
+    def connections(self) -> list[str]:
+        """The brokers that we are connected to."""
+        return sorted(connection.address for connection in self._outlets)
+
+    # --- Publishing --------------------------------------------------------------------------------------------------
+
+    async def publish(self, topic: str, body: bytes) -> None:
+        """Publish one message. Returns when a broker has stored it."""
+        self._check(topic, body)
+        if self._pending_bytes >= self._max_pending_bytes:
+            await self._room()
+        if self._spans is not None:
+            with self._spans(topic, 1):
+                await self._gather(topic, body)
+        else:
+            await self._gather(topic, body)
+
+    async def publish_many(self, topic: str, bodies: Sequence[bytes]) -> None:
+        """Publish messages together, in one command: all are stored or none."""
+        bodies = list(bodies)
+        if not bodies:
+            return
+        # Without a step per message: the first that is wrong stands for all.
+        wrong = set(map(type, bodies)) != {bytes} or not all(bodies)
+        self._check(topic, next(body for body in bodies if type(body) is not bytes or not body) if wrong else bodies[0])
+        await self._publish_command(topic, bodies, None)
+
+    async def defer(self, topic: str, body: bytes, delay: float) -> None:
+        """Publish one message that is delivered only after `delay` seconds."""
+        self._check(topic, body)
+        # The broker would close the connection, and others' publishes with it.
+        if not 0 <= delay <= self._max_defer:
+            raise OptionError(
+                f"a message can be deferred for 0 to {self._max_defer:g} seconds (max_defer), not {delay}"
+            )
+        await self._publish_command(topic, [body], round(delay * 1000))
+
+    def _check(self, topic: str, body: bytes) -> None:
+        if not self._started or self._closed:
+            raise ClosedError("the producer is not open: async with Producer(…) as producer")
+        # Exactly bytes: anything that can change could do so before it is sent.
+        if type(body) is not bytes:
+            raise TypeError(f"a message is bytes, not {type(body).__name__}")
+        if not body:
+            raise OptionError("a message cannot be empty")
+        if topic not in self._gathering and not wire.valid_name(topic):
+            raise OptionError(f'"{topic}" is not a topic name')
+
+    def _gather(self, topic: str, body: bytes) -> asyncio.Future[None]:
+        command = self._gathering.get(topic)
+        size = len(body)
+        is_large = size > _ALONE_BYTES
+        if command is None or is_large or len(command.bodies) >= _BATCH_MESSAGES or command.size + size > _BATCH_BYTES:
+            if command is not None and not is_large:
+                self._send(self._gathering.pop(topic))
+            command = _Command(topic)
+            self._pending += 1
+            self._idle.clear()
+            if not is_large:
+                self._gathering[topic] = command
+                if self._gather_timer is None:
+                    if self._linger:
+                        self._gather_timer = self._clock.call_later(self._linger, self._send_gathered)
+                    else:
+                        self._gather_timer = self._loop.call_soon(self._send_gathered)
+        future = self._loop.create_future()
+        command.bodies.append(body)
+        command.futures.append(future)
+        command.size += size
+        self._pending_bytes += size
+        if is_large:
+            self._send(command)
+        return future
+
+    def _send_gathered(self) -> None:
+        if self._gather_timer is not None:
+            self._gather_timer.cancel()
+            self._gather_timer = None
+        commands = list(self._gathering.values())
+        self._gathering.clear()
+        for command in commands:
+            self._send(command)
+
+    async def _publish_command(self, topic: str, bodies: list[bytes], delay: int | None) -> None:
+        if self._pending_bytes >= self._max_pending_bytes:
+            await self._room()
+        command = _Command(topic, delay)
+        command.bodies = bodies
+        command.size = sum(map(len, bodies))
+        future = self._loop.create_future()
+        command.futures.append(future)
+        self._pending += 1
+        self._idle.clear()
+        self._pending_bytes += command.size
+        self._send(command)
+        if self._spans is not None:
+            with self._spans(topic, len(bodies)):
+                await future
+        else:
+            await future
+
+    async def _room(self) -> None:
+        """Too much is unanswered: wait, or a slow broker would fill our memory."""
+        while self._pending_bytes >= self._max_pending_bytes:
+            waiter = self._loop.create_future()
+            self._waiting_for_room.append(waiter)
+            await waiter
+        if self._closed:
+            raise ClosedError("the producer was closed")
+
+    # --- Commands out, answers in ------------------------------------------------------------------------------------
+
+    def _send(self, command: _Command) -> None:
+        if command.timer is None:
+            command.timer = self._clock.call_later(self._timeout, self._time_over, command)
+        size = command.size
+        if not command.forget_cancelled():
+            self._settle(command)
+            return
+        outlet = self._pick(command)
+        if outlet is None:
+            command.sent = False
+            self._backlog.append(command)
+            return
+        command.sent = True
+        outlet.unanswered.append(command)
+        outlet.bytes += size
+        outlet.connection.write(command.encode())
+
+    def _pick(self, command: _Command) -> _Outlet | None:
+        """The open connection with the least to do."""
+        best: _Outlet | None = None
+        for outlet in self._outlets.values():
+            if outlet.refused or outlet.connection.address in command.refused_by or not outlet.connection.is_open:
+                continue
+            if best is None or outlet.bytes < best.bytes:
+                best = outlet
+        return best
+
+    def _settle(self, command: _Command, error: Exception | None = None) -> None:
+        if command.settled:
+            return  # its time was over before
+        command.settle(error)
+        self._pending_bytes -= command.size
+        self._pending -= 1
+        if not self._pending:
+            self._idle.set()
+        if self._waiting_for_room and self._pending_bytes < self._max_pending_bytes:
+            for waiter in self._waiting_for_room:
+                if not waiter.done():
+                    waiter.set_result(None)
+            self._waiting_for_room.clear()
+
+    def _time_over(self, command: _Command) -> None:
+        if command.sent:
+            # Its place in the queue of answers stays: the answer may still come, and belongs to nobody else.
+            text = f"no answer within {self._timeout:g} s: it may or may not be stored"
+            self._settle(command, PublishUnknownError(text))
+        else:
+            self._backlog.remove(command)
+            self._settle(command, ConnectError(f"not sent within {self._timeout:g} s: {self._brokers.why_none()}"))
+
+    def response_came(self, connection: Connection, payload: bytes) -> None:
+        outlet = self._outlets[connection]
+        if payload != b"OK" or not outlet.unanswered:
+            connection.fail(ProtocolError("E_INVALID", f"{payload[:40]!r} where no such answer was due"))
+            return
+        command = outlet.unanswered.popleft()
+        outlet.bytes -= command.size
+        self._settle(command)
+
+    def error_came(self, connection: Connection, error: ProtocolError) -> None:
+        outlet = self._outlets[connection]
+        if not outlet.unanswered or not error.fatal:
+            return  # it says nothing of a publish; a fatal one is reported with the connection's end
+        outlet.refused = True
+        command = outlet.unanswered.popleft()
+        outlet.bytes -= command.size
+        if command.settled:
+            return
+        if error.code in _ONE_IS_BAD and len(command.futures) > 1:
+            self._send_one_by_one(command)
+            return
+        command.refused_by.add(connection.address)
+        others = {outlet.connection.address for outlet in self._outlets.values()}
+        if error.code in _TRY_ANOTHER and others - command.refused_by:
+            self._send(command)
+            return
+        refusal = PublishError(str(error), code=error.code, retriable=error.code not in _HOPELESS)
+        self._settle(command, refusal)
+
+    def _send_one_by_one(self, command: _Command) -> None:
+        """One of the calls that we joined was refused, and all others with it: find out which."""
+        for body, future in zip(command.bodies, command.futures, strict=True):
+            single = _Command(command.topic)
+            single.bodies = [body]
+            single.futures = [future]
+            single.size = len(body)
+            self._pending += 1
+            self._pending_bytes += single.size
+            self._send(single)
+        command.futures = []
+        self._settle(command)
+
+    def connection_lost(self, connection: Connection, reason: Exception) -> None:
+        outlet = self._outlets.pop(connection)
+        for command in outlet.unanswered:
+            if command.settled:
+                continue
+            if outlet.refused or self._retry_unknown:
+                self._send(command)
+            else:
+                text = f"the connection was lost before the answer came ({reason}): it may or may not be stored"
+                self._settle(command, PublishUnknownError(text))
+        if not self._closed:
+            self._brokers.lost(connection, reason)
+
+    def _opened(self, connection: Connection) -> None:
+        self._outlets[connection] = _Outlet(connection)
+        backlog, self._backlog = self._backlog, deque()
+        for command in backlog:
+            self._send(command)
+
+    def heartbeat_came(self, connection: Connection) -> None: ...
+
+    # --- What a producer is never sent -------------------------------------------------------------------------------
+
+    def messages_came(self, connection: Connection, messages: list[Message]) -> None:
+        connection.fail(ProtocolError("E_INVALID", "a message to a producer"))
+
+    def finished(self, connection: Connection, message: Message) -> None: ...
+
+    def requeued(self, connection: Connection, message: Message, backoff: bool) -> None: ...
+
+    def requeue_delay(self, message: Message) -> float:
+        return 0.0

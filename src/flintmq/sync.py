@@ -1,0 +1,161 @@
+"""The client for programs without asyncio: the same producer and consumer, with calls that wait.
+
+    from flintmq import sync
+
+    with sync.Producer("127.0.0.1:4150") as producer:
+        producer.publish("orders", b"one")
+
+    with sync.Consumer("orders", "billing", nsqd="127.0.0.1:4150") as consumer:
+        for message in consumer:
+            with message:
+                bill(message.body)
+
+One event loop in a thread of its own serves all of them, so heartbeats are answered while the program computes. Calls
+may come from any thread. A process that was forked must make its own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import threading
+from collections.abc import Coroutine, Iterator, Sequence
+from types import TracebackType
+from typing import Any, TypeVar
+
+from flintmq.client import consumer as _consumer
+from flintmq.client import producer as _producer
+from flintmq.client.connection import Message
+from flintmq.errors import ClosedError
+
+__all__ = ["Consumer", "Message", "Producer", "publish"]
+
+_T = TypeVar("_T")
+
+
+class _Background:
+    """The event loop in its thread. One per process: threads do not survive a fork."""
+
+    _lock = threading.Lock()
+    _current: _Background | None = None
+
+    def __init__(self) -> None:
+        self.process = os.getpid()
+        self._loop = asyncio.new_event_loop()
+        # A daemon: a program that forgets to close something still ends.
+        threading.Thread(target=self._loop.run_forever, name="flintmq", daemon=True).start()
+
+    @classmethod
+    def get(cls) -> _Background:
+        with cls._lock:
+            if cls._current is None or cls._current.process != os.getpid():
+                cls._current = cls()
+            return cls._current
+
+    def run(self, work: Coroutine[Any, Any, _T]) -> _T:
+        """Wait for a coroutine. Ctrl-C cancels it."""
+        if self.process != os.getpid():
+            work.close()
+            raise ClosedError("made before this process was forked; make another one here")
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            return future.result()
+        except BaseException:
+            future.cancel()
+            raise
+
+
+class Producer:
+    """As `flintmq.Producer`; takes the same arguments. Each call returns when it is done."""
+
+    def __init__(self, nsqd: str | Sequence[str] | None = None, **options: Any) -> None:
+        self._background = _Background.get()
+        self._producer = _producer.Producer(nsqd, **options)
+
+    def start(self) -> None:
+        self._background.run(self._producer.start())
+
+    def publish(self, topic: str, body: bytes) -> None:
+        """Publish one message. Returns when a broker has stored it."""
+        self._background.run(self._producer.publish(topic, body))
+
+    def publish_many(self, topic: str, bodies: Sequence[bytes]) -> None:
+        """Publish messages together, in one command: all are stored or none."""
+        self._background.run(self._producer.publish_many(topic, bodies))
+
+    def defer(self, topic: str, body: bytes, delay: float) -> None:
+        """Publish one message that is delivered only after `delay` seconds."""
+        self._background.run(self._producer.defer(topic, body, delay))
+
+    def close(self) -> None:
+        self._background.run(self._producer.close())
+
+    def __enter__(self) -> Producer:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+class Consumer:
+    """As `flintmq.Consumer` without a handler; takes the same arguments. Iterating waits for the next message."""
+
+    def __init__(self, topic: str, channel: str, **options: Any) -> None:
+        if "handler" in options:
+            raise TypeError("iterate over the consumer; handlers are for flintmq.Consumer")
+        self._background = _Background.get()
+        self._consumer = _consumer.Consumer(topic, channel, **options)
+
+    @property
+    def stats(self) -> _consumer.Stats:
+        return self._consumer.stats
+
+    def start(self) -> None:
+        self._background.run(self._consumer.start())
+
+    def get(self, timeout: float | None = None) -> Message:
+        """The next message. TimeoutError if none came in time, ClosedError if none will come."""
+        return self._background.run(self._next(timeout))
+
+    async def _next(self, seconds: float | None) -> Message:
+        try:
+            # Here and not in the caller's thread, where a message could come between the timeout and its notice.
+            async with asyncio.timeout(seconds):
+                return await anext(self._consumer)
+        except StopAsyncIteration:
+            raise ClosedError("the consumer was stopped") from None
+
+    def __iter__(self) -> Iterator[Message]:
+        while True:
+            try:
+                yield self.get()
+            except ClosedError:
+                return
+
+    def stop(self) -> None:
+        """Take nothing more. What is here is still handed out; then iterating ends. Signal handlers may call it."""
+        self._background.run(self._stop())
+
+    async def _stop(self) -> None:
+        self._consumer.stop()
+
+    def close(self) -> None:
+        self._background.run(self._consumer.close())
+
+    def __enter__(self) -> Consumer:
+        self.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+def publish(topic: str, *bodies: bytes, nsqd: str | Sequence[str] = "127.0.0.1:4150", **options: Any) -> None:
+    """Publish once and disconnect: for scripts."""
+    with Producer(nsqd, **options) as producer:
+        producer.publish_many(topic, bodies)

@@ -1,0 +1,88 @@
+"""The programs of docs/client.md: they stand there as they are in examples/, and they run."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from flintmq import sync
+
+from .daemons import Nsqd
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+EXAMPLES = REPOSITORY / "examples"
+DOCUMENT = (REPOSITORY / "docs" / "client.md").read_text()
+
+
+@pytest.fixture(scope="module")
+def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    nsqd = Nsqd("flintmq", tmp_path_factory.mktemp("nsqd"))
+    nsqd.start()
+    yield nsqd.address
+    nsqd.stop()
+
+
+def start(name: str, address: str) -> subprocess.Popen[str]:
+    command = [sys.executable, str(EXAMPLES / name)]
+    return subprocess.Popen(command, env=os.environ | {"NSQD": address}, stdout=subprocess.PIPE, text=True)
+
+
+def run(name: str, address: str) -> list[str]:
+    with start(name, address) as process:
+        output, _ = process.communicate(timeout=100)
+    assert process.returncode == 0
+    return output.splitlines()
+
+
+def run_until(name: str, address: str, count: int) -> list[str]:
+    """Of a program that runs until it is told to end: its first lines."""
+    with start(name, address) as process:
+        assert process.stdout is not None
+        lines = [process.stdout.readline().strip() for _ in range(count)]
+        process.send_signal(signal.SIGTERM)
+        assert process.stdout.read() == ""
+    assert process.returncode == 0
+    return lines
+
+
+def test_the_document_has_every_example_as_it_is() -> None:
+    shown = dict(re.findall(r"```python (examples/\w+\.py)\n(.*?)```", DOCUMENT, re.DOTALL))
+    files = {f"examples/{path.name}": path.read_text() for path in EXAMPLES.glob("*.py")}
+    assert shown == files
+
+
+def test_hello(address: str) -> None:
+    assert run("hello.py", address) == ["hello"]
+
+
+def test_worker(address: str) -> None:
+    sync.publish("jobs", b"one", b"not yet", b"two", nsqd=address)
+    lines = run_until("worker.py", address, 3)
+    assert sorted(lines) == ["done: not yet", "done: one", "done: two"]
+
+
+def test_batching(address: str) -> None:
+    lines = run("batching.py", address)
+    assert sum(int(line.removeprefix("stored ")) for line in lines) == 300
+    assert len(lines) < 30
+
+
+def test_deferred(address: str) -> None:
+    lines = run("deferred.py", address)
+    assert [line.split(": ")[1] for line in lines] == ["put the kettle on", "tea is ready"]
+
+
+def test_script(address: str) -> None:
+    assert run("script.py", address) == ["first", "second"]
+
+
+def test_from_pynsq(address: str) -> None:
+    sync.publish("events", b"a", b"b", nsqd=address)
+    assert sorted(run_until("from_pynsq.py", address, 2)) == ["received a", "received b"]
