@@ -768,13 +768,19 @@ def test_a_heap_gives_the_earliest_first(kernel: Any, steps: list[tuple[int, int
         if model:
             assert heap.first_due() == model[0][0]
             assert heap.first_seq() == min(seq for _, seq in model)
+            seqs = sorted(seq for _, seq in model)
+            middle = seqs[len(seqs) // 2]
+            assert heap.first_seq(middle) == middle
+            assert heap.count_between(middle, seqs[-1]) == sum(middle <= seq < seqs[-1] for seq in seqs)
+            assert sorted(heap.between(middle, seqs[-1])) == sorted(p for p in model if middle <= p[1] < seqs[-1])
     heap.clear()
     assert len(heap) == 0
 
 
 def test_an_empty_heap_has_nothing_to_give(kernel: Any) -> None:
     heap = kernel.Heap()
-    for ask in (heap.pop, heap.first_due, heap.first_seq):
+    assert (heap.first_seq(), heap.count_between(0, 100), heap.between(0, 100)) == (-1, 0, [])
+    for ask in (heap.pop, heap.first_due):
         with pytest.raises(IndexError):
             ask()
     assert heap.items() == []

@@ -1290,17 +1290,38 @@ class Heap:
         """All pairs, in no order."""
         return list(zip(self._due, self._seq, strict=True))
 
-    def first_seq(self) -> int:
-        """The lowest seq; raises IndexError if there is none."""
-        low: cython.longlong = self._seq[0]
-        if cython.compiled:
-            s: cython.longlong[::1] = self._seq
-            i: cython.Py_ssize_t
-            for i in range(s.shape[0]):
-                if s[i] < low:
-                    low = s[i]
-            return low
-        return min(self._seq)
+    def first_seq(self, start: cython.longlong = 0) -> int:
+        """The lowest seq from ``start`` on; -1 if there is none."""
+        low: cython.longlong = -1
+        seq: cython.longlong
+        i: cython.Py_ssize_t
+        seqs: cython.longlong[::1] = self._seq
+        for i in range(len(self._seq)):
+            seq = seqs[i]
+            if seq >= start and (seq < low or low < 0):
+                low = seq
+        return low
+
+    def count_between(self, first: cython.longlong, stop: cython.longlong) -> int:
+        """How many seqs of ``first`` … ``stop - 1`` there are."""
+        n: cython.Py_ssize_t = 0
+        i: cython.Py_ssize_t
+        seqs: cython.longlong[::1] = self._seq
+        for i in range(len(self._seq)):
+            if first <= seqs[i] and seqs[i] < stop:
+                n += 1
+        return n
+
+    def between(self, first: cython.longlong, stop: cython.longlong) -> list:
+        """Their pairs, in no order."""
+        i: cython.Py_ssize_t
+        dues: cython.longlong[::1] = self._due
+        seqs: cython.longlong[::1] = self._seq
+        found: list = []
+        for i in range(len(self._seq)):
+            if first <= seqs[i] and seqs[i] < stop:
+                found.append((dues[i], seqs[i]))  # noqa: PERF401  # Cython makes no comprehension over views
+        return found
 
     @cython.ccall
     def push(self, due: cython.longlong, seq: cython.longlong) -> cython.int:

@@ -808,20 +808,46 @@ class Channel:
         self._handed = 0
         self._watch(self.next_deadline())
 
+    @property
+    def first_unsent(self) -> int:
+        """The lowest seq of the log that was never sent here."""
+        return self.waiting.first if self.waiting else self.seen
+
+    def first_single(self, start: int) -> int:
+        """The lowest seq from ``start`` on that was sent, or is not to be sent yet, and is not finished."""
+        lowest = NEVER
+        if self.ring.count and self.ring.hi > start:
+            if self.ring.lo >= start:
+                lowest = self.ring.lo
+            else:
+                lowest = min((seq for seq, _ in self.ring.held(start, self.ring.hi)), default=NEVER)
+        lowest = min((seq for seq in chain(self.requeued, self.unusual) if start <= seq < lowest), default=lowest)
+        deferred = self.deferred.first_seq(start)
+        return lowest if deferred < 0 else min(lowest, deferred)
+
     def first_needed(self) -> int:
-        """The lowest seq of the log that this channel may still send."""
-        lowest = self.seen
-        if self.waiting:
-            lowest = min(lowest, self.waiting.first)
-        if self.ring.count:
-            lowest = min(lowest, self.ring.lo)
-        if self.requeued:
-            lowest = min(lowest, min(self.requeued))
-        if self.unusual:
-            lowest = min(lowest, min(self.unusual))
-        if len(self.deferred):
-            lowest = min(lowest, self.deferred.first_seq())
-        return lowest
+        """The lowest seq of the log that this channel may still send. Old messages may have a copy elsewhere."""
+        return min(self.first_unsent, self.first_single(self.topic.mover.below))
+
+    def count_singles(self, first: int, stop: int) -> int:
+        """How many messages of these seqs are in flight, put back or deferred, at most."""
+        put_back = sum(first <= seq < stop for seq in chain(self.requeued, self.unusual))
+        return put_back + self.deferred.count_between(first, stop) + min(self.ring.count, stop - first)
+
+    def singles(self, first: int, stop: int) -> Iterator[int]:
+        """These messages."""
+        yield from (seq for seq, _ in self.ring.held(first, stop))
+        yield from (seq for seq in chain(self.requeued, self.unusual) if first <= seq < stop)
+        yield from (seq for _, seq in self.deferred.between(first, stop))
+
+    def note_due(self, first: int, stop: int) -> None:
+        """The segment of these seqs goes, and what it said of deferred publishes with it: the journal must know it."""
+        wall = self.broker.clock.wall() - self.broker.clock.now()
+        for due, seq in self.deferred.between(first, stop):
+            if seq not in self.attempts:
+                self.attempts[seq] = 0
+                self._back.extend((seq, 0, due, wall + due))
+        self._note()
 
     def needs(self, first: int, stop: int) -> bool:
         """May any of these seqs still be sent to somebody?"""

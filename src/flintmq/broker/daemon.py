@@ -39,6 +39,7 @@ from flintmq.broker.drain import REASON, DrainReport, drain
 from flintmq.broker.journal import ANOTHER_BOOT, SIDE, Journal, TopicState
 from flintmq.broker.limits import Connections
 from flintmq.broker.log import Log, Store
+from flintmq.broker.mover import copies
 from flintmq.broker.peers import Peers
 from flintmq.broker.scan import Scan
 from flintmq.broker.session import FinishLane, Lane, Session
@@ -614,11 +615,12 @@ class Broker:
             topic.gaps.extend(_between(spans, topic.pumped, end))
         deferrals = list(topic.log.deferrals())
         addressed = side_spans(topic.side) if topic.side is not None else {}
+        copied = topic.mover.restore(copies(topic.side)) if topic.side is not None else []
         now, wall = self.clock.now(), self.clock.wall()
         for channel_state in state.channels.values():
             channel = Channel(topic, channel_state.name, channel_state.id, topic.pumped)
             channel.paused = channel_state.paused
-            mine = [*_before(spans, topic.pumped), *addressed.get(channel_state.id, [])]
+            mine = [*copied, *_before(spans, topic.pumped), *addressed.get(channel_state.id, [])]
             back = channel_state.back
             for seq, (attempts, due, due_wall) in back.items():
                 if due == ANOTHER_BOOT or (due and not same_boot):
@@ -856,6 +858,7 @@ class Broker:
             if topic.ephemeral:
                 continue
             if topic.log.segments:
+                topic.mover.look()
                 freeable.append((topic.log, topic.first_needed()))
             if topic.side is not None and topic.side.segments:
                 freeable.append((topic.side, topic.first_side_needed()))
@@ -981,6 +984,8 @@ def side_spans(side: Log) -> dict[int, list[tuple[int, int]]]:
     """Which seqs of a side log are for which channel."""
     found: dict[int, list[tuple[int, int]]] = {}
     for first, count, extra in side.addressed():
+        if len(extra) != 4:
+            continue
         spans = found.setdefault(int.from_bytes(extra[:4], "big"), [])
         if spans and spans[-1][1] == first:
             spans[-1] = (spans[-1][0], first + count)

@@ -320,6 +320,13 @@ class Log:
         return self._bases[0] if self._bases else self.end
 
     @property
+    def oldest_sealed(self) -> Segment | None:
+        """The oldest segment, if it is complete and another follows it."""
+        if len(self.segments) < 2 or not self.segments[0].sealed or self.segments[0].pins:
+            return None
+        return self.segments[0]
+
+    @property
     def committed(self) -> int:
         """Up to here a publish is as safe as it was promised to be."""
         if self.durability == "os":
@@ -965,11 +972,11 @@ class Log:
                 self._read(segment, chunk + 1, segment.index_seqs[chunk + 1])
         elif segment.sealed:
             i = self.segments.index(segment) + 1
-            if i < len(self.segments) and self.segments[i].index_seqs and not self._in_memory(self.segments[i].base):
+            if i < len(self.segments) and self.segments[i].index_seqs and not self.in_memory(self.segments[i].base):
                 if self._store.cold(self.segments[i], 0) is None:
                     self._read(self.segments[i], 0, self.segments[i].base)
 
-    def _in_memory(self, seq: int) -> bool:
+    def in_memory(self, seq: int) -> bool:
         i = bisect_right(self._bases, seq) - 1
         return i >= 0 and seq < self.blocks[i].base + self.blocks[i].count
 

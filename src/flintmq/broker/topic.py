@@ -19,6 +19,7 @@ from flintmq.broker.channel import Channel
 from flintmq.broker.journal import NEVER, SIDE
 from flintmq.broker.limits import TopicLimits
 from flintmq.broker.log import TAKE_AT_ONCE, TAKE_SHARED, WRITE_AT, Log
+from flintmq.broker.mover import Mover
 from flintmq.errors import NotFoundError, PublishError
 from flintmq.kernel import FAILED, FRAME_OVERHEAD, Intake, Scan, send_each
 from flintmq.wire import OK_FRAME, is_ephemeral
@@ -98,8 +99,9 @@ class Topic:
         self.exiting = False
         self.folder = folder
         self.log = self._new_log(folder, base)
-        #: Messages for one channel only; made when there are any.
+        #: Messages for one channel only, and copies of old ones; made when there are any.
         self.side: Log | None = None
+        self.mover = Mover(self)
         self.channels: dict[str, Channel] = {}
         # Marks.
         self.pumped = base
@@ -388,15 +390,26 @@ class Topic:
 
     def _arrived(self) -> None:
         """Something was read back: somebody may be waiting for it."""
+        self.mover.step()
         for channel in self.channels.values():
             channel.pump()
 
     def frame(self, seq: int) -> bytearray | None:
         """A copy of one message's frame; None while it is being read back."""
+        if seq < self.mover.below and not self.log.in_memory(seq):
+            return self.mover.frame(seq)
         source = self.log if seq < SIDE else self.side
         if source is None:
             raise LookupError(f"{self.name} has no side log")
         return source.frame(seq)
+
+    def side_log(self) -> Log:
+        """The side log, made if need be."""
+        if self.side is None:
+            assert self.folder is not None
+            self.broker.disk.make_folder(self.folder / "side")
+            self.side = self._new_log(self.folder / "side", SIDE)
+        return self.side
 
     @property
     def side_end(self) -> int:
@@ -562,7 +575,7 @@ class Topic:
         return lowest
 
     def first_side_needed(self) -> int:
-        lowest = self.side_end
+        lowest = min(self.side_end, self.mover.first_place)
         for channel in self.channels.values():
             if channel.side:
                 lowest = min(lowest, channel.side.first)
