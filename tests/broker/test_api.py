@@ -15,7 +15,6 @@ import threading
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AbstractAsyncContextManager, asynccontextmanager
 from pathlib import Path
-from types import ModuleType
 from typing import Any
 
 import pytest
@@ -879,11 +878,11 @@ async def test_a_stop_while_the_general_server_is_made(
 ) -> None:
     released = threading.Event()
 
-    def slow_import(name: str) -> ModuleType:
-        released.wait(PATIENCE)
-        return importlib.import_module(name)
+    async def slow_load(name: str) -> None:
+        await asyncio.get_running_loop().run_in_executor(None, released.wait, PATIENCE)
+        importlib.import_module(name)
 
-    monkeypatch.setattr(api_module, "import_module", slow_import)
+    monkeypatch.setattr(api_module, "load", slow_load)
     options, trust = certificates
     address = {"https_address": "127.0.0.1:0", **options} if tls else {"http_address": "127.0.0.1:0"}
     broker = await start_broker(**address)

@@ -21,7 +21,6 @@ import traceback
 from collections import Counter
 from collections.abc import Awaitable, Callable
 from functools import partial
-from importlib import import_module
 from types import FrameType
 from typing import TYPE_CHECKING, Any
 
@@ -46,6 +45,7 @@ from flintmq.web import (
     Site,
     Tokens,
     envelope,
+    load,
     reload_tls,
     server_tls,
 )
@@ -552,8 +552,7 @@ class _GeneralServer:
             self._starting = asyncio.get_running_loop().create_task(self._start())
 
     async def _start(self) -> None:
-        # In a thread: reading so many modules would hold up everybody for a third of a second.
-        await asyncio.get_running_loop().run_in_executor(None, import_module, "aiohttp.web")
+        await load("aiohttp.web")
         if self._closed:
             return
         options = self._broker.options

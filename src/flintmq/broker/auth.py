@@ -196,6 +196,7 @@ class AuthServers:
         return task
 
     async def _ask_any(self, question: Mapping[str, str | bytes]) -> Grant:
+        await web.load("aiohttp")
         import aiohttp
 
         # From anywhere on: all servers get their share, and one that is down costs the others nothing.

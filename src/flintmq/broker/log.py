@@ -162,7 +162,8 @@ class Store:
 
     def _prepared(self, spare: list[mmap] | None, error: BaseException | None) -> None:
         self._preparing = False
-        self._spare.extend(spare or ())
+        if not self.disk.closing:
+            self._spare.extend(spare or ())
 
     def give_back(self, block: Block) -> None:
         """Nobody needs the block any more: keep it, because fresh memory costs page faults."""
@@ -173,6 +174,13 @@ class Store:
         """Nothing happened for a while: give the spare blocks back to the system."""
         self._blocks.clear()
         self._spare.clear()
+
+    def close(self) -> None:
+        """The broker has stopped: give all memory back now, not when the garbage collector comes by."""
+        self.idle()
+        self._cold.clear()
+        self._cold_order.clear()
+        self._cold_bytes = 0
 
     # --- Open files ------------------------------------------------------------------------------------------------
 

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
+from flintmq import web
 from flintmq.errors import OptionError, ProtocolError
 from flintmq.wire import MAGIC_LOOKUP, NSQ_VERSION, encode_command, is_ephemeral, valid_name
 
@@ -183,6 +184,7 @@ class Peers:
 
     async def _query(self, url: str, topic: str) -> list[str]:
         """The channels in a lookupd's answer. TimeoutError, OSError or ValueError if there is none."""
+        await web.load("aiohttp")
         import aiohttp
 
         options = self.broker.options
