@@ -640,10 +640,6 @@ class RingMachine(RuleBasedStateMachine):
         assert self.ring.take_done() == b""
 
     @rule()
-    def shrink(self) -> None:
-        self.ring.shrink()
-
-    @rule()
     def reset(self) -> None:
         self.next += 10
         self.ring.reset(self.next)

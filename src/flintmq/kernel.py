@@ -938,15 +938,6 @@ class Ring:
         self._owners = None
         self._mask = -1
 
-    def shrink(self) -> None:
-        """Give the memory back while nothing is held."""
-        if self.count == 0:
-            self.lo = self.hi
-            self._owners = None
-            self._mask = -1
-        if self._done_used == 0:
-            self._done = None
-
     @cython.ccall
     def deliver(self, first: cython.longlong, count: cython.Py_ssize_t, owner: cython.uint) -> cython.int:
         """``owner`` is sent ``first`` … ``first + count - 1``. ``first`` must not lie before ``hi``."""
