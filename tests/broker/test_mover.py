@@ -134,6 +134,39 @@ async def test_a_message_in_flight_is_copied_too_and_can_be_finished(broker: Bro
     assert holder.errors == []
 
 
+async def test_a_message_in_flight_whose_segment_is_gone_comes_back_after_a_crash(
+    start_broker: StartBroker, tmp_path: Path
+) -> None:
+    broker = await start_broker(**SMALL)
+    holder = await consumer_of(broker, 3)
+    await Client(broker).publish_many("t", [b"one", b"two", b"three"])
+    await until(lambda: len(holder.messages) == 3)
+    messages = taken(holder)
+    other = await consumer_of(broker)
+    await churn(broker, other)
+    for _ in range(4):
+        for message in messages:
+            holder.touch(message)
+        await quiet(broker)
+        broker.clock.advance(10)  # type: ignore[attr-defined]
+        broker._sync()
+        await quiet(broker)
+    assert len(segments(tmp_path)) <= 2
+    holder.finish(messages[1])
+    await quiet(broker)
+    broker.journal.flush()
+    broker.kill()
+    broker = await start_broker(**SMALL)
+    assert broker.topics["t"].channels["c"].depth == 2
+    consumer = await consumer_of(broker)
+    await until(lambda: len(consumer.messages) == 2)
+    assert sorted(consumer.bodies) == [b"one", b"three"]
+    assert {message.id for message in consumer.messages} == {messages[0].id, messages[2].id}
+    consumer.finish(*taken(consumer))
+    await quiet(broker)
+    assert consumer.errors == []
+
+
 async def test_a_segment_that_many_messages_need_stays(broker: Broker, tmp_path: Path) -> None:
     consumer = await consumer_of(broker)
     producer = Client(broker)

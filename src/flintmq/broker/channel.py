@@ -804,7 +804,11 @@ class Channel:
                 else:
                     self.requeued.append(seq)
         for first, stop in outstanding:
-            (self.waiting if first < SIDE else self.side).add(first, stop)
+            if first < self.topic.mover.below:
+                # Only a copy is left of these, and copies are read one by one.
+                self.requeued.extend(range(first, stop))
+            else:
+                (self.waiting if first < SIDE else self.side).add(first, stop)
         self._handed = 0
         self._watch(self.next_deadline())
 
