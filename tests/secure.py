@@ -7,13 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import datetime
 import json
 import os
 import re
 import ssl
 import tempfile
 import time
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -81,6 +82,33 @@ class Certificates:
         if signed_by is not None:
             signed_by.issue_cert("client.example", common_name=common_name).configure_cert(context)
         return context
+
+
+TLS12 = (ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_2)
+TLS13 = (ssl.TLSVersion.TLSv1_3, ssl.TLSVersion.TLSv1_3)
+OLD = datetime.datetime(2020, 1, 1, tzinfo=datetime.UTC)
+#: How many strangers there are.
+STRANGERS = 10
+
+
+def strangers(certificates: Certificates) -> Iterator[tuple[str, ssl.SSLContext]]:
+    """Clients without a certificate that the authority vouches for."""
+    for versions in (TLS12, TLS13):
+        name = versions[0].name
+        yield f"no certificate, {name}", certificates.client(versions=versions)
+        yield f"another authority, {name}", certificates.client(signed_by=certificates.stranger, versions=versions)
+        lapsed = certificates.client(versions=versions)
+        certificates.authority.issue_cert("x", not_after=OLD).configure_cert(lapsed)
+        yield f"expired, {name}", lapsed
+        own = certificates.client(versions=versions)
+        # An authority's own certificate is signed by itself.
+        with certificates.stranger.private_key_pem.tempfile() as key, certificates.stranger.cert_pem.tempfile() as cert:
+            own.load_cert_chain(cert, key)
+        yield f"self-signed, {name}", own
+        # Mine by name only.
+        pretender = certificates.client(versions=versions)
+        certificates.stranger.issue_cert("127.0.0.1", common_name="trusted").configure_cert(pretender)
+        yield f"a borrowed name, {name}", pretender
 
 
 # --- A client with layers ---------------------------------------------------------------------------------------------

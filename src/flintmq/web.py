@@ -635,6 +635,9 @@ class Server:
             path, query = split_target(target)
         except HttpError as exc:
             return _response(Answer(exc.code.encode(), TEXT, exc.status, close=True))
+        if len(raw.headers.getall("Authorization", ())) > 1:
+            # Which of them counts? A proxy in front of us may have looked at the other one.
+            return _response(Answer(b"400 Bad Request", TEXT, 400, close=True))
         if raw.headers.get("Transfer-Encoding", "chunked").lower() != "chunked":
             return _response(Answer(b"Unsupported transfer encoding", TEXT, 501, close=True))
         expectation = raw.headers.get("Expect", "").lower()
@@ -657,8 +660,9 @@ class Server:
         length, patience = raw.content_length, self._body_seconds
         request = Request(raw.method, target, path, query, raw.headers, remote, read, length, patience)
         answer = await self.site.answer(request)
-        if expectation and raw.content_length:
-            # Nobody said that the body may come, so whether it does is not known.
+        # Nobody said that the body may come: whether it does is not known. Nor is what follows a wish for another
+        # protocol, and aiohttp loses some of it.
+        if (expectation and raw.content_length) or "Upgrade" in raw.headers:
             answer = replace(answer, close=True)
         return _response(answer)
 

@@ -1,5 +1,7 @@
 """What somebody without a right could try over TCP: all of it is refused with the right error and has no effect.
 
+The same for HTTP is in test_intruders_http.py.
+
 An attempt is a few words to the daemon and the error that has to come back. All attempts of a group meet one broker,
 and afterwards it must hold no topic, no channel and no message that was not there before. That the same words do work
 for somebody with the right is shown too, so that a refusal means something.
@@ -9,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import datetime
 import os
 import re
 import ssl
@@ -24,7 +25,20 @@ import pytest
 from flintmq.broker.daemon import Broker
 from flintmq.compression import Deflate, Snappy
 from flintmq.wire import FRAME_ERROR, FRAME_RESPONSE, OK_FRAME, encode_command, encode_mpub
-from secure import PATIENT, AuthServer, Certificates, Peer, auth, grants, identify, pub, until
+from secure import (
+    PATIENT,
+    STRANGERS,
+    TLS12,
+    AuthServer,
+    Certificates,
+    Peer,
+    auth,
+    grants,
+    identify,
+    pub,
+    strangers,
+    until,
+)
 
 AT_LEAST = 300
 AT_A_TIME = 16
@@ -428,33 +442,6 @@ async def test_nobody_stays_in_when_his_rights_expire(certificates: Certificates
 
 
 # --- TLS and certificates ---------------------------------------------------------------------------------------------
-
-TLS12 = (ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_2)
-TLS13 = (ssl.TLSVersion.TLSv1_3, ssl.TLSVersion.TLSv1_3)
-OLD = datetime.datetime(2020, 1, 1, tzinfo=datetime.UTC)
-
-
-def strangers(certificates: Certificates) -> Iterator[tuple[str, ssl.SSLContext]]:
-    """Clients without a certificate that the authority vouches for."""
-    for versions in (TLS12, TLS13):
-        name = versions[0].name
-        yield f"no certificate, {name}", certificates.client(versions=versions)
-        yield f"another authority, {name}", certificates.client(signed_by=certificates.stranger, versions=versions)
-        lapsed = certificates.client(versions=versions)
-        certificates.authority.issue_cert("x", not_after=OLD).configure_cert(lapsed)
-        yield f"expired, {name}", lapsed
-        own = certificates.client(versions=versions)
-        # An authority's own certificate is signed by itself.
-        with certificates.stranger.private_key_pem.tempfile() as key, certificates.stranger.cert_pem.tempfile() as cert:
-            own.load_cert_chain(cert, key)
-        yield f"self-signed, {name}", own
-        # Mine by name only.
-        pretender = certificates.client(versions=versions)
-        certificates.stranger.issue_cert("127.0.0.1", common_name="trusted").configure_cert(pretender)
-        yield f"a borrowed name, {name}", pretender
-
-
-STRANGERS = 10
 
 
 @pytest.mark.parametrize("policy", ["require", "require-verify"])

@@ -626,7 +626,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         elif pos:
             data[:left] = data[pos:stop]
         self._fill = left
-        if not self._since or self._head is not None:
+        if not self._since:
             self._since = self.lane.loop.time()
         if self._pending and left > READ_AHEAD and not self._paused:
             self._pause(None)
@@ -662,6 +662,8 @@ class HttpConnection(asyncio.BufferedProtocol):
         if self._head is None:
             self._head = head
             self._body_at = body_at
+            # The head is in; the body has a time of its own, all of it, however it trickles in.
+            self._since = 0.0
             if head.expects:
                 self.transport.write(CONTINUE)
 
@@ -831,6 +833,7 @@ class HttpConnection(asyncio.BufferedProtocol):
 
 def _chunk_size(line: bytes) -> int:
     digits = line.partition(b";")[0].strip(b" \t")
-    if not 0 < len(digits) <= 8 or _HEXADECIMAL.fullmatch(digits) is None:
+    # Others may take a line feed, or a carriage return, alone for the end of the line.
+    if not 0 < len(digits) <= 8 or _HEXADECIMAL.fullmatch(digits) is None or b"\n" in line or b"\r" in line:
         raise HttpError(500, "INTERNAL_ERROR")
     return int(digits, 16)
