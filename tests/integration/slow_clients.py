@@ -1,20 +1,17 @@
-"""The slow ones of test_slow_connections.py, in a process of their own: ``python slow_clients.py ADDRESS KIND``.
+"""The slow ones of test_slow_connections.py, in a process of their own.
 
-It connects, says ``connected``, then sends one byte after the other, each connection one every ten seconds. Once each
-has sent, it says so; it goes on until standard input ends.
+``python slow_clients.py ADDRESS KIND CONNECTIONS INTERVAL`` connects, says ``connected``, then sends one byte after the
+other, each connection one every so many seconds. Once each has sent, it says ``each has sent``; once the broker has
+closed them all, ``all were cut``. It goes on until standard input ends.
 """
 
 from __future__ import annotations
 
-import contextlib
 import select
 import socket
 import sys
 import time
 
-CONNECTIONS = 5_000
-#: Seconds between two bytes of a connection.
-INTERVAL = 10.0
 #: A guard against hanging, nowhere a measure.
 PATIENCE = 120.0
 #: Without heartbeats, so that the broker has no reason to drop them: the worst for it.
@@ -33,29 +30,36 @@ def say(text: str) -> None:
     sys.stdout.flush()
 
 
-def main(address: str, kind: str) -> None:
+def main(address: str, kind: str, count: int, interval: float) -> None:
     host, _, port = address.rpartition(":")
     connections = []
-    for _ in range(CONNECTIONS):
+    for _ in range(count):
         connection = socket.create_connection((host, int(port)), timeout=PATIENCE)
         connection.sendall(OPENINGS[kind])
         connection.setblocking(False)
         connections.append(connection)
     say("connected")
     sent = 0
+    cut: set[int] = set()
     begun = time.monotonic()
     while True:
-        due = begun + sent * INTERVAL / CONNECTIONS
+        due = begun + sent * interval / count
         ended, _, _ = select.select([sys.stdin], [], [], max(0.0, due - time.monotonic()))
         if ended:
             return
-        # The broker may have had enough of this one; that is its right.
-        with contextlib.suppress(OSError):
-            connections[sent % CONNECTIONS].send(b"x")
+        try:
+            connections[sent % count].send(b"x")
+        except OSError:
+            # The broker has had enough of this one; that is its right.
+            cut.add(sent % count)
+            if len(cut) == count:
+                say("all were cut")
+                sys.stdin.read()
+                return
         sent += 1
-        if sent == CONNECTIONS:
+        if sent == count:
             say("each has sent")
 
 
 if __name__ == "__main__":
-    main(*sys.argv[1:])
+    main(sys.argv[1], sys.argv[2], int(sys.argv[3]), float(sys.argv[4]))
