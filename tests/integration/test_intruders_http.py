@@ -424,6 +424,10 @@ def framed(routes: Iterable[Route]) -> Iterator[Attempt]:
         yield attempt("HTTP/2", BAD, b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + plain)
         hidden = request(route, bearer(GOOD))
         yield attempt("a request in the body", UNKNOWN, request(route, body=hidden))
+        for protocol in ("websocket", "h2c", "TLS/1.0"):
+            headers = (f"Upgrade: {protocol}", "Connection: Upgrade")
+            words = request(route, *headers, body=hidden)
+            yield attempt(f"a request in the body, and a wish for {protocol}", UNKNOWN, words)
         yield attempt("an empty line in front", UNKNOWN, b"\r\n" + plain)
         yield attempt("a space in front", BAD, b" " + plain)
         yield attempt("two spaces", UNKNOWN | BAD, plain.replace(b" ", b"  ", 1))
