@@ -299,6 +299,37 @@ async def test_who_prefers_twice_to_perhaps_says_so(fake: FakeNsqd) -> None:
     assert published(fake) == [b"x", b"x"]
 
 
+async def test_what_was_sent_again_in_vain_is_still_unknown(fake: FakeNsqd, clock: MovableClock) -> None:
+    fake.on_command = hold
+    async with producer(fake, clock=clock, timeout=10, retry_unknown=True) as nsq:
+        task = asyncio.create_task(nsq.publish("t", b"x"))
+        await until(lambda: published(fake) == [b"x"])
+        await fake.stop()
+        await until(lambda: not nsq.connections)
+        clock.advance(10)
+        assert isinstance(await outcome(task), PublishUnknownError)
+
+
+async def test_what_was_refused_the_second_time_may_be_there_from_the_first(fake: FakeNsqd) -> None:
+    fake.on_command = hold
+
+    async def refuse(connection: FakeConnection, command: tuple[bytes, ...]) -> None:
+        if command[0] == b"PUB":
+            connection.refuse("E_PUB_FAILED PUB failed disk full")
+            connection.close()
+        else:
+            await fake.behave(connection, command)
+
+    async with producer(fake, reconnect_delay=0.01, retry_unknown=True) as nsq:
+        task = asyncio.create_task(nsq.publish("t", b"x"))
+        await until(lambda: published(fake) == [b"x"])
+        fake.on_command = refuse
+        fake.last.abort()
+        error = await outcome(task)
+    assert isinstance(error, PublishUnknownError)
+    assert "disk full" in str(error)
+
+
 async def test_no_answer_in_time_is_unknown_and_the_late_answer_belongs_to_nobody(
     fake: FakeNsqd, clock: MovableClock
 ) -> None:

@@ -49,7 +49,7 @@ _TRY_ANOTHER = frozenset({"E_PUB_FAILED", "E_DPUB_FAILED"})
 class _Command:
     """One PUB, MPUB or DPUB, and who waits for its answer."""
 
-    __slots__ = ("bodies", "delay", "futures", "refused_by", "sent", "settled", "size", "timer", "topic")
+    __slots__ = ("bodies", "delay", "futures", "in_doubt", "refused_by", "sent", "settled", "size", "timer", "topic")
 
     def __init__(self, topic: str, delay: int | None = None) -> None:
         self.topic = topic
@@ -59,6 +59,8 @@ class _Command:
         self.futures: list[asyncio.Future[None]] = []
         self.size = 0
         self.sent = False
+        #: Sent before, on a connection that was lost: whatever comes of it now, it may be stored.
+        self.in_doubt = False
         self.settled = False
         self.timer: Timer | None = None
         self.refused_by: set[str] = set()
@@ -374,6 +376,8 @@ class Producer:
     def _settle(self, command: _Command, error: Exception | None = None) -> None:
         if command.settled:
             return  # its time was over before
+        if error is not None and command.in_doubt and not isinstance(error, PublishUnknownError):
+            error = PublishUnknownError(f"sent before on a connection that was lost: it may be stored; now: {error}")
         command.settle(error)
         self._pending_bytes -= command.size
         self._pending -= 1
@@ -430,6 +434,7 @@ class Producer:
             single.bodies = [body]
             single.futures = [future]
             single.size = len(body)
+            single.in_doubt = command.in_doubt
             self._pending += 1
             self._pending_bytes += single.size
             self._send(single)
@@ -442,6 +447,7 @@ class Producer:
             if command.settled:
                 continue
             if outlet.refused or self._retry_unknown:
+                command.in_doubt |= not outlet.refused
                 self._send(command)
             else:
                 text = f"the connection was lost before the answer came ({reason}): it may or may not be stored"
