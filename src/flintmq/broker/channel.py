@@ -26,6 +26,7 @@ from flintmq.broker.journal import NEVER, SIDE
 from flintmq.broker.latency import Latency, publish_time
 from flintmq.broker.limits import Pace
 from flintmq.broker.ranges import Ranges
+from flintmq.broker.settings import ChannelSettings
 from flintmq.errors import DamageError, ProtocolError
 from flintmq.kernel import Block, Heap, Ring
 from flintmq.wire import format_id, is_ephemeral
@@ -132,6 +133,8 @@ class Channel:
         self.ephemeral = is_ephemeral(name)
         self.paused = False
         self.exiting = False
+        #: Replaced, never changed.
+        self.settings = ChannelSettings.of(topic.broker.options)
         # Waiting: of what lies before ``seen``, the ranges; of what lies beyond, everything the topic has pumped.
         self.waiting = Ranges()
         self.seen = start

@@ -20,6 +20,7 @@ from flintmq.broker.journal import NEVER, SIDE
 from flintmq.broker.limits import TopicLimits
 from flintmq.broker.log import TAKE_AT_ONCE, TAKE_SHARED, WRITE_AT, Log
 from flintmq.broker.mover import Mover
+from flintmq.broker.settings import TopicSettings
 from flintmq.errors import NotFoundError, PublishError
 from flintmq.kernel import FAILED, FRAME_OVERHEAD, Intake, Scan, send_each
 from flintmq.wire import OK_FRAME, is_ephemeral
@@ -98,6 +99,8 @@ class Topic:
         self.paused = False
         self.exiting = False
         self.folder = folder
+        #: Replaced, never changed.
+        self.settings = TopicSettings.of(broker.options)
         self.log = self._new_log(folder, base)
         #: Messages for one channel only, and copies of old ones; made when there are any.
         self.side: Log | None = None
