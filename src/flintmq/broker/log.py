@@ -581,6 +581,15 @@ class Log:
         if len(self._pending) != 1 or not self._write_single(self._pending[0]):
             self._write_out(len(self._pending))
 
+    def change_durability(self, durability: str) -> None:
+        """From now on publishes are as safe as this. To and from ``memory`` only while everything has been written."""
+        if self.folder is None or durability == self.durability:
+            return
+        self.durability = durability
+        if durability == "fsync":
+            self.sync(COMMIT)
+        self._progressed()
+
     def write_all(self) -> None:
         """Write everything, whatever the durability: a clean stop."""
         if self.folder is not None and self._pending:
