@@ -45,6 +45,7 @@ usage: flintmq COMMAND [ARGUMENTS]
   nsqlookupd    where consumers find brokers, with the flags of NSQ's nsqlookupd
   pub           publish messages
   sub           print the messages of a channel
+  peek          look at messages without taking them; finish, put back or defer single ones
   backup        copy the data path of a broker, while it runs
   restore       make a data path from a backup
 
@@ -60,6 +61,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "up": _up,
         "pub": _tool("pub"),
         "sub": _tool("sub"),
+        "peek": _tool("peek"),
         "backup": _backup,
         "restore": _restore,
     }
