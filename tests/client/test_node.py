@@ -189,7 +189,7 @@ async def answering(handler: Callable[[asyncio.StreamReader, asyncio.StreamWrite
     [
         (b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhello", "does not answer like an nsqd"),
         (b'HTTP/1.1 200 OK\r\nContent-Length: 18\r\n\r\n{"messages": [{}]}', "does not answer like an nsqd"),
-        (b"E_INVALID what is this\r\n\r\n", "cannot speak to an nsqd"),
+        (b"E_INVALID what is this\r\n\r\n", "does not speak HTTP"),
         (b"", "cannot speak to an nsqd"),
         (b"HTTP/1.1 200 OK\r\nContent-Length: 500\r\n\r\nhello", "cannot speak to an nsqd"),
     ],

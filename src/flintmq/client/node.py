@@ -470,6 +470,8 @@ def _translated(address: str) -> Iterator[None]:
         yield
     except TimeoutError as exc:
         raise ConnectError(f"the nsqd at {address} does not answer") from exc
+    except aiohttp.ClientResponseError as exc:
+        raise ConnectError(f"what listens at {address} does not speak HTTP") from exc
     except (aiohttp.ClientError, OSError) as exc:
         # Numbers of TLS are other ones, and failed look-ups of names have theirs, which are negative.
         number = exc.errno if isinstance(exc, OSError) and not isinstance(exc, aiohttp.ClientSSLError) else None

@@ -16,6 +16,7 @@ import socket
 import sys
 from collections import deque
 from collections.abc import Callable, Coroutine
+from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -34,6 +35,7 @@ __all__ = [
     "Link",
     "body_fields",
     "node_flags",
+    "place_of",
     "print_json",
     "print_line",
     "refusal",
@@ -200,12 +202,31 @@ def node_flags(parser: argparse.ArgumentParser) -> None:
 
 
 def split_source(parser: argparse.ArgumentParser, source: str, *, channel: bool | None = True) -> tuple[str, str]:
-    """Topic and channel of `TOPIC/CHANNEL`. `channel`: must there be one (True), may there be one (None)?"""
+    """Topic and channel of `TOPIC/CHANNEL`. `channel`: must there be one, or not, or is both well (None)?"""
     topic, slash, name = source.partition("/")
-    if not wire.valid_name(topic) or (slash and not wire.valid_name(name)) or (channel and not slash):
-        expected = "TOPIC/CHANNEL" if channel else "TOPIC or TOPIC/CHANNEL"
-        parser.error(f'"{source}" is not {expected}, such as orders/billing')
+    is_good = wire.valid_name(topic) and (not slash or wire.valid_name(name))
+    if not is_good or (channel is not None and channel != bool(slash)):
+        expected = {
+            True: "TOPIC/CHANNEL, such as orders/billing",
+            False: "a topic, such as orders",
+            None: "TOPIC or TOPIC/CHANNEL, such as orders or orders/billing",
+        }[channel]
+        parser.error(f'"{source}" is not {expected}')
     return topic, name
+
+
+def place_of(text: str) -> str | int | datetime:
+    """A place in a log, from the command line: `earliest`, `latest`, a seq, or a time (without a zone: a local one)."""
+    if text in ("earliest", "latest"):
+        return text
+    if text.isdecimal():
+        return int(text)
+    try:
+        return datetime.fromisoformat(text)
+    except ValueError as exc:
+        raise argparse.ArgumentTypeError(
+            f'"{text}" is neither earliest, latest, a number nor a time such as 2030-01-31T12:00:00Z'
+        ) from exc
 
 
 def run_on_node(
