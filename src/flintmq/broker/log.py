@@ -1016,7 +1016,11 @@ class Log:
         """Read the chunk, of which ``seq`` is wanted, in a thread."""
         if (segment, chunk) in self._reading or self.closed or self._disk.closing:
             return
-        start, stop, first, after = segment.chunk(chunk)
+        start = segment.index_offsets[chunk]
+        last = chunk + 1 == len(segment.index_offsets)
+        stop = segment.size if last else segment.index_offsets[chunk + 1]
+        first = segment.index_seqs[chunk]
+        after = segment.end if last else segment.index_seqs[chunk + 1]
         try:
             fd = self._store.file(segment)
         except OSError as exc:
@@ -1086,7 +1090,10 @@ class Log:
         if self.closed or self._disk.closing:
             raise StorageError("the broker is stopping")
         fd = self._store.file(segment)
-        start, stop, first, after = segment.chunk(chunk)
+        last = chunk + 1 == len(segment.index_offsets)
+        start, first = segment.index_offsets[chunk], segment.index_seqs[chunk]
+        stop = segment.size if last else segment.index_offsets[chunk + 1]
+        after = segment.end if last else segment.index_seqs[chunk + 1]
         segment.pins += 1
 
         def work() -> Block | None:

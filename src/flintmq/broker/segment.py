@@ -110,16 +110,6 @@ class Segment:
         self.end = seq + count
         self.size = offset + size
 
-    def chunk(self, number: int) -> tuple[int, int, int, int]:
-        """Where a piece of the file begins and ends, and which seqs it holds: the first, and the first after it."""
-        last = number + 1 == len(self.index_offsets)
-        return (
-            self.index_offsets[number],
-            self.size if last else self.index_offsets[number + 1],
-            self.index_seqs[number],
-            self.end if last else self.index_seqs[number + 1],
-        )
-
     def footer(self) -> bytes:
         body = msgspec.msgpack.encode(
             {
