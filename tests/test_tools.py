@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -277,3 +278,18 @@ def test_tokens_and_certificates(run: Run, guarded: tuple[Nsqd, Path]) -> None:
     assert (status, "must hold one token" in err) == (1, True)
     status, _, err = run("peek", "t", "--tls-root-ca-file", str(path / "empty"), address=address)
     assert (status, "cannot use the files of --tls-root-ca-file" in err) == (1, True)
+
+
+# --- The document -----------------------------------------------------------------------------------------------------
+
+DOCUMENT = (Path(__file__).parent.parent / "docs" / "tools.md").read_text()
+
+
+@pytest.mark.parametrize("tool", ["pub", "sub", "peek", "seek", "redrive", "settings", "log"])
+def test_every_flag_is_in_the_document(tool: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        importlib.import_module(f"flintmq.tools.{tool}").main(["--help"])
+    flags = set(re.findall(r"--[a-z][a-z-]+", capsys.readouterr().out)) - {"--help"}
+    assert {"--json"} <= flags
+    assert sorted(flag for flag in flags if f"`{flag}" not in DOCUMENT) == []
+    assert f"`flintmq {tool}`" in DOCUMENT
