@@ -70,15 +70,14 @@ SYNC_SPACING = 100_000_000
 #: How often, and how many seconds apart, a read that the device refuses is tried before its messages are given up.
 READ_TRIES, READ_PAUSE = 10, 1.0
 _POOL_BLOCKS = 8
-_SPARE_BLOCKS = 8
+_SPARE_BLOCKS = 12
 _MOST_FILES = 400
 
 
 def _fresh_memory() -> list[mmap]:
     """Memory for blocks whose pages are there already: a busy loop has no time to wait for them one by one."""
     spare = [_memory(LARGEST_BLOCK) for _ in range(_SPARE_BLOCKS)]
-    for memory in spare:
-        populate(memory)
+    populate(spare)
     return spare
 
 
@@ -155,7 +154,7 @@ class Store:
                 block = self._blocks.pop()
                 if block.recycle(base):
                     return block
-            if len(self._spare) < _SPARE_BLOCKS // 2 and not self._preparing and not self.disk.closing:
+            if len(self._spare) < _SPARE_BLOCKS and not self._preparing and not self.disk.closing:
                 self._preparing = True
                 self.disk.submit(_fresh_memory, self._prepared, SPARE)
             return Block(size, base, self._spare.pop() if self._spare else _memory(size))
@@ -581,6 +580,15 @@ class Log:
             return
         if len(self._pending) != 1 or not self._write_single(self._pending[0]):
             self._write_out(len(self._pending))
+
+    def change_durability(self, durability: str) -> None:
+        """From now on publishes are as safe as this. To and from ``memory`` only while everything has been written."""
+        if self.folder is None or durability == self.durability:
+            return
+        self.durability = durability
+        if durability == "fsync":
+            self.sync(COMMIT)
+        self._progressed()
 
     def write_all(self) -> None:
         """Write everything, whatever the durability: a clean stop."""
