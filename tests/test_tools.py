@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import json
 import os
+import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -277,3 +278,60 @@ def test_tokens_and_certificates(run: Run, guarded: tuple[Nsqd, Path]) -> None:
     assert (status, "must hold one token" in err) == (1, True)
     status, _, err = run("peek", "t", "--tls-root-ca-file", str(path / "empty"), address=address)
     assert (status, "cannot use the files of --tls-root-ca-file" in err) == (1, True)
+
+
+# --- settings ---------------------------------------------------------------------------------------------------------
+
+
+def rows_of(out: str) -> dict[str, list[str]]:
+    return {row[0]: row[1:] for row in (line.split() for line in out.splitlines()) if len(row) > 1}
+
+
+def test_settings_are_shown_with_where_they_are_from(run: Run, topic: str) -> None:
+    status, out, err = run("settings", topic)
+    assert (status, err) == (0, "")
+    assert rows_of(out)["ttl"] == ["0s", "default"]
+    status, out, _ = run("settings", f"{topic}/c", "--json")
+    [found] = lines_of(out)
+    assert (status, found["topic"], found["channel"]) == (0, topic, "c")
+    assert found["source"]["max-attempts"] == "default"
+
+
+def test_settings_are_set_and_taken_back(run: Run, topic: str, node: sync.NodeClient) -> None:
+    status, out, _ = run("settings", topic, "ttl=1h", "max-messages=1000")
+    assert (status, rows_of(out)["ttl"]) == (0, ["1h0m0s", "live"])
+    assert rows_of(out)["max-messages"] == ["1000", "live"]
+    status, out, _ = run("settings", "--unset", "ttl", topic, "max-messages=7")
+    assert (rows_of(out)["ttl"], rows_of(out)["max-messages"]) == (["0s", "default"], ["7", "live"])
+    run("settings", f"{topic}/c", "max-attempts=5")
+    assert node.channel_settings(topic, "c").set == {"max-attempts": 5}
+
+
+def test_settings_may_be_for_all_topics_of_a_kind(run: Run, topic: str) -> None:
+    pattern = topic[:-1] + "*"
+    assert run("settings", pattern, "ttl=2h")[0] == 0
+    assert rows_of(run("settings", topic)[1])["ttl"] == ["2h0m0s", "live"]
+
+
+def test_a_wrong_setting_is_told_and_changes_nothing(run: Run, topic: str, node: sync.NodeClient) -> None:
+    before = node.topic_settings(topic)
+    for change in ("ttl=soon", "colour=green"):
+        status, out, err = run("settings", topic, "max-messages=5", change)
+        assert (status, out) == (1, "")
+        assert err.startswith("flintmq settings: INVALID_SETTING: ")
+    assert node.topic_settings(topic) == before
+
+
+# --- The document -----------------------------------------------------------------------------------------------------
+
+DOCUMENT = (Path(__file__).parent.parent / "docs" / "tools.md").read_text()
+
+
+@pytest.mark.parametrize("tool", ["pub", "sub", "peek", "seek", "redrive", "settings", "log"])
+def test_every_flag_is_in_the_document(tool: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        importlib.import_module(f"flintmq.tools.{tool}").main(["--help"])
+    flags = set(re.findall(r"--[a-z][a-z-]+", capsys.readouterr().out)) - {"--help"}
+    assert {"--json"} <= flags
+    assert sorted(flag for flag in flags if f"`{flag}" not in DOCUMENT) == []
+    assert f"`flintmq {tool}`" in DOCUMENT

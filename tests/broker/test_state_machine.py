@@ -563,42 +563,6 @@ class BrokerMachine(RuleBasedStateMachine):
         self.models[name].backlog.clear()
         self.operated()
 
-    @rule(names=st.sampled_from(SET_FOR), value=st.none() | st.integers(1, 9))
-    def configure(self, names: tuple[str, ...], value: int | None) -> None:
-        """Set something live, or take it away; what has a name must be there."""
-        topic, channel = (*names, "*")[:2]
-        if "*" not in topic and (
-            topic not in self.models or ("*" not in channel and channel not in self.models[topic].channels)
-        ):
-            return
-
-        async def change() -> None:
-            key = "reader-bytes" if len(names) == 1 else "max-defer"
-            self.broker.settings.change(names, {key: value and value + NO_LIMIT})
-
-        self.run(change())
-        self.said.pop(names, None)
-        if value:
-            self.said[names] = value + NO_LIMIT
-        self.operated()
-
-    @invariant()
-    def settings_are_what_was_set(self) -> None:
-        def expected(*names: str) -> int:
-            counting = (
-                other
-                for other in SET_FOR
-                if len(other) == len(names) and all(map(fnmatchcase, names, other)) and other in self.said
-            )
-            return self.said.get(next(counting, ()), 0)
-
-        for name in self.models:
-            assert self.topic(name).settings.reader_bytes == expected(name)
-        for topic, channel in self.all_channels():
-            # A whole number is milliseconds; the default is an hour.
-            found = self.channel(topic, channel).settings.max_defer // 1_000_000
-            assert found == (expected(topic, channel) or 3_600_000)
-
     @precondition(lambda self: self.all_channels())
     @rule(random=some, limit=st.integers(1, 40))
     def peek(self, random: Any, limit: int) -> None:
@@ -651,6 +615,42 @@ class BrokerMachine(RuleBasedStateMachine):
         elif verb == "defer" or entry.place != WAITING:
             entry.put_back(self.clock.now() + delay if delay else 0)
         self.operated()
+
+    @rule(names=st.sampled_from(SET_FOR), value=st.none() | st.integers(1, 9))
+    def configure(self, names: tuple[str, ...], value: int | None) -> None:
+        """Set something live, or take it away; what has a name must be there."""
+        topic, channel = (*names, "*")[:2]
+        if "*" not in topic and (
+            topic not in self.models or ("*" not in channel and channel not in self.models[topic].channels)
+        ):
+            return
+
+        async def change() -> None:
+            key = "reader-bytes" if len(names) == 1 else "max-defer"
+            self.broker.settings.change(names, {key: value and value + NO_LIMIT})
+
+        self.run(change())
+        self.said.pop(names, None)
+        if value:
+            self.said[names] = value + NO_LIMIT
+        self.operated()
+
+    @invariant()
+    def settings_are_what_was_set(self) -> None:
+        def expected(*names: str) -> int:
+            counting = (
+                other
+                for other in SET_FOR
+                if len(other) == len(names) and all(map(fnmatchcase, names, other)) and other in self.said
+            )
+            return self.said.get(next(counting, ()), 0)
+
+        for name in self.models:
+            assert self.topic(name).settings.reader_bytes == expected(name)
+        for topic, channel in self.all_channels():
+            # A whole number is milliseconds; the default is an hour.
+            found = self.channel(topic, channel).settings.max_defer // 1_000_000
+            assert found == (expected(topic, channel) or 3_600_000)
 
     # --- The end, and a new beginning --------------------------------------------------------------------------------
 

@@ -119,6 +119,24 @@ async def test_one_message_is_acted_on(node: NodeClient, ids: list[str]) -> None
     assert caught.value.code.startswith("MESSAGE_NOT_FOUND: ")
 
 
+# --- Settings ---------------------------------------------------------------------------------------------------------
+
+
+async def test_settings_are_read_and_changed(node: NodeClient, ids: list[str]) -> None:
+    found = await node.topic_settings("t")
+    assert (found.topic, found.set, found.source["ttl"]) == ("t", {}, "default")
+    found = await node.set_topic_settings("t", {"ttl": "1h", "max-messages": 10})
+    assert found.set == {"ttl": "1h0m0s", "max-messages": 10}
+    found = await node.set_topic_settings("t", {"ttl": None})
+    assert (found.set, found.settings["ttl"], found.settings["max-messages"]) == ({"max-messages": 10}, "0s", 10)
+    found = await node.set_channel_settings("t", "c", {"max-attempts": 3})
+    assert (found.channel, found.settings["max-attempts"], found.source["max-attempts"]) == ("c", 3, "live")
+    assert await node.channel_settings("t", "c") == found
+    with pytest.raises(HttpError) as caught:
+        await node.set_topic_settings("t", {"ttl": "soon"})
+    assert (caught.value.status, caught.value.code.partition(":")[0]) == (400, "INVALID_SETTING")
+
+
 # --- Ways to it -------------------------------------------------------------------------------------------------------
 
 
@@ -180,27 +198,24 @@ async def test_nobody_listens() -> None:
 
 
 @contextlib.asynccontextmanager
-async def answering(handler: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Any]) -> AsyncIterator[str]:
-    """The address of a server; at the end every connection of it is closed for good."""
-    served: list[tuple[asyncio.Task[Any] | None, asyncio.StreamWriter]] = []
+async def answering(serve: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Any]) -> AsyncIterator[str]:
+    """The address of something that answers as the test says; each connection is closed after that."""
+    under_way: set[asyncio.Task[None]] = set()
 
-    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        served.append((asyncio.current_task(), writer))
-        with contextlib.suppress(asyncio.IncompleteReadError, ConnectionError):
-            await handler(reader, writer)
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await serve(reader, writer)
+        writer.close()
+        with contextlib.suppress(OSError):
+            await writer.wait_closed()
 
-    server = await asyncio.start_server(serve, "127.0.0.1", 0)
-    host, port = server.sockets[0].getsockname()
-    try:
+    def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        under_way.add(asyncio.get_running_loop().create_task(handle(reader, writer)))
+
+    server = await asyncio.start_server(connected, "127.0.0.1", 0)
+    async with server:
+        host, port = server.sockets[0].getsockname()
         yield f"{host}:{port}"
-    finally:
-        server.close()
-        for task, writer in served:
-            if task is not None:
-                await task
-            writer.close()
-            with contextlib.suppress(ConnectionError):
-                await writer.wait_closed()
+        await asyncio.gather(*under_way)
 
 
 @pytest.mark.parametrize(
@@ -217,7 +232,6 @@ async def test_what_is_no_nsqd_is_told(answer: bytes, error: str) -> None:
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.readuntil(b"\r\n\r\n")
         writer.write(answer)
-        writer.close()
 
     async with answering(serve) as address, NodeClient(address) as node:
         with pytest.raises(ConnectError, match=error):
@@ -227,7 +241,6 @@ async def test_what_is_no_nsqd_is_told(answer: bytes, error: str) -> None:
 async def test_a_silent_node_is_not_waited_for() -> None:
     async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await reader.read()
-        writer.close()
 
     async with answering(serve) as address, NodeClient(address, timeout=0.05) as node:
         with pytest.raises(ConnectError, match="does not answer"):
@@ -239,7 +252,6 @@ async def test_a_refusal_that_is_no_envelope_is_shown() -> None:
         for body in (b"a proxy is unhappy", b""):
             await reader.readuntil(b"\r\n\r\n")
             writer.write(b"HTTP/1.1 502 Bad Gateway\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
-        writer.close()
 
     async with answering(serve) as address, NodeClient(address) as node:
         with pytest.raises(HttpError, match="502 a proxy is unhappy"):
