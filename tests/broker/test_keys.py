@@ -29,11 +29,11 @@ from flintmq.broker import keys as keys_module
 from flintmq.broker.channel import Channel
 from flintmq.broker.daemon import Broker
 from flintmq.broker.disk import BACKGROUND, Disk
-from flintmq.broker.keys import KeyBlock, KeyFiles, Window, digest_of, key_extra, key_in, valid_key
+from flintmq.broker.keys import KeyBlock, KeyFiles, Window, digest_of, key_extra, key_in
 from flintmq.broker.settings import TopicSettings
 from flintmq.broker.topic import SLICED_FROM, Topic
 from flintmq.errors import FormatError
-from flintmq.wire import encode_command, encode_mpub
+from flintmq.wire import encode_command, encode_mpub, valid_key
 
 HOUR = 3600 * SECOND
 
@@ -56,7 +56,7 @@ def dpub(key: str, body: bytes, milliseconds: int) -> bytes:
 
 
 def mpub(key: str, bodies: list[bytes]) -> bytes:
-    return encode_mpub(b"t " + key.encode(), bodies)
+    return encode_mpub(b"t", bodies, key.encode())
 
 
 def stored(broker: Broker, topic: str = "t") -> list[bytes]:

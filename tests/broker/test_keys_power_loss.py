@@ -46,7 +46,7 @@ class Book:
         bodies = [b"%s %d ".ljust(size, b".") % (key.encode(), number) for number in range(count)]
         name = key.encode()
         if count > 1:
-            command = encode_mpub(b"t " + name, bodies)
+            command = encode_mpub(b"t", bodies, name)
         elif delay:
             command = encode_command(b"DPUB", b"t", b"%d" % delay, name, body=bodies[0])
         else:

@@ -23,7 +23,6 @@ from typing import TYPE_CHECKING, cast
 
 from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
 
-from flintmq.broker.keys import valid_key
 from flintmq.broker.sockets import SocketTransport
 from flintmq.broker.topic import SLICED_FROM, Commit, Piece, Topic, slices
 from flintmq.errors import HttpError, LimitError, PublishError
@@ -39,7 +38,7 @@ from flintmq.web import (
     render,
     split_target,
 )
-from flintmq.wire import valid_name
+from flintmq.wire import valid_key, valid_name
 
 if TYPE_CHECKING:
     from flintmq.broker.daemon import Broker

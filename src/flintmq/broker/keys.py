@@ -22,7 +22,6 @@ from __future__ import annotations
 
 import logging
 import os
-import re
 from array import array
 from bisect import bisect_left
 from collections.abc import Callable
@@ -42,7 +41,7 @@ from flintmq.errors import FormatError, LimitError
 if TYPE_CHECKING:
     from flintmq.broker.topic import Commit, Topic
 
-__all__ = ["MOST_IN_SEGMENT", "KeyBlock", "Keys", "Window", "key_extra", "key_in", "valid_key"]
+__all__ = ["MOST_IN_SEGMENT", "KeyBlock", "Keys", "Window", "key_extra", "key_in"]
 
 log = logging.getLogger(__name__)
 
@@ -63,14 +62,8 @@ _head = Struct(">8sHHI")
 _crc = Struct(">I")
 _words = Struct("=QQ")
 _ENTRY = DIGEST + 16
-_key = re.compile(rb"[!-~]{1,128}")
 #: What the extra bytes of a record look like that hold a key and nothing else.
 _EXTRA = msgspec.msgpack.encode({"key": bytes(DIGEST)})[:-DIGEST]
-
-
-def valid_key(key: bytes) -> bool:
-    """1 to 128 printable ASCII characters without space."""
-    return _key.fullmatch(key) is not None
 
 
 def digest_of(key: bytes) -> bytes:

@@ -22,7 +22,6 @@ from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
-from flintmq.broker.keys import valid_key
 from flintmq.broker.log import NO_BLOCK
 from flintmq.broker.sockets import SocketTransport
 from flintmq.broker.topic import SLICED_FROM, Commit, Topic, slices
@@ -42,6 +41,7 @@ from flintmq.wire import (
     go_quote,
     parse_base10,
     parse_id,
+    valid_key,
     valid_name,
 )
 
