@@ -7,7 +7,6 @@ happens to keys when the power goes at any file call is in test_keys_power_loss.
 from __future__ import annotations
 
 import asyncio
-import dataclasses
 import errno
 import json
 import logging
@@ -30,8 +29,7 @@ from flintmq.broker.channel import Channel
 from flintmq.broker.daemon import Broker
 from flintmq.broker.disk import BACKGROUND, Disk
 from flintmq.broker.keys import KeyBlock, KeyFiles, Window, digest_of, key_extra, key_in
-from flintmq.broker.settings import TopicSettings
-from flintmq.broker.topic import SLICED_FROM, Topic
+from flintmq.broker.topic import SLICED_FROM
 from flintmq.errors import FormatError
 from flintmq.wire import encode_command, encode_mpub, valid_key
 
@@ -69,8 +67,10 @@ def stored(broker: Broker, topic: str = "t") -> list[bytes]:
     return found
 
 
-def limit(topic: Topic, **settings: int) -> None:
-    topic.settings = dataclasses.replace(topic.settings, **settings)
+def limit(broker: Broker, **settings: int | str) -> None:
+    """Set them for the topic, as over HTTP."""
+    broker.topic("t")
+    broker.settings.change(("t",), {key.replace("_", "-"): value for key, value in settings.items()})
 
 
 # --- The window -------------------------------------------------------------------------------------------------------
@@ -361,7 +361,7 @@ async def test_a_bad_key_is_refused(broker: Broker, command: bytes, verb: str, k
 
 
 async def test_keys_can_be_switched_off_for_a_topic(broker: Broker) -> None:
-    limit(broker.topic("t"), key_count=0)
+    limit(broker, key_count=0)
     client = Keyed(broker)
     client.send(pub("k", b"one"))
     await until(lambda: client.is_over)
@@ -584,6 +584,19 @@ async def test_with_durability_memory_a_clean_stop_keeps_the_keys_and_a_crash_fo
         await broker.stop()
 
 
+async def test_a_clean_stop_keeps_keys_from_before_the_durability_was_changed(start_broker: StartBroker) -> None:
+    broker = await start_broker(durability="memory")
+    await Keyed(broker).ask(pub("a", b"one"))
+    broker.topics["t"].empty()
+    await quiet(broker)
+    limit(broker, durability="os")
+    await Keyed(broker).ask(pub("b", b"two"))
+    await broker.stop()
+    broker = await start_broker(durability="os")
+    assert await is_known(broker, "a")
+    assert await is_known(broker, "b")
+
+
 async def test_an_ephemeral_topic_has_keys_in_memory(start_broker: StartBroker, tmp_path: Path) -> None:
     broker = await start_broker()
     for _ in range(2):
@@ -771,8 +784,8 @@ async def test_the_newest_keys_are_known_and_the_oldest_forgotten(
     start_broker: StartBroker, restart: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(keys_module, "SMALLEST_TABLE", 5)
-    set_for_all(monkeypatch, key_count=40)
     broker = await start_broker(max_bytes_per_file=5_000)
+    limit(broker, key_count=40)
     channel, _ = broker.topic("t").channel("c")
     for first in range(0, 300, 60):
         await fill(broker, range(first, first + 60))
@@ -785,18 +798,10 @@ async def test_the_newest_keys_are_known_and_the_oldest_forgotten(
     assert not any(await known(broker, range(200)))
 
 
-def set_for_all(monkeypatch: pytest.MonkeyPatch, **settings: int) -> None:
-    """Every topic has these settings from its beginning."""
-    of = TopicSettings.of
-    monkeypatch.setattr(TopicSettings, "of", lambda options: dataclasses.replace(of(options), **settings))
-
-
 @pytest.mark.parametrize("reboot", [False, True])
-async def test_a_key_is_known_for_its_age(
-    start_broker: StartBroker, clock: FakeClock, reboot: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    set_for_all(monkeypatch, key_age=100 * HOUR)
+async def test_a_key_is_known_for_its_age(start_broker: StartBroker, clock: FakeClock, reboot: bool) -> None:
     broker = await start_broker(max_bytes_per_file=5_000)
+    limit(broker, key_age="100h")
     channel, _ = broker.topic("t").channel("c")
     await fill(broker, range(30))
     await drain(broker, channel)
@@ -831,18 +836,19 @@ async def test_files_of_keys_go_when_their_keys_are_too_old(
     broker = await start_broker(max_bytes_per_file=5_000)
     topic = broker.topic("t")
     channel, _ = topic.channel("c")
-    limit(topic, key_age=100 * HOUR)
+    limit(broker, key_age="100h")
     await fill(broker, range(30))
     await drain(broker, channel)
     [old] = tmp_path.rglob("*.keys")
-    clock.advance(150 * 3600)
-    await drain(broker, channel)
-    assert topic.keys is not None and topic.keys.window.memory == 0
+    clock.advance(99 * 3600)
     await broker.stop()
     broker = await start_broker(max_bytes_per_file=5_000)
-    # The limits are the default again: seven days.
+    topic = broker.topics["t"]
+    assert topic.keys is not None and len(topic.keys.window) == 30
     assert old.exists()
-    clock.advance(20 * 3600)
+    clock.advance(2 * 3600)
+    await drain(broker, topic.channels["c"])
+    assert topic.keys.window.memory == 0
     await broker.stop()
     await start_broker(max_bytes_per_file=5_000)
     assert not old.exists()
@@ -915,12 +921,12 @@ async def test_a_key_of_a_refused_publish_over_http_is_free(http: tuple[Broker, 
     assert (await client.post("/pub?topic=t", b"", "X-Flintmq-Key: k")).message == "MSG_EMPTY"
     bad = await client.post("/mpub?topic=t&binary=true", b"\0\0\0\2\0\0\0\1x", "X-Flintmq-Key: k")
     assert bad.message == "BAD_MESSAGE"
-    limit(broker.topic("t"), key_count=0)
+    limit(broker, key_count=0)
     async with HttpClient.connect(broker.http_address) as client:
         answer = await client.post("/pub?topic=t", b"one", "X-Flintmq-Key: k")
         assert answer.status == 503
         assert answer.message == "no keys are remembered for this topic (key-count is 0)"
-        limit(broker.topic("t"), key_count=10)
+        limit(broker, key_count=10)
         answer = await client.post("/pub?topic=t", b"one", "X-Flintmq-Key: k")
         assert (answer.status, "x-flintmq-repeat" in answer.headers) == (200, False)
 

@@ -409,6 +409,8 @@ class Keys:
         # Publishes that are being committed, by digest; and the digests by commit.
         self._pending: dict[bytes, Commit] = {}
         self._committing: dict[Commit, list[bytes]] = {}
+        # Some keys may be in no file: they came while the durability was ``memory``.
+        self._unwritten = False
         self._files: KeyFiles | None = None
         if topic.folder is not None:
             self._files = KeyFiles(topic.broker.disk, topic.folder, topic.name)
@@ -452,6 +454,7 @@ class Keys:
     def _remember(self, digest: bytes) -> None:
         settings = self._topic.settings
         self.window.add(digest, self._clock.now(), settings.key_count, settings.key_age)
+        self._unwritten |= settings.durability == "memory"
 
     def trim(self) -> None:
         """Forget what is too old, or too many."""
@@ -495,9 +498,9 @@ class Keys:
         self.trim()
         return bool(total)
 
-    def save_all(self) -> None:
-        """A clean stop with durability ``memory``: much was never in a file, so the window itself is saved."""
-        if self._files is None or not len(self.window):
+    def close(self) -> None:
+        """A clean stop. With durability ``memory`` much was never in a file, so the window itself is saved."""
+        if self._files is None or not self._unwritten or not len(self.window):
             return
         now, wall = self._clock.now(), self._clock.wall()
         keys = KeyBlock()
