@@ -8,7 +8,8 @@ The data path holds, beside ``nsqd.dat`` for those who read it, one folder ``fli
 
     flintmq/format.json        format version, the node's random identity
     flintmq/journal/           what happened (journal.py)
-    flintmq/topics/NAME@N/     a topic's segment files (segment.py); N is its incarnation; ``side`` its side log
+    flintmq/topics/NAME@N/     a topic's segment files (segment.py); N is its incarnation; ``side`` its side log;
+                               keys of segments that are gone (keys.py)
     flintmq/topics/NAME@N.lost a topic that the journal does not know, after damage to it
     flintmq.restoring          a backup that is being put back: no broker starts beside it
 """
@@ -32,6 +33,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+import flintmq
 from flintmq.broker import sockets, stats, takeover
 from flintmq.broker.channel import Channel
 from flintmq.broker.disk import Clock, Disk, SystemClock
@@ -309,6 +311,15 @@ class Broker:
     def _new_session(self) -> Session:
         return Session(self)
 
+    def about(self) -> dict[str, Any]:
+        """What a client is told that asks for more than NSQ says."""
+        return {"version": flintmq.__version__, "node": self.node.hex(), "log": True, "keys": True}
+
+    @property
+    def http_port(self) -> int:
+        """Where others reach our HTTP port; 0 if it is not served, or not on a port."""
+        return self.options.broadcast_http_port or split_address(self.http_address)[1] if self.http_address else 0
+
     @property
     def tcp_address(self) -> str:
         """Where clients connect: ``host:port`` as really bound, or the path of a unix socket."""
@@ -365,6 +376,8 @@ class Broker:
                 topic.log.write_all()
                 topic.log.sync_now()
                 topic.log.close()
+                if topic.keys is not None:
+                    topic.keys.close()
                 if topic.side is not None:
                     topic.side.write_all()
                     topic.side.sync_now()
@@ -611,6 +624,7 @@ class Broker:
         if after is None and state.end is not None:
             # Messages that were finished before they were ever written leave no trace but the end.
             topic.log.end = topic.log.written = topic.log.durable = max(topic.log.end, state.end)
+        topic.restore_keys()
         topic.ceiling = state.ceiling
         topic.paused = state.paused
         if self.disk.exists(folder / "side"):
@@ -868,6 +882,8 @@ class Broker:
     def _free(self) -> None:
         freeable = []
         for topic in self.topics.values():
+            if topic.keys is not None:
+                topic.keys.trim()
             if topic.ephemeral:
                 continue
             if topic.log.segments:

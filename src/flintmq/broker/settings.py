@@ -165,8 +165,10 @@ class TopicSettings:
         "where a new channel starts: backlog (what no channel has seen, as in NSQ), earliest or latest",
         default="backlog",
     )
-    key_count: int = _setting(INT, "how many idempotency keys are remembered", default=1_000_000)
-    key_age: int = _setting(DURATION, "how long an idempotency key is remembered", default=7 * _DAY)
+    key_count: int = _setting(
+        INT, "how many idempotency keys are remembered; 0: none, and they are refused", default=1_000_000
+    )
+    key_age: int = _setting(DURATION, "how long an idempotency key is remembered; 0: for ever", default=7 * _DAY)
     reader_age: int = _setting(
         DURATION, "a reader position that has not moved for so long is given up; 0: never", default=7 * _DAY
     )

@@ -18,11 +18,12 @@ from typing import TYPE_CHECKING
 
 from flintmq.broker.channel import Channel
 from flintmq.broker.journal import NEVER, SIDE
+from flintmq.broker.keys import Keys
 from flintmq.broker.limits import TopicLimits
 from flintmq.broker.log import TAKE_AT_ONCE, WRITE_AT, Log
 from flintmq.broker.mover import Mover
 from flintmq.broker.settings import TopicSettings
-from flintmq.errors import NotFoundError, PublishError
+from flintmq.errors import DamageError, NotFoundError, PublishError
 from flintmq.kernel import FAILED, FRAME_OVERHEAD, Intake, Scan, send_each
 from flintmq.wire import OK_FRAME, is_ephemeral
 
@@ -107,6 +108,8 @@ class Topic:
         self.side: Log | None = None
         self.mover = Mover(self)
         self.channels: dict[str, Channel] = {}
+        #: The idempotency keys it knows; None until there is one.
+        self.keys: Keys | None = None
         # Marks.
         self.pumped = base
         self.ceiling = base
@@ -200,11 +203,20 @@ class Topic:
         )
 
     def publish(
-        self, data: bytearray, pos: int, stop: int, count: int, *, delay: int = 0, more: bool = False
+        self,
+        data: bytearray,
+        pos: int,
+        stop: int,
+        count: int,
+        *,
+        delay: int = 0,
+        more: bool = False,
+        extra: bytes = b"",
     ) -> Commit | None:
         """Append ``count`` records ``[size][body]``. None: safe already; else the commit to wait for.
 
-        With ``more`` this is a slice of a batch that goes on. PublishError says why it is refused.
+        With ``more`` this is a slice of a batch that goes on. ``extra`` is kept with them in the log. PublishError says
+        why it is refused.
         """
         if self.exiting:
             raise PublishError("exiting")
@@ -228,7 +240,7 @@ class Topic:
                 fitting = Scan(pos)
                 fitting.run(data, stop, room, stop)
                 stop, count = fitting.pos, room
-        self.log.append(data, pos, stop, count, self.broker.clock.wall(), delay=delay, more=more)
+        self.log.append(data, pos, stop, count, self.broker.clock.wall(), delay=delay, extra=extra, more=more)
         if self.log.end > self._usable - RESERVE // 2:
             self._reserve()
         self.broker.turn(self)
@@ -236,7 +248,7 @@ class Topic:
             return None
         return self._commit(self.message_count - count, self.message_bytes - size)
 
-    def publish_slices(self, slices: Iterator[Piece]) -> Commit | None:
+    def publish_slices(self, slices: Iterator[Piece], extra: bytes = b"") -> Commit | None:
         """Append a very large batch: one piece per loop turn, committed as one. The topic must not be ``busy``.
 
         As with ``publish``: None if it is safe already, else what to wait for. PublishError if it is refused at once.
@@ -250,7 +262,7 @@ class Topic:
         def some(data: bytearray, pos: int, stop: int, count: int) -> None:
             following = next(slices, None)
             try:
-                commit = self.publish(data, pos, stop, count, more=following is not None)
+                commit = self.publish(data, pos, stop, count, more=following is not None, extra=extra)
             except PublishError as exc:
                 self.release()
                 whole.resolve(exc)
@@ -270,6 +282,18 @@ class Topic:
         if whole.error is not None:
             raise whole.error
         return None
+
+    def once(self, key: bytes, publish: Callable[[bytes], Commit | None]) -> tuple[Commit | None, bool]:
+        """Publish under a key: see ``Keys.once``."""
+        if self.keys is None:
+            self.keys = Keys(self)
+        return self.keys.once(key, publish)
+
+    def restore_keys(self) -> None:
+        """At the start, when the log has been read back: which keys are known."""
+        keys = Keys(self)
+        if keys.restore():
+            self.keys = keys
 
     def _commit(self, count: int, size: int) -> Commit:
         """What this turn's publishers wait for. ``count`` and ``size`` are the counters before this publish."""
@@ -404,6 +428,16 @@ class Topic:
         if source is None:
             raise LookupError(f"{self.name} has no side log")
         return source.frame(seq)
+
+    def place(self, seq: int) -> tuple[Log, int]:
+        """The log that holds a message, and its seq in it. DamageError if none does."""
+        if seq < self.mover.below and not self.log.in_memory(seq):
+            return self.mover.place(seq)
+        if seq < SIDE:
+            return self.log, seq
+        if self.side is None:
+            raise DamageError(f"{self.name} has no side log", seq, seq + 1)
+        return self.side, seq
 
     def side_log(self) -> Log:
         """The side log, made if need be."""
