@@ -19,6 +19,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from mmap import MAP_ANON, MAP_PRIVATE, mmap
 from pathlib import Path
+from typing import Any
 
 from flintmq.broker.disk import BACKGROUND, COMMIT, READ, SPARE, Clock, Disk
 from flintmq.broker.segment import (
@@ -75,6 +76,10 @@ READ_TRIES, READ_PAUSE = 10, 1.0
 _POOL_BLOCKS = 8
 _SPARE_BLOCKS = 8
 _MOST_FILES = 400
+
+
+#: Runs the first in a thread, then calls the second with its result or its error, as ``Disk.submit`` does.
+Submit = Callable[[Callable[[], Any], Callable[[Any, BaseException | None], None]], None]
 
 
 def _fresh_memory() -> list[mmap]:
@@ -309,6 +314,8 @@ class Log:
         self._reading: set[tuple[Segment, int]] = set()
         self._failed_reads: dict[tuple[Segment, int], int] = {}
         self.damaged: list[tuple[int, int]] = []
+        # What stood in files that could not be made sense of at all.
+        self._set_aside: list[tuple[int, int]] = []
         # Syncing.
         self._unsynced: list[Segment] = []
         self._unsynced_bytes = 0
@@ -987,7 +994,7 @@ class Log:
             then(start, None)
             return
         segment, chunk = before
-        offset, size, first, after = self._extent(segment, chunk)
+        offset, size, first, after = self.extent(segment, chunk)
         try:
             fd = self.pin(segment)
         except (OSError, StorageError) as exc:
@@ -1021,13 +1028,99 @@ class Log:
         seqs = range(block.base, block.base + block.count)
         return block.base + bisect_left(seqs, time, key=lambda seq: timestamp_of(block.view, block.find(seq)))
 
-    def _extent(self, segment: Segment, chunk: int) -> tuple[int, int, int, int]:
+    def extent(self, segment: Segment, chunk: int) -> tuple[int, int, int, int]:
         """Where a chunk stands: its offset and size; and its seqs: the first, and the one after its last."""
         offset = segment.index_offsets[chunk]
         first = segment.index_seqs[chunk]
         if chunk + 1 == len(segment.index_offsets):
             return offset, segment.size - offset, first, segment.end
         return offset, segment.index_offsets[chunk + 1] - offset, first, segment.index_seqs[chunk + 1]
+
+    def place_from(self, seq: int, stop: int) -> tuple[int, Segment, int] | None:
+        """The first message from ``seq`` on and before ``stop``: its seq, segment and chunk. None if there is none.
+
+        Seqs that no message ever had are passed over. DamageError if messages there are known to be lost, StorageError
+        if the log is closed.
+        """
+        if self.closed:
+            raise StorageError(f"LOG({self.name}): closed")
+        found: tuple[int, Segment, int] | None = None
+        for segment in self.segments[self._index(seq) :]:
+            if segment.base >= stop:
+                break
+            k = bisect_right(segment.spans, seq)
+            if k < len(segment.spans):
+                first = seq if k % 2 else segment.spans[k]
+                if first < stop:
+                    found = first, segment, bisect_right(segment.index_seqs, first) - 1
+                break
+        lost = self.first_lost(seq, found[0] + 1 if found is not None else stop)
+        if lost is not None:
+            raise self._damage_error(lost[0], min(lost[1], stop))
+        return found
+
+    def _index(self, seq: int) -> int:
+        """Which segment holds ``seq``, if any does."""
+        return max(0, bisect_right(self.segments, seq, key=lambda segment: segment.base) - 1)
+
+    def first_lost(self, first: int, stop: int) -> tuple[int, int] | None:
+        """Of ``first`` … ``stop - 1`` the first messages that are known to be lost."""
+        lost = list(self._set_aside)
+        for segment in self.segments[self._index(first) :]:
+            if segment.base >= stop:
+                break
+            if segment.damaged or segment.lost:
+                lost += segment.damaged + segment.lost
+        met = [(max(a, first), b) for a, b in lost if a < stop and b > first]
+        return min(met) if met else None
+
+    def _damage_error(self, first: int, stop: int) -> DamageError:
+        return DamageError(f"LOG({self.name}): seqs {first} to {stop - 1} cannot be read", first, stop)
+
+    def read_from(
+        self,
+        place: tuple[int, Segment, int],
+        stop: int,
+        submit: Submit,
+        then: Callable[[Block | None, BaseException | None], None],
+    ) -> None:
+        """Read what ``place_from`` found, and what follows it in its chunk, checked, for somebody who is no channel.
+
+        ``submit`` runs it in a thread. ``then`` gets a block that holds the message, or the error: a DamageError if
+        it cannot be read. Nothing from ``stop`` on is looked at. OSError, StorageError: the file cannot be read now.
+        """
+        seq, segment, chunk = place
+        offset, size, first, after = self.extent(segment, chunk)
+        fd = self.pin(segment)
+
+        def work() -> tuple[Block | None, list[tuple[int, int]]]:
+            return decode_chunk(self._disk.read(fd, size, offset), segment.salt, first, after, seq)
+
+        def done(result: tuple[Block | None, list[tuple[int, int]]] | None, error: BaseException | None) -> None:
+            self.unpin(segment)
+            if result is None:
+                then(None, error)
+                return
+            block, damage = result
+            self._note_damage(segment, damage, stop)
+            if block is None or not block.base <= seq < block.base + block.count:
+                last = next((b for a, b in damage if a <= seq < b), seq + 1)
+                then(None, self._damage_error(seq, min(last, stop)))
+            else:
+                then(block, None)
+
+        submit(work, done)
+
+    def _note_damage(self, segment: Segment, damage: list[tuple[int, int]], stop: int) -> None:
+        """These seqs, as far as they lie before ``stop``, could not be read: say so, and remember it."""
+        for first, last in damage:
+            for a, b in segment.present(first, min(last, stop)):
+                if (a, b) not in segment.damaged:
+                    log.error(
+                        "LOG(%s): seqs %d to %d in %s do not match their checksum", self.name, a, b - 1, segment.path
+                    )
+                    segment.damaged.append((a, b))
+                    self.damaged.append((a, b))
 
     def _place(self, seq: int) -> tuple[Segment, int]:
         """In which segment and chunk ``seq`` is written; DamageError if in none."""
@@ -1069,7 +1162,7 @@ class Log:
         """Read the chunk, of which ``seq`` is wanted, in a thread."""
         if (segment, chunk) in self._reading or self.closed or self._disk.closing:
             return
-        offset, size, first, after = self._extent(segment, chunk)
+        offset, size, first, after = self.extent(segment, chunk)
         # What a thread is still writing is not there yet, and is not damaged.
         written = self.written
         try:
@@ -1110,15 +1203,7 @@ class Log:
                 self._failed_reads.pop((segment, chunk), None)
                 if block is not None:
                     self._store.keep_cold(segment, chunk, block)
-                for a, b in damage:
-                    b = min(b, written)
-                    if a >= b or (a, b) in segment.damaged:
-                        continue
-                    log.error(
-                        "LOG(%s): seqs %d to %d in %s do not match their checksum", self.name, a, b - 1, segment.path
-                    )
-                    segment.damaged.append((a, b))
-                    self.damaged.append((a, b))
+                self._note_damage(segment, damage, written)
             self._arrived()
 
         self._disk.submit(work, done, READ)
@@ -1237,6 +1322,11 @@ class Log:
                 paths.append(path)
         for i, path in enumerate(paths):
             self._recover_segment(path, paths[i + 1] if i + 1 < len(paths) else None, durable)
+        for name in self._disk.names(self.folder):
+            if name.endswith(".bad"):
+                first = int(name.removesuffix(".bad"), 16)
+                stop = min((segment.base for segment in self.segments if segment.base > first), default=durable)
+                self._set_aside.append((first, stop))
         for segment, later in zip(self.segments, self.segments[1:], strict=False):
             # A segment that could not be cut back is hidden by the one that was begun after it.
             if segment.end > later.base:
@@ -1279,6 +1369,8 @@ class Log:
     def _settle(self, segment: Segment, fd: int, salvage: Salvage, durable: int) -> None:
         """Seal a segment that has no footer. What may be in the page cache only goes to a new file first."""
         known = [entry for entry in salvage.entries if entry.seq + entry.count <= durable]
+        # Of durability `memory` much never reaches a file.
+        lost = salvage.lost if self.durability != "memory" else []
         unknown = salvage.entries[len(known) :]
         copy: Segment | None = None
         if unknown:
@@ -1299,6 +1391,8 @@ class Log:
                 copy.note(entry.seq, entry.count, offset, len(record) + len(frames), frames)
                 if entry.flags & DEFERRED:
                     copy.deferrals.extend((entry.seq, entry.count, entry.started, entry.delay, timestamp_of(frames)))
+            if not known:
+                copy.lost = lost
             self._disk.write(out, [copy.footer()], copy.size)
             self._disk.sync(out)
             self._disk.rename(temporary, path)
@@ -1312,6 +1406,7 @@ class Log:
                 if entry.flags & DEFERRED:
                     segment.deferrals.extend((entry.seq, entry.count, entry.started, entry.delay, timestamp_of(frames)))
             if known:
+                segment.lost = lost
                 self._disk.truncate(fd, segment.size)
                 self._disk.write(fd, [segment.footer()], segment.size)
                 self._disk.sync(fd)
@@ -1319,7 +1414,11 @@ class Log:
                 self.segments.append(segment)
             else:
                 self._store.close_file(segment)
-                self._disk.remove(segment.path)
+                if lost:
+                    log.error("LOG(%s): nothing in %s can be read, it is set aside", self.name, segment.path)
+                    self._disk.rename(segment.path, segment.path.with_suffix(".bad"))
+                else:
+                    self._disk.remove(segment.path)
         else:
             self._store.close_file(segment)
         if copy is not None:

@@ -13,7 +13,7 @@ All numbers are big-endian. ``mark`` and both checksums (CRC-32C) are salted wit
 nothing inside a message body can pass for a record. ``started`` is the clock's now() of a deferred publish. A record
 is at most about 64 KiB of frames; a batch that needs more is a group: all its records but the last carry MORE, all
 but the first CONTINUES, and recovery drops a group that is not whole. A footer holds the sparse index with its times,
-the spans of seqs and the deferrals, so that a start reads only the files that have none.
+the spans of seqs, the deferrals and what was lost, so that a start reads only the files that have none.
 
 Version 1. A later version must read every earlier one, and a file of a later version is refused, never guessed at.
 """
@@ -25,6 +25,7 @@ import sys
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from struct import Struct
 
@@ -70,6 +71,7 @@ class Segment:
         "index_offsets",
         "index_seqs",
         "index_times",
+        "lost",
         "path",
         "pins",
         "salt",
@@ -95,7 +97,9 @@ class Segment:
         self.spans = array("q")
         # Of each deferred record: first seq, count, started, delay in ns, timestamp.
         self.deferrals = array("q")
+        # What of them was found to be unreadable, and what was missing already when the file was last salvaged.
         self.damaged: list[tuple[int, int]] = []
+        self.lost: list[tuple[int, int]] = []
         # The open file, how many threads use it, and whether its name is on the device.
         self.fd = -1
         self.pins = 0
@@ -114,6 +118,13 @@ class Segment:
         self.end = seq + count
         self.size = offset + size
 
+    def present(self, first: int, stop: int) -> Iterator[tuple[int, int]]:
+        """What of ``first`` … ``stop - 1`` it holds."""
+        for i in range(0, len(self.spans), 2):
+            a, b = max(first, self.spans[i]), min(stop, self.spans[i + 1])
+            if a < b:
+                yield a, b
+
     def footer(self) -> bytes:
         body = msgspec.msgpack.encode(
             {
@@ -123,6 +134,7 @@ class Segment:
                 "times": pack_numbers(self.index_times),
                 "spans": pack_numbers(self.spans),
                 "deferrals": pack_numbers(self.deferrals),
+                "lost": pack_numbers(array("q", chain.from_iterable(self.lost))),
                 "size": self.size,
             }
         )
@@ -343,8 +355,8 @@ def read_footer(disk: Disk, fd: int, size: int, segment: Segment) -> bool:
     if google_crc32c.extend(segment.salt, body) != crc:
         return False
     footer = msgspec.msgpack.decode(body)
-    if "times" not in footer:
-        # Of a time when there were none: it is read as if it had no footer, and gets a new one.
+    if "times" not in footer or "lost" not in footer:
+        # Of a version that did not write them: it is read as if it had no footer, and gets a new one.
         return False
     segment.end = footer["end"]
     segment.size = footer["size"]
@@ -353,6 +365,8 @@ def read_footer(disk: Disk, fd: int, size: int, segment: Segment) -> bool:
     segment.index_times = unpack_numbers(footer["times"])
     segment.spans = unpack_numbers(footer["spans"])
     segment.deferrals = unpack_numbers(footer["deferrals"])
+    lost = unpack_numbers(footer["lost"])
+    segment.lost = list(zip(lost[::2], lost[1::2], strict=True))
     segment.sealed = True
     return True
 
@@ -427,6 +441,13 @@ class Salvage:
             offset = entries[-1].offset + entries[-1].size
         if group >= 0:
             del self.entries[group:]
+
+    @property
+    def lost(self) -> list[tuple[int, int]]:
+        """What was on the device and is not there any more. What never was may just have come too late."""
+        end = self.entries[-1].seq + self.entries[-1].count if self.entries else self._segment.base
+        missing = [*self.damage, (end, self._limit)]
+        return [(first, min(stop, self._durable)) for first, stop in missing if first < min(stop, self._durable)]
 
     def frames(self, entry: Entry, most: int = sys.maxsize) -> bytes:
         """The entry's frames, or so many bytes of them."""

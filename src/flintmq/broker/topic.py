@@ -165,6 +165,16 @@ class Topic:
         return sum(stop - first for first, stop in self.gaps)
 
     @property
+    def durable(self) -> int:
+        """What lies before it will be there whatever happens, with these seqs: so much those get who read the log."""
+        return min(self.log.durable, self._usable)
+
+    @property
+    def epoch(self) -> str:
+        """Another one says that the log has begun anew: the topic was deleted, or the node is a restored copy."""
+        return f"{self.broker.node.hex()}-{self.incarnation}"
+
+    @property
     def frozen(self) -> bool:
         return self.paused or self.gated or not self.channels
 
