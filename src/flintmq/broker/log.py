@@ -63,8 +63,6 @@ SYNC_AT, WRITE_IN_THREAD_AT, PAUSE_AT = 16 << 20, 64 << 20, 128 << 20
 WRITE_AT = 32 << 10
 #: What is taken from sockets, written and answered before the loop does anything else.
 TAKE_AT_ONCE = 256 << 10
-#: The same for a topic with channels, whose consumers wait for their turn.
-TAKE_SHARED = 64 << 10
 #: What a block must have left for that; so much of it may stay empty.
 TAKE_ROOM = 64 << 10
 #: take_in() read nothing, because there is no block to read into.
@@ -138,9 +136,11 @@ class Store:
         self._blocks: list[Block] = []
         self._spare: list[mmap] = []
         self._preparing = False
+        self._busy = False
         self._cold: OrderedDict[Segment, dict[int, Block]] = OrderedDict()
         self._cold_order: OrderedDict[tuple[Segment, int], int] = OrderedDict()
         self._cold_bytes = 0
+        self._lent = 0
 
     @property
     def congested(self) -> bool:
@@ -156,6 +156,7 @@ class Store:
 
     def new_block(self, size: int, base: int) -> Block:
         if size == LARGEST_BLOCK:
+            self._busy = True
             while self._blocks:
                 block = self._blocks.pop()
                 if block.recycle(base):
@@ -176,14 +177,19 @@ class Store:
         if block.size == LARGEST_BLOCK and len(self._blocks) < _POOL_BLOCKS:
             self._blocks.append(block)
 
-    def idle(self) -> None:
-        """Nothing happened for a while: give the spare blocks back to the system."""
+    def tidy(self) -> None:
+        """Called now and then: if no large block was needed since, give the spare ones back to the system."""
+        if not self._busy:
+            self._drop_spare()
+        self._busy = False
+
+    def _drop_spare(self) -> None:
         self._blocks.clear()
         self._spare.clear()
 
     def close(self) -> None:
         """The broker has stopped: give all memory back now, not when the garbage collector comes by."""
-        self.idle()
+        self._drop_spare()
         self._cold.clear()
         self._cold_order.clear()
         self._cold_bytes = 0
@@ -248,12 +254,27 @@ class Store:
         self._cold_order[segment, chunk] = block.size
         self._cold_order.move_to_end((segment, chunk))
         self._cold_bytes += block.size
-        while self._cold_bytes > self.options.cold_cache_bytes and len(self._cold_order) > 2:
+        self._shrink_cold()
+
+    def _shrink_cold(self) -> None:
+        while self._cold_bytes + self._lent > self.options.cold_cache_bytes and len(self._cold_order) > 2:
             (other, number), size = self._cold_order.popitem(last=False)
             del self._cold[other][number]
             if not self._cold[other]:
                 del self._cold[other]
             self._cold_bytes -= size
+
+    def lend(self, before: int, size: int) -> bool:
+        """May a log hold ``size`` bytes, more than its own limit? ``before``: what it was lent so far.
+
+        What one log is lent another cannot have, nor the cache.
+        """
+        lent = self._lent - before + size
+        if lent > self.options.cold_cache_bytes:
+            return False
+        self._lent = lent
+        self._shrink_cold()
+        return True
 
     def forget_cold(self, segment: Segment) -> None:
         for chunk in self._cold.pop(segment, {}):
@@ -291,6 +312,8 @@ class Log:
         self._bases: list[int] = []
         self.memory_count = 0
         self.memory_bytes = 0
+        #: What the store lets it hold beyond its limit.
+        self._lent = 0
         self._block_size = SMALLEST_BLOCK
         # Deferred messages that channels have not seen yet: (seq, when due), in seq order.
         self.deferred: deque[tuple[int, int]] = deque()
@@ -934,6 +957,7 @@ class Log:
                 self._store.close_file(segment)
         self.blocks.clear()
         self._bases.clear()
+        self._give_up_loan()
 
     # --- Reading ---------------------------------------------------------------------------------------------------
 
@@ -1216,15 +1240,23 @@ class Log:
     # --- Letting go ------------------------------------------------------------------------------------------------
 
     def trim(
-        self, limit: int, cap: int, needed: Callable[[int, int], bool], pinned: Callable[[int, int], bool]
+        self,
+        limit: int,
+        cap: int,
+        needed: Callable[[int, int], bool],
+        pinned: Callable[[int, int], bool],
+        awaited: Callable[[int, int], bool] = lambda first, stop: False,
     ) -> None:
         """Let blocks leave the memory: those nobody needs, and the oldest beyond ``limit`` messages or ``cap`` bytes.
 
         ``needed(first, stop)``: does anybody still want one of these? ``pinned``: is memory the only place to get it
-        from, because the one who wants it is ephemeral?
+        from, because the one who wants it is ephemeral? ``awaited``: are these the next that a consumer gets? Then
+        they stay a little longer, if the store has memory to lend: a consumer that was held up for a moment would
+        have to read everything from files from there on.
         """
         blocks = self.blocks
         drop = 0
+        lent = 0
         keep: list[Block] = []
         while drop < len(blocks):
             block = blocks[drop]
@@ -1233,6 +1265,10 @@ class Log:
             if wanted or (drop == len(blocks) - 1 and self.end > self.committed):
                 over = self.memory_count > limit or self.memory_bytes > cap
                 if not over or stop > self.written or self.folder is None or self._in_group:
+                    break
+                size = self.memory_bytes
+                if limit and size <= cap and awaited(block.base, stop) and self._store.lend(self._lent, size):
+                    self._lent = lent = size
                     break
                 if pinned(block.base, stop):
                     keep.append(block)
@@ -1251,12 +1287,18 @@ class Log:
             self.memory_bytes -= block.size
             self._store.give_back(block)
             drop += 1
+        if self._lent > lent:
+            self._give_up_loan()
         if drop:
             blocks[:drop] = keep
             self._bases[:drop] = [block.base for block in keep]
             self._open_record = None if not blocks else self._open_record
             if not blocks:
                 self._block_size = max(SMALLEST_BLOCK, self._block_size // 2)
+
+    def _give_up_loan(self) -> None:
+        self._store.lend(self._lent, 0)
+        self._lent = 0
 
     def free(self, seq: int) -> None:
         """Remove the segment files that lie wholly before ``seq``. Call it only when durable state allows it."""
