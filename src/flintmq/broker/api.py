@@ -280,7 +280,8 @@ class Api:
             "include_mem": arguments.get("include_mem") not in ("false", "0"),
         }
         if arguments.get("format") == "json":
-            return await stats.survey(self._broker, **wanted)
+            extended = arguments.get("extended") == "true"
+            return await stats.survey(self._broker, **wanted, extended=extended)
         return await stats.report(self._broker, **wanted)
 
     async def _metrics(self, request: Request) -> Answer:

@@ -1300,6 +1300,25 @@ class Log:
         self._store.lend(self._lent, 0)
         self._lent = 0
 
+    def measure(self, first: int, stop: int) -> tuple[int, int]:
+        """How many messages of ``first`` … ``stop - 1`` are in the files, and about how many bytes they take there."""
+        count = size = 0
+        for segment in self.segments[self._index(first) :]:
+            if segment.base >= stop:
+                break
+            count += sum(b - a for a, b in segment.present(first, stop))
+            size += segment.offset_of(stop) - segment.offset_of(first)
+        return count, size
+
+    def boundary(self, seq: int) -> int:
+        """Up to where files go if ``free(seq)`` is called; 0 if none does."""
+        found = 0
+        for segment, following in zip(self.segments, self.segments[1:], strict=False):
+            if max(segment.end, following.base) > seq:
+                break
+            found = following.base
+        return found
+
     def free(self, seq: int) -> None:
         """Remove the segment files that lie wholly before ``seq``. Call it only when durable state allows it."""
         if self._disk.closing:
@@ -1496,8 +1515,11 @@ class Log:
                     if isinstance(entry, Entry):
                         yield entry.seq, entry.count, entry.extra
 
-    def deferrals(self) -> Iterator[tuple[int, int]]:
-        """(seq, when due) of all deferred messages in the files, on this boot's clock."""
+    def deferrals(self, pumped: int) -> Iterator[tuple[int, int]]:
+        """(seq, when due) of deferred messages in the files, on this boot's clock.
+
+        Those before ``pumped`` that are due are left out: they wait as any other.
+        """
         now, wall = self._store.clock.now(), self._store.clock.wall()
         boot = self._store.clock.boot_id()
         for segment in self.segments:
@@ -1506,5 +1528,7 @@ class Log:
             for i in range(0, len(d), 5):
                 first, count, started, delay, timestamp = d[i : i + 5]
                 due = started + delay if same else now + (timestamp + delay - wall)
+                if due <= now and first + count <= pumped:
+                    continue
                 for seq in range(first, first + count):
                     yield seq, due

@@ -23,6 +23,7 @@ from __future__ import annotations
 import os
 import sys
 from array import array
+from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import chain
@@ -117,6 +118,18 @@ class Segment:
             self.spans.extend((seq, seq + count))
         self.end = seq + count
         self.size = offset + size
+
+    def offset_of(self, seq: int) -> int:
+        """About where in the file ``seq`` stands, by the index; its end for one that comes later."""
+        if seq >= self.end:
+            return self.size
+        chunk = bisect_right(self.index_seqs, seq) - 1
+        if chunk < 0:
+            return FILE_HEADER
+        last = chunk + 1 == len(self.index_seqs)
+        start, stop = self.index_offsets[chunk], self.size if last else self.index_offsets[chunk + 1]
+        first, after = self.index_seqs[chunk], self.end if last else self.index_seqs[chunk + 1]
+        return start + (stop - start) * (seq - first) // (after - first)
 
     def present(self, first: int, stop: int) -> Iterator[tuple[int, int]]:
         """What of ``first`` … ``stop - 1`` it holds."""
