@@ -205,8 +205,8 @@ class Broker:
         self._statsd.start()
         self._every("scan", self.options.queue_scan_interval / 1e9, lambda: self.scan.tick(self.clock.now))
         self._every("sync", self.options.sync_timeout / 1e9, self._sync)
-        self._every("space", SPACE_INTERVAL, self._look_at_space)
-        self._look_at_space()
+        self._every("space", SPACE_INTERVAL, self.look_at_space)
+        self.look_at_space()
         self.structure_changed(False)
         self.peers.start()
 
@@ -873,7 +873,8 @@ class Broker:
         self._syncing = True
         self.journal.when_synced(self.journal.noted, free)
 
-    def _look_at_space(self) -> None:
+    def look_at_space(self) -> None:
+        """Refuse publishes from here on, or take them again, by what is free on the disk."""
         if self._draining is not None:
             return
         try:

@@ -401,6 +401,8 @@ class Connection(asyncio.Protocol):
             self._loop.call_soon(self._tell_lost)
 
     def _abandon(self) -> None:
+        if self.reason is None:
+            self.reason = ClosedError(f"{self.address}: given up")
         if self._transport is not None:
             self._transport.abort()
         self._stop_timers()
