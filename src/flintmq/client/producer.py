@@ -238,6 +238,14 @@ class Producer:
         """The brokers that we are connected to."""
         return sorted(connection.address for connection in self._outlets)
 
+    def add_nsqd(self, address: str) -> None:
+        """Publish to one more broker too. It is dialled until the end, as if it had been named at the start."""
+        split_address(address)
+        if not self._started:
+            self._fixed = addresses([*self._fixed, address])
+        else:
+            self._brokers.add(address)
+
     # --- Publishing --------------------------------------------------------------------------------------------------
 
     async def publish(self, topic: str, body: bytes) -> None:
