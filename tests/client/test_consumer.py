@@ -843,9 +843,48 @@ async def test_a_broker_that_does_not_read_is_noticed(fake: FakeNsqd, clock: Mov
         while ours._write_timer is None:
             ours.write(b"NOP\n" * 100_000)
             await asyncio.sleep(0)
-        clock.advance(10)
+        while ours.is_open:
+            # The kernel may still take something; then there is more time.
+            clock.advance(10)
+            await asyncio.sleep(0)
         await until(lambda: reported)
         assert "does not read" in str(reported[0])
+
+
+async def test_a_broker_that_reads_slowly_is_waited_for(fake: FakeNsqd, clock: MovableClock) -> None:
+    async with consumer(fake, clock=clock, write_timeout=10, read_timeout=600) as messages:
+        await fake.subscribed()
+        [ours] = messages._connections
+        transport = SlowTransport(ours._transport)
+        ours._transport = transport  # type: ignore[assignment]
+        ours.write(b"x" * 1000)
+        ours.flush()
+        transport.buffered = 1000
+        ours.pause_writing()
+        for _ in range(5):
+            transport.buffered -= 1
+            ours.write(b"x" * 5)  # more is wanted than leaves
+            ours.flush()
+            transport.buffered += 5
+            clock.advance(10)
+            assert ours.is_open
+        clock.advance(10)
+        assert not ours.is_open
+        assert "does not read" in str(ours.reason)
+
+
+class SlowTransport:
+    """As much is buffered as the test says; what is written goes nowhere."""
+
+    def __init__(self, real: Any) -> None:
+        self.abort = real.abort
+        self.is_closing = real.is_closing
+        self.buffered = 0
+
+    def write(self, data: bytes) -> None: ...
+
+    def get_write_buffer_size(self) -> int:
+        return self.buffered
 
 
 async def test_a_broker_that_does_not_keep_to_ready_is_left(fake: FakeNsqd) -> None:

@@ -277,6 +277,9 @@ class Connection(asyncio.Protocol):
         self._unfinished = 0
         self._last_frame = clock.time()
         self._read_timer: Timer | None = None
+        # Bytes given to the transport, and how many of them had left it when that was looked at last.
+        self._written = 0
+        self._left = 0
         self._write_timer: Timer | None = None
 
     # --- Opening ----------------------------------------------------------------------------------------------------
@@ -383,7 +386,8 @@ class Connection(asyncio.Protocol):
                 continue
             kind, payload = frame
             if kind == wire.FRAME_ERROR:
-                raise wire.decode_error(payload)
+                # In the broker's own words. What is no frame at all is a ProtocolError.
+                raise ConnectError(f"{self.address}: {wire.decode_error(payload)}")
             if kind == wire.FRAME_MESSAGE:
                 raise ProtocolError("E_INVALID", "a message before it was asked for")
             if payload == wire.HEARTBEAT:
@@ -481,9 +485,19 @@ class Connection(asyncio.Protocol):
             self.fail(error)
 
     def pause_writing(self) -> None:
-        self._write_timer = self._clock.call_later(
-            self._settings.write_timeout, self.fail, ConnectError(f"{self.address}: the broker does not read")
-        )
+        self._left = self._bytes_left()
+        self._write_timer = self._clock.call_later(self._settings.write_timeout, self._look_at_writes)
+
+    def _look_at_writes(self) -> None:
+        if self._bytes_left() == self._left:
+            self.fail(ConnectError(f"{self.address}: the broker does not read"))
+        else:
+            # Slowly, but it goes on.
+            self.pause_writing()
+
+    def _bytes_left(self) -> int:
+        assert self._transport is not None
+        return self._written - self._transport.get_write_buffer_size()
 
     def resume_writing(self) -> None:
         if self._write_timer is not None:
@@ -620,6 +634,7 @@ class Connection(asyncio.Protocol):
         if self._out:
             out, self._out = self._out, []
             if len(out) > 1 and self._codec is None and self.reason is None and self._transport is not None:
+                self._written += sum(map(len, out))
                 # Since Python 3.12 this sends the pieces as they are, without a copy of all of them.
                 self._transport.writelines(out)
             else:
@@ -628,7 +643,10 @@ class Connection(asyncio.Protocol):
     def _send(self, data: bytes) -> None:
         # After the goodbye nothing may be written, but heartbeats may still come.
         if self.reason is None and self._transport is not None and not self._transport.is_closing():
-            self._transport.write(data if self._codec is None else self._codec.compress(data))
+            if self._codec is not None:
+                data = self._codec.compress(data)
+            self._written += len(data)
+            self._transport.write(data)
 
     def fail(self, reason: Exception) -> None:
         """End it at once, for this reason."""
