@@ -119,7 +119,7 @@ class Broker:
         self._illness = ""
         self._draining: asyncio.Task[DrainReport] | None = None
         #: Called by ``reload``: each reads again what it keeps in memory of a file, such as certificates.
-        self.reloaders: list[Callable[[], None]] = [self.reload_certificates]
+        self.reloaders: list[Callable[[], None]] = [self.reload_certificates, self.peers.load_token]
         # One buffer that every session receives into, one after the other.
         self.receive_buffer = bytearray(RECEIVE_BYTES)
         self.receive_view = memoryview(self.receive_buffer)
@@ -193,6 +193,7 @@ class Broker:
         try:
             self._open_path()
             self.peers.load_tls()
+            self.peers.load_token()
             await self._listen()
         except (OSError, FlintError) as exc:
             await self._abandon()
