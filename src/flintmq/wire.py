@@ -84,13 +84,7 @@ def encode_command(name: bytes, *params: bytes, body: bytes | None = None) -> by
 
 
 def encode_mpub(topic: bytes, bodies: Sequence[bytes]) -> bytes:
-    # Two parts a message, put in place without a step of ours per message.
-    parts = [b""] * (2 * len(bodies))
-    sizes = list(map(len, bodies))
-    parts[::2] = map(_size.pack, sizes)
-    parts[1::2] = bodies
-    head = b"MPUB " + topic + b"\n" + _frame_head.pack(4 + 4 * len(sizes) + sum(sizes), len(sizes))
-    return head + b"".join(parts)
+    return kernel.encode_mpub(topic, bodies if type(bodies) is list else list(bodies))
 
 
 def encode_fins(ids: Sequence[bytes]) -> bytes:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from types import TracebackType
 from typing import Any
 
-from flintmq import wire
+from flintmq import kernel, wire
 from flintmq.client import tracing
 from flintmq.client.brokers import Brokers
 from flintmq.client.connection import Clock, Connection, Message, Settings, Timer, addresses, split_address
@@ -264,10 +264,11 @@ class Producer:
         bodies = list(bodies)
         if not bodies:
             return
-        # Without a step per message: the first that is wrong stands for all.
-        wrong = set(map(type, bodies)) != {bytes} or not all(bodies)
+        size = kernel.total_size(bodies)
+        # The first that is wrong stands for all.
+        wrong = size < 0
         self._check(topic, next(body for body in bodies if type(body) is not bytes or not body) if wrong else bodies[0])
-        await self._publish_command(topic, bodies, None)
+        await self._publish_command(topic, bodies, size, None)
 
     async def defer(self, topic: str, body: bytes, delay: float) -> None:
         """Publish one message that is delivered only after `delay` seconds."""
@@ -277,7 +278,7 @@ class Producer:
             raise OptionError(
                 f"a message can be deferred for 0 to {self._max_defer:g} seconds (max_defer), not {delay}"
             )
-        await self._publish_command(topic, [body], round(delay * 1000))
+        await self._publish_command(topic, [body], len(body), round(delay * 1000))
 
     def _check(self, topic: str, body: bytes) -> None:
         if not self._started or self._closed:
@@ -325,12 +326,12 @@ class Producer:
         for command in commands:
             self._send(command)
 
-    async def _publish_command(self, topic: str, bodies: list[bytes], delay: int | None) -> None:
+    async def _publish_command(self, topic: str, bodies: list[bytes], size: int, delay: int | None) -> None:
         if self._pending_bytes >= self._max_pending_bytes:
             await self._room()
         command = _Command(topic, delay)
         command.bodies = bodies
-        command.size = sum(map(len, bodies))
+        command.size = size
         future = self._loop.create_future()
         command.futures.append(future)
         self._pending += 1
