@@ -21,6 +21,7 @@ from mmap import MAP_ANON, MAP_PRIVATE, mmap
 from pathlib import Path
 
 from flintmq.broker.disk import BACKGROUND, COMMIT, READ, SPARE, Clock, Disk
+from flintmq.broker.keys import MOST_IN_SEGMENT, KeyBlock
 from flintmq.broker.segment import (
     CONTINUES,
     DEFERRED,
@@ -40,6 +41,7 @@ from flintmq.broker.segment import (
     new_salt,
     read_footer,
     read_header,
+    read_keys,
     read_records,
     timestamp_of,
 )
@@ -61,8 +63,6 @@ SYNC_AT, WRITE_IN_THREAD_AT, PAUSE_AT = 16 << 20, 64 << 20, 128 << 20
 WRITE_AT = 32 << 10
 #: What is taken from sockets, written and answered before the loop does anything else.
 TAKE_AT_ONCE = 256 << 10
-#: The same for a topic with channels, whose consumers wait for their turn.
-TAKE_SHARED = 64 << 10
 #: What a block must have left for that; so much of it may stay empty.
 TAKE_ROOM = 64 << 10
 #: take_in() read nothing, because there is no block to read into.
@@ -72,15 +72,14 @@ SYNC_SPACING = 100_000_000
 #: How often, and how many seconds apart, a read that the device refuses is tried before its messages are given up.
 READ_TRIES, READ_PAUSE = 10, 1.0
 _POOL_BLOCKS = 8
-_SPARE_BLOCKS = 8
+_SPARE_BLOCKS = 12
 _MOST_FILES = 400
 
 
 def _fresh_memory() -> list[mmap]:
     """Memory for blocks whose pages are there already: a busy loop has no time to wait for them one by one."""
     spare = [_memory(LARGEST_BLOCK) for _ in range(_SPARE_BLOCKS)]
-    for memory in spare:
-        populate(memory)
+    populate(spare)
     return spare
 
 
@@ -132,9 +131,11 @@ class Store:
         self._blocks: list[Block] = []
         self._spare: list[mmap] = []
         self._preparing = False
+        self._busy = False
         self._cold: OrderedDict[Segment, dict[int, Block]] = OrderedDict()
         self._cold_order: OrderedDict[tuple[Segment, int], int] = OrderedDict()
         self._cold_bytes = 0
+        self._lent = 0
 
     @property
     def congested(self) -> bool:
@@ -150,11 +151,12 @@ class Store:
 
     def new_block(self, size: int, base: int) -> Block:
         if size == LARGEST_BLOCK:
+            self._busy = True
             while self._blocks:
                 block = self._blocks.pop()
                 if block.recycle(base):
                     return block
-            if len(self._spare) < _SPARE_BLOCKS // 2 and not self._preparing and not self.disk.closing:
+            if len(self._spare) < _SPARE_BLOCKS and not self._preparing and not self.disk.closing:
                 self._preparing = True
                 self.disk.submit(_fresh_memory, self._prepared, SPARE)
             return Block(size, base, self._spare.pop() if self._spare else _memory(size))
@@ -170,14 +172,19 @@ class Store:
         if block.size == LARGEST_BLOCK and len(self._blocks) < _POOL_BLOCKS:
             self._blocks.append(block)
 
-    def idle(self) -> None:
-        """Nothing happened for a while: give the spare blocks back to the system."""
+    def tidy(self) -> None:
+        """Called now and then: if no large block was needed since, give the spare ones back to the system."""
+        if not self._busy:
+            self._drop_spare()
+        self._busy = False
+
+    def _drop_spare(self) -> None:
         self._blocks.clear()
         self._spare.clear()
 
     def close(self) -> None:
         """The broker has stopped: give all memory back now, not when the garbage collector comes by."""
-        self.idle()
+        self._drop_spare()
         self._cold.clear()
         self._cold_order.clear()
         self._cold_bytes = 0
@@ -242,12 +249,27 @@ class Store:
         self._cold_order[segment, chunk] = block.size
         self._cold_order.move_to_end((segment, chunk))
         self._cold_bytes += block.size
-        while self._cold_bytes > self.options.cold_cache_bytes and len(self._cold_order) > 2:
+        self._shrink_cold()
+
+    def _shrink_cold(self) -> None:
+        while self._cold_bytes + self._lent > self.options.cold_cache_bytes and len(self._cold_order) > 2:
             (other, number), size = self._cold_order.popitem(last=False)
             del self._cold[other][number]
             if not self._cold[other]:
                 del self._cold[other]
             self._cold_bytes -= size
+
+    def lend(self, before: int, size: int) -> bool:
+        """May a log hold ``size`` bytes, more than its own limit? ``before``: what it was lent so far.
+
+        What one log is lent another cannot have, nor the cache.
+        """
+        lent = self._lent - before + size
+        if lent > self.options.cold_cache_bytes:
+            return False
+        self._lent = lent
+        self._shrink_cold()
+        return True
 
     def forget_cold(self, segment: Segment) -> None:
         for chunk in self._cold.pop(segment, {}):
@@ -285,6 +307,8 @@ class Log:
         self._bases: list[int] = []
         self.memory_count = 0
         self.memory_bytes = 0
+        #: What the store lets it hold beyond its limit.
+        self._lent = 0
         self._block_size = SMALLEST_BLOCK
         # Deferred messages that channels have not seen yet: (seq, when due), in seq order.
         self.deferred: deque[tuple[int, int]] = deque()
@@ -308,6 +332,9 @@ class Log:
         self._reading: set[tuple[Segment, int]] = set()
         self._failed_reads: dict[tuple[Segment, int], int] = {}
         self.damaged: list[tuple[int, int]] = []
+        #: Called in a thread with the keys of a segment that may go, and how many are in those after it: keys outlive
+        #: their messages. None: there are no keys.
+        self.keep_keys: Callable[[KeyBlock, int], None] | None = None
         # Syncing.
         self._unsynced: list[Segment] = []
         self._unsynced_bytes = 0
@@ -559,6 +586,15 @@ class Log:
         if len(self._pending) != 1 or not self._write_single(self._pending[0]):
             self._write_out(len(self._pending))
 
+    def change_durability(self, durability: str) -> None:
+        """From now on publishes are as safe as this. To and from ``memory`` only while everything has been written."""
+        if self.folder is None or durability == self.durability:
+            return
+        self.durability = durability
+        if durability == "fsync":
+            self.sync(COMMIT)
+        self._progressed()
+
     def write_all(self) -> None:
         """Write everything, whatever the durability: a clean stop."""
         if self.folder is not None and self._pending:
@@ -680,6 +716,7 @@ class Log:
             if segment is not None and (
                 record.seq != segment.end
                 or (segment.size + size > limit and segment.size > FILE_HEADER and not self._group_planned)
+                or (segment.key_count >= MOST_IN_SEGMENT and not self._group_planned)
             ):
                 pieces.append(self._seal(segment))
                 segment = piece = None
@@ -703,12 +740,13 @@ class Log:
                 segment.deferrals.extend(
                     (record.seq, record.count, record.started, record.delay * 1_000_000, timestamp_of(frames))
                 )
+            if record.extra:
+                segment.note_key(record.extra, record.flags, record.seq, timestamp_of(frames))
         self._active = segment
         return pieces
 
     def _seal(self, segment: Segment) -> _Piece:
-        footer = segment.footer()
-        segment.sealed = True
+        footer = segment.seal()
         return _Piece(segment, segment.size, [footer], segment.end, len(footer))
 
     def _write(self, piece: _Piece) -> None:
@@ -918,6 +956,7 @@ class Log:
                 self._store.close_file(segment)
         self.blocks.clear()
         self._bases.clear()
+        self._give_up_loan()
 
     # --- Reading ---------------------------------------------------------------------------------------------------
 
@@ -1052,18 +1091,60 @@ class Log:
         if not self.closed and segment in self.segments:
             self._arrived()
 
+    def look(self, seq: int, then: Callable[[Block | None, BaseException | None], None]) -> Block | None:
+        """The block that holds ``seq``, for those who only look around. None: ``then`` is handed it, or an error.
+
+        What is read for it is kept nowhere, so that consumers still find what was read for them.
+        """
+        if self.in_memory(seq):
+            return self.block(seq)
+        segment, chunk = self._place(seq)
+        found = self._store.cold(segment, chunk)
+        if found is not None and found.base <= seq < found.base + found.count:
+            return found
+        if self.closed or self._disk.closing:
+            raise StorageError("the broker is stopping")
+        fd = self._store.file(segment)
+        last = chunk + 1 == len(segment.index_offsets)
+        start, first = segment.index_offsets[chunk], segment.index_seqs[chunk]
+        stop = segment.size if last else segment.index_offsets[chunk + 1]
+        after = segment.end if last else segment.index_seqs[chunk + 1]
+        segment.pins += 1
+
+        def work() -> Block | None:
+            return decode_chunk(self._disk.read(fd, stop - start, start), segment.salt, first, after, seq)[0]
+
+        def done(block: Block | None, error: BaseException | None) -> None:
+            segment.pins -= 1
+            if not segment.pins and (self.closed or segment not in self.segments):
+                self._store.close_file(segment)
+            if error is None and (block is None or not block.base <= seq < block.base + block.count):
+                error = DamageError(f"LOG({self.name}): seq {seq} is damaged in {segment.path}", seq, seq + 1)
+            then(block, error)
+
+        self._disk.submit(work, done, READ)
+        return None
+
     # --- Letting go ------------------------------------------------------------------------------------------------
 
     def trim(
-        self, limit: int, cap: int, needed: Callable[[int, int], bool], pinned: Callable[[int, int], bool]
+        self,
+        limit: int,
+        cap: int,
+        needed: Callable[[int, int], bool],
+        pinned: Callable[[int, int], bool],
+        awaited: Callable[[int, int], bool] = lambda first, stop: False,
     ) -> None:
         """Let blocks leave the memory: those nobody needs, and the oldest beyond ``limit`` messages or ``cap`` bytes.
 
         ``needed(first, stop)``: does anybody still want one of these? ``pinned``: is memory the only place to get it
-        from, because the one who wants it is ephemeral?
+        from, because the one who wants it is ephemeral? ``awaited``: are these the next that a consumer gets? Then
+        they stay a little longer, if the store has memory to lend: a consumer that was held up for a moment would
+        have to read everything from files from there on.
         """
         blocks = self.blocks
         drop = 0
+        lent = 0
         keep: list[Block] = []
         while drop < len(blocks):
             block = blocks[drop]
@@ -1072,6 +1153,10 @@ class Log:
             if wanted or (drop == len(blocks) - 1 and self.end > self.committed):
                 over = self.memory_count > limit or self.memory_bytes > cap
                 if not over or stop > self.written or self.folder is None or self._in_group:
+                    break
+                size = self.memory_bytes
+                if limit and size <= cap and awaited(block.base, stop) and self._store.lend(self._lent, size):
+                    self._lent = lent = size
                     break
                 if pinned(block.base, stop):
                     keep.append(block)
@@ -1090,12 +1175,18 @@ class Log:
             self.memory_bytes -= block.size
             self._store.give_back(block)
             drop += 1
+        if self._lent > lent:
+            self._give_up_loan()
         if drop:
             blocks[:drop] = keep
             self._bases[:drop] = [block.base for block in keep]
             self._open_record = None if not blocks else self._open_record
             if not blocks:
                 self._block_size = max(SMALLEST_BLOCK, self._block_size // 2)
+
+    def _give_up_loan(self) -> None:
+        self._store.lend(self._lent, 0)
+        self._lent = 0
 
     def free(self, seq: int) -> None:
         """Remove the segment files that lie wholly before ``seq``. Call it only when durable state allows it."""
@@ -1107,12 +1198,51 @@ class Log:
             stop = self.segments[1].base if len(self.segments) > 1 else segment.end
             if max(segment.end, stop) > seq:
                 break
+            if segment.key_count and self.keep_keys is not None:
+                self._save_keys(segment, self.keep_keys, seq)
+                break
             self._forget_segment(segment)
             # Giving a large file's blocks back takes the system a while.
             self._disk.submit(functools.partial(self._disk.remove, segment.path), self._removed)
             removed = True
         if removed and self.folder is not None:
             self._progressed()
+
+    def _save_keys(self, segment: Segment, keep: Callable[[KeyBlock, int], None], seq: int) -> None:
+        """The keys of the oldest segment go elsewhere, in a thread; then it is removed, and others up to ``seq``."""
+        try:
+            fd = self._store.file(segment)
+        except OSError as exc:
+            log.error("LOG(%s): cannot open %s - %s", self.name, segment.path, exc)
+            return
+        segment.pins += 1
+        later = sum(other.key_count for other in self.segments[1:])
+
+        def work() -> None:
+            try:
+                keys = self._keys_in(segment, fd)
+            except OSError as exc:
+                raise StorageError(f"the keys in {segment.path} cannot be read: {exc}") from exc
+            keep(keys, later)
+
+        def done(_: None, error: BaseException | None) -> None:
+            self._unpin(segment)
+            if self.closed or self._disk.closing:
+                return
+            if isinstance(error, StorageError):
+                self._failed_reads[segment, -1] = failures = self._failed_reads.get((segment, -1), 0) + 1
+                if failures >= READ_TRIES:
+                    # It cannot stay for ever. What is published again with one of its keys is stored again.
+                    log.error("LOG(%s): %s, they are given up", self.name, error)
+                    del self._failed_reads[segment, -1]
+                    error = None
+            if error is not None:
+                log.error("LOG(%s): %s stays for its keys - %s", self.name, segment.path, error)
+                return
+            segment.key_count = 0
+            self.free(seq)
+
+        self._disk.submit(work, done)
 
     def _removed(self, _: None, error: BaseException | None) -> None:
         # It may have been removed already, with the whole topic.
@@ -1221,25 +1351,21 @@ class Log:
                 offset = copy.size
                 self._disk.write(out, [record, frames], offset)
                 copy.note(entry.seq, entry.count, offset, len(record) + len(frames))
-                if entry.flags & DEFERRED:
-                    copy.deferrals.extend((entry.seq, entry.count, entry.started, entry.delay, timestamp_of(frames)))
-            self._disk.write(out, [copy.footer()], copy.size)
+                _note_rest(copy, entry)
+            self._disk.write(out, [copy.seal()], copy.size)
             self._disk.sync(out)
             self._disk.rename(temporary, path)
             assert self.folder is not None
             self._disk.sync_folder(self.folder)
-            copy.sealed = copy.folder_synced = True
+            copy.folder_synced = True
         if known or copy is None:
             for entry in known:
                 segment.note(entry.seq, entry.count, entry.offset, entry.size)
-                if entry.flags & DEFERRED:
-                    frames = salvage.frames(entry)
-                    segment.deferrals.extend((entry.seq, entry.count, entry.started, entry.delay, timestamp_of(frames)))
+                _note_rest(segment, entry)
             if known:
                 self._disk.truncate(fd, segment.size)
-                self._disk.write(fd, [segment.footer()], segment.size)
+                self._disk.write(fd, [segment.seal()], segment.size)
                 self._disk.sync(fd)
-                segment.sealed = True
                 self.segments.append(segment)
             else:
                 self._store.close_file(segment)
@@ -1271,13 +1397,39 @@ class Log:
     def addressed(self) -> Iterator[tuple[int, int, bytes]]:
         """(first seq, count, extra bytes) of every record in the files: a side log says there whom it is for."""
         for segment in self.segments:
-            fd = self._store.file(segment)
-            for chunk, start in enumerate(segment.index_offsets):
-                last = chunk + 1 == len(segment.index_offsets)
-                stop = segment.size if last else segment.index_offsets[chunk + 1]
-                for entry in read_records(self._disk.read(fd, stop - start, start), segment.salt, 0, start, True):
-                    if isinstance(entry, Entry):
-                        yield entry.seq, entry.count, entry.extra
+            for entry in self._entries(segment, self._store.file(segment)):
+                yield entry.seq, entry.count, entry.extra
+
+    def _entries(self, segment: Segment, fd: int) -> Iterator[Entry]:
+        """Every record of a segment."""
+        for chunk, start in enumerate(segment.index_offsets):
+            last = chunk + 1 == len(segment.index_offsets)
+            stop = segment.size if last else segment.index_offsets[chunk + 1]
+            for entry in read_records(self._disk.read(fd, stop - start, start), segment.salt, 0, start, True):
+                if isinstance(entry, Entry):
+                    yield entry
+
+    def keys(self) -> Iterator[KeyBlock]:
+        """The keys in the files, of the newest segment first."""
+        for segment in reversed(self.segments):
+            if segment.key_count:
+                yield self._keys_in(segment, self._store.file(segment))
+
+    def _keys_in(self, segment: Segment, fd: int) -> KeyBlock:
+        keys = segment.keys
+        if keys is None and segment.sealed:
+            keys = read_keys(self._disk, fd, segment)
+            if keys is None:
+                log.warning("LOG(%s): the keys in %s are read from its records", self.name, segment.path)
+        if keys is None:
+            # The records have them too.
+            again = Segment(segment.path, segment.base, segment.salt, segment.boot)
+            for entry in self._entries(segment, fd):
+                if entry.extra:
+                    again.note_key(entry.extra, entry.flags, entry.seq, entry.timestamp)
+            keys = again.keys or KeyBlock()
+        keys.cut(segment.end)
+        return keys
 
     def deferrals(self) -> Iterator[tuple[int, int]]:
         """(seq, when due) of all deferred messages in the files, on this boot's clock."""
@@ -1291,3 +1443,11 @@ class Log:
                 due = started + delay if same else now + (timestamp + delay - wall)
                 for seq in range(first, first + count):
                     yield seq, due
+
+
+def _note_rest(segment: Segment, entry: Entry) -> None:
+    """Of a record that was found, what a segment's footer says beyond where it stands."""
+    if entry.flags & DEFERRED:
+        segment.deferrals.extend((entry.seq, entry.count, entry.started, entry.delay, entry.timestamp))
+    if entry.extra:
+        segment.note_key(entry.extra, entry.flags, entry.seq, entry.timestamp)

@@ -79,14 +79,19 @@ class Mover:
 
     def frame(self, seq: int) -> bytearray | None:
         """The frame of a message whose segment is gone; None while it is being read back."""
+        side, place = self.place(seq)
+        frame = side.frame(place)
+        if frame is not None:
+            frame[18:34] = format_id(self._topic.broker.prefix, seq)
+        return frame
+
+    def place(self, seq: int) -> tuple[Log, int]:
+        """The log that holds the copy of a message whose segment is gone, and the copy's seq in it."""
         side = self._topic.side
         i = bisect_left(self._seqs, seq)
         if side is None or i == len(self._seqs) or self._seqs[i] != seq:
             raise DamageError(f"LOG({self._topic.name}): seq {seq} is gone", seq, seq + 1)
-        frame = side.frame(self._places[i])
-        if frame is not None:
-            frame[18:34] = format_id(self._topic.broker.prefix, seq)
-        return frame
+        return side, self._places[i]
 
     @property
     def first_place(self) -> int:

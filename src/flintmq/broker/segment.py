@@ -7,13 +7,14 @@ A segment file is a header, records, and, once it is full or the broker stops, a
     header   magic (8) | version (2) | reserved (2) | salt (4) | base seq (8) | boot id (16) | crc (4)
     record   mark (4) | length (4) | count (4) | base seq (8) | started (8) | delay ms (4) | flags (2) | extra (2)
              | crc of the frames (4) | crc of this header and the extra bytes (4) | extra bytes | frames
-    footer   body (MessagePack) | length (4) | crc (4) | magic (8)
+    footer   keys (keys.py) | body (MessagePack) | length of the body (4) | its crc (4) | magic (8)
 
 All numbers are big-endian. ``mark`` and both checksums (CRC-32C) are salted with a random value of the file, so that
 nothing inside a message body can pass for a record. ``started`` is the clock's now() of a deferred publish. A record
 is at most about 64 KiB of frames; a batch that needs more is a group: all its records but the last carry MORE, all
-but the first CONTINUES, and recovery drops a group that is not whole. A footer holds the sparse index, the spans of
-seqs and the deferrals, so that a start reads only the files that have none.
+but the first CONTINUES, and recovery drops a group that is not whole. Extra bytes in a topic's main log are a
+MessagePack map: ``key`` is the digest of an idempotency key. A footer holds the sparse index, the spans of seqs, the
+deferrals and the keys, so that a start reads only the files that have none.
 
 Version 1. A later version must read every earlier one, and a file of a later version is refused, never guessed at.
 """
@@ -31,6 +32,7 @@ import google_crc32c
 import msgspec
 
 from flintmq.broker.disk import Disk, pack_numbers, unpack_numbers
+from flintmq.broker.keys import KeyBlock, key_in
 from flintmq.errors import FormatError
 from flintmq.kernel import Block, gather
 
@@ -68,6 +70,9 @@ class Segment:
         "folder_synced",
         "index_offsets",
         "index_seqs",
+        "key_count",
+        "key_crc",
+        "keys",
         "path",
         "pins",
         "salt",
@@ -93,6 +98,10 @@ class Segment:
         # Of each deferred record: first seq, count, started, delay in ns, timestamp.
         self.deferrals = array("q")
         self.damaged: list[tuple[int, int]] = []
+        # The idempotency keys in it: here until it is sealed, then in the file, with their checksum.
+        self.keys: KeyBlock | None = None
+        self.key_count = 0
+        self.key_crc = 0
         # The open file, how many threads use it, and whether its name is on the device.
         self.fd = -1
         self.pins = 0
@@ -110,18 +119,36 @@ class Segment:
         self.end = seq + count
         self.size = offset + size
 
-    def footer(self) -> bytes:
-        body = msgspec.msgpack.encode(
-            {
-                "end": self.end,
-                "seqs": pack_numbers(self.index_seqs),
-                "offsets": pack_numbers(self.index_offsets),
-                "spans": pack_numbers(self.spans),
-                "deferrals": pack_numbers(self.deferrals),
-                "size": self.size,
-            }
-        )
-        return body + _footer_end.pack(len(body), google_crc32c.extend(self.salt, body), _END_MAGIC)
+    def note_key(self, extra: bytes, flags: int, seq: int, timestamp: int) -> None:
+        """A record with these extra bytes stands in it. All records of a group have the same key."""
+        digest = key_in(extra)
+        if digest is None:
+            return
+        if self.keys is None:
+            self.keys = KeyBlock()
+        if not (flags & CONTINUES and len(self.keys) and self.keys.last == digest):
+            self.keys.add(digest, seq, timestamp)
+            self.key_count = len(self.keys)
+
+    def seal(self) -> bytes:
+        """No more records: the footer."""
+        keys = b""
+        fields = {
+            "end": self.end,
+            "seqs": pack_numbers(self.index_seqs),
+            "offsets": pack_numbers(self.index_offsets),
+            "spans": pack_numbers(self.spans),
+            "deferrals": pack_numbers(self.deferrals),
+            "size": self.size,
+        }
+        if self.keys is not None and self.key_count:
+            keys = self.keys.encode()
+            self.key_crc = google_crc32c.extend(self.salt, keys)
+            fields["keys"] = [self.key_count, self.key_crc]
+        self.keys = None
+        self.sealed = True
+        body = msgspec.msgpack.encode(fields)
+        return keys + body + _footer_end.pack(len(body), google_crc32c.extend(self.salt, body), _END_MAGIC)
 
 
 @dataclass(slots=True)
@@ -202,7 +229,7 @@ def _encode_head(record: Record, salt: int, size: int, frames_crc: int) -> bytes
 
 @dataclass(slots=True)
 class Entry:
-    """A whole record found in a file."""
+    """A whole record found in a file. ``timestamp`` is its first message's."""
 
     offset: int
     size: int
@@ -213,6 +240,7 @@ class Entry:
     delay: int
     extra: bytes
     frames_at: int
+    timestamp: int
 
 
 def read_records(data: bytes, salt: int, at: int, offset: int, last: bool) -> Iterator[Entry | int]:
@@ -260,7 +288,8 @@ def _entry_at(data: bytes, salt: int, at: int, offset: int) -> Entry | None:
     if google_crc32c.extend(salt, data[frames_at : frames_at + length]) != crc:
         return None
     size = RECORD_HEADER + extra_size + length
-    return Entry(offset + at, size, seq, count, flags, started, delay * 1_000_000, extra, frames_at)
+    timestamp = int.from_bytes(data[frames_at + 8 : frames_at + 16], "big")
+    return Entry(offset + at, size, seq, count, flags, started, delay * 1_000_000, extra, frames_at, timestamp)
 
 
 def decode_chunk(
@@ -321,8 +350,17 @@ def read_footer(disk: Disk, fd: int, size: int, segment: Segment) -> bool:
     segment.index_offsets = unpack_numbers(footer["offsets"])
     segment.spans = unpack_numbers(footer["spans"])
     segment.deferrals = unpack_numbers(footer["deferrals"])
+    segment.key_count, segment.key_crc = footer.get("keys", (0, 0))
     segment.sealed = True
     return True
+
+
+def read_keys(disk: Disk, fd: int, segment: Segment) -> KeyBlock | None:
+    """The keys of a sealed segment, as they stand before its footer; None if they are damaged."""
+    data = disk.read(fd, KeyBlock.size(segment.key_count), segment.size)
+    if google_crc32c.extend(segment.salt, data) != segment.key_crc:
+        return None
+    return KeyBlock.decode(data, segment.key_count)
 
 
 def hide_after(segment: Segment, seq: int) -> None:
@@ -336,6 +374,9 @@ def hide_after(segment: Segment, seq: int) -> None:
         segment.spans[-1] = seq
     while segment.deferrals and segment.deferrals[-5] >= seq:
         del segment.deferrals[-5:]
+    if segment.keys is not None:
+        segment.keys.cut(seq)
+        segment.key_count = len(segment.keys)
     segment.end = max(segment.base, min(segment.end, seq))
 
 

@@ -12,16 +12,18 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flintmq.broker.channel import Channel
 from flintmq.broker.journal import NEVER, SIDE
+from flintmq.broker.keys import Keys
 from flintmq.broker.limits import TopicLimits
-from flintmq.broker.log import TAKE_AT_ONCE, TAKE_SHARED, WRITE_AT, Log
+from flintmq.broker.log import TAKE_AT_ONCE, WRITE_AT, Log
 from flintmq.broker.mover import Mover
 from flintmq.broker.settings import TopicSettings
-from flintmq.errors import NotFoundError, PublishError
+from flintmq.errors import DamageError, NotFoundError, PublishError
 from flintmq.kernel import FAILED, FRAME_OVERHEAD, Intake, Scan, send_each
 from flintmq.wire import OK_FRAME, is_ephemeral
 
@@ -100,12 +102,14 @@ class Topic:
         self.exiting = False
         self.folder = folder
         #: Replaced, never changed.
-        self.settings = TopicSettings.of(broker.options)
+        self.settings = broker.settings.topic(name)
         self.log = self._new_log(folder, base)
         #: Messages for one channel only, and copies of old ones; made when there are any.
         self.side: Log | None = None
         self.mover = Mover(self)
         self.channels: dict[str, Channel] = {}
+        #: The idempotency keys it knows; None until there is one.
+        self.keys: Keys | None = None
         # Marks.
         self.pumped = base
         self.ceiling = base
@@ -133,7 +137,7 @@ class Topic:
         self.message_bytes = 0
         self.dropped_count = 0
         #: What it may hold and how fast it may grow; None: no limit.
-        self.limits = TopicLimits.of(self, broker.options, broker.clock)
+        self.limits = TopicLimits.of(self)
 
     def _new_log(self, folder: Path | None, base: int) -> Log:
         return Log(
@@ -141,7 +145,7 @@ class Topic:
             self.name,
             folder,
             base,
-            self.broker.options.durability,
+            self.settings.durability,
             progressed=self._progressed,
             failed=self._write_failed,
             arrived=self._arrived,
@@ -199,11 +203,20 @@ class Topic:
         )
 
     def publish(
-        self, data: bytearray, pos: int, stop: int, count: int, *, delay: int = 0, more: bool = False
+        self,
+        data: bytearray,
+        pos: int,
+        stop: int,
+        count: int,
+        *,
+        delay: int = 0,
+        more: bool = False,
+        extra: bytes = b"",
     ) -> Commit | None:
         """Append ``count`` records ``[size][body]``. None: safe already; else the commit to wait for.
 
-        With ``more`` this is a slice of a batch that goes on. PublishError says why it is refused.
+        With ``more`` this is a slice of a batch that goes on. ``extra`` is kept with them in the log. PublishError says
+        why it is refused.
         """
         if self.exiting:
             raise PublishError("exiting")
@@ -219,7 +232,7 @@ class Topic:
         self.message_count += count
         self.message_bytes += size
         if self.ephemeral and self.frozen:
-            room = self.broker.options.mem_queue_size - self.depth
+            room = self.settings.mem_queue_size - self.depth
             if count > room:
                 # Nobody listens and the memory is full: the newest are dropped without a word, as NSQ does.
                 if room <= 0:
@@ -227,7 +240,7 @@ class Topic:
                 fitting = Scan(pos)
                 fitting.run(data, stop, room, stop)
                 stop, count = fitting.pos, room
-        self.log.append(data, pos, stop, count, self.broker.clock.wall(), delay=delay, more=more)
+        self.log.append(data, pos, stop, count, self.broker.clock.wall(), delay=delay, extra=extra, more=more)
         if self.log.end > self._usable - RESERVE // 2:
             self._reserve()
         self.broker.turn(self)
@@ -235,7 +248,7 @@ class Topic:
             return None
         return self._commit(self.message_count - count, self.message_bytes - size)
 
-    def publish_slices(self, slices: Iterator[Piece]) -> Commit | None:
+    def publish_slices(self, slices: Iterator[Piece], extra: bytes = b"") -> Commit | None:
         """Append a very large batch: one piece per loop turn, committed as one. The topic must not be ``busy``.
 
         As with ``publish``: None if it is safe already, else what to wait for. PublishError if it is refused at once.
@@ -249,7 +262,7 @@ class Topic:
         def some(data: bytearray, pos: int, stop: int, count: int) -> None:
             following = next(slices, None)
             try:
-                commit = self.publish(data, pos, stop, count, more=following is not None)
+                commit = self.publish(data, pos, stop, count, more=following is not None, extra=extra)
             except PublishError as exc:
                 self.release()
                 whole.resolve(exc)
@@ -269,6 +282,18 @@ class Topic:
         if whole.error is not None:
             raise whole.error
         return None
+
+    def once(self, key: bytes, publish: Callable[[bytes], Commit | None]) -> tuple[Commit | None, bool]:
+        """Publish under a key: see ``Keys.once``."""
+        if self.keys is None:
+            self.keys = Keys(self)
+        return self.keys.once(key, publish)
+
+    def restore_keys(self) -> None:
+        """At the start, when the log has been read back: which keys are known."""
+        keys = Keys(self)
+        if keys.restore():
+            self.keys = keys
 
     def _commit(self, count: int, size: int) -> Commit:
         """What this turn's publishers wait for. ``count`` and ``size`` are the counters before this publish."""
@@ -308,12 +333,10 @@ class Topic:
 
     def _budget(self) -> int:
         """How much to take from publishers before consumers have their turn: less where they fall behind."""
-        if not self.channels:
-            return TAKE_AT_ONCE
         for channel in self.channels.values():
             if channel.sessions and channel.waiting.total + self.pumped - channel.seen > BEHIND:
                 return WRITE_AT
-        return TAKE_SHARED
+        return TAKE_AT_ONCE
 
     def _reserve(self) -> None:
         """Say which seqs may be used from now on, and use none of them before that is on the device."""
@@ -346,8 +369,8 @@ class Topic:
             self._progressed()
         if self.limits is not None:
             self.limits.trim()
-        options = self.broker.options
-        if log.memory_count > options.mem_queue_size or log.memory_bytes > options.mem_queue_bytes:
+        settings = self.settings
+        if log.memory_count > settings.mem_queue_size or log.memory_bytes > settings.mem_queue_bytes:
             self.trim()
 
     def _progressed(self) -> None:
@@ -406,6 +429,16 @@ class Topic:
             raise LookupError(f"{self.name} has no side log")
         return source.frame(seq)
 
+    def place(self, seq: int) -> tuple[Log, int]:
+        """The log that holds a message, and its seq in it. DamageError if none does."""
+        if seq < self.mover.below and not self.log.in_memory(seq):
+            return self.mover.place(seq)
+        if seq < SIDE:
+            return self.log, seq
+        if self.side is None:
+            raise DamageError(f"{self.name} has no side log", seq, seq + 1)
+        return self.side, seq
+
     def side_log(self) -> Log:
         """The side log, made if need be."""
         if self.side is None:
@@ -454,6 +487,7 @@ class Topic:
         channel.empty()
         del self.channels[name]
         self.broker.journal.forget(channel)
+        self.broker.settings.forget(self.name, name)
         if not (channel.ephemeral or self.ephemeral):
             self.broker.journal.note("unchannel", self.incarnation, channel.id)
         if not self.channels:
@@ -545,6 +579,38 @@ class Topic:
         self.broker.turn(self)
         self.trim()
 
+    def obstacle_to(self, settings: TopicSettings) -> str:
+        """Why it cannot have these settings now; empty if it can."""
+        changed = {self.log.durability, settings.durability}
+        if self.ephemeral or len(changed) == 1 or "memory" not in changed:
+            return ""
+        # What is only in memory was promised no more than that: a write that fails must not be able to take it back.
+        self.trim()
+        unfinished = self.depth + sum(c.depth + c.in_flight_count + len(c.deferred) for c in self.channels.values())
+        logs = [log for log in (self.log, self.side) if log is not None]
+        if not (unfinished or self.busy or self._commits or any(log.written != log.end for log in logs)):
+            return ""
+        return (
+            f"durability: topic {self.name} holds messages, and only an empty one can be changed from "
+            f"{self.log.durability} to {settings.durability}: let them be finished, or empty it and its channels"
+        )
+
+    def change_settings(self, settings: TopicSettings) -> None:
+        """Take other settings; they hold at once."""
+        obstacle = self.obstacle_to(settings)
+        if obstacle:
+            log.warning("TOPIC(%s): its durability stays as it was until the next start - %s", self.name, obstacle)
+            settings = replace(settings, durability=self.log.durability)
+        if settings == self.settings:
+            return
+        self.settings = settings
+        for storage in (self.log, self.side):
+            if storage is not None:
+                storage.change_durability(settings.durability)
+        self.limits = self.limits.changed() if self.limits is not None else TopicLimits.of(self)
+        self.trim()
+        self.broker.turn(self)
+
     def close(self) -> None:
         """The topic is going: whoever waits for a commit learns it."""
         self.exiting = True
@@ -557,17 +623,19 @@ class Topic:
 
     def trim(self) -> None:
         """Let the log forget what it need not keep in memory."""
-        options = self.broker.options
-        limit = options.mem_queue_size
+        limit, cap = self.settings.mem_queue_size, self.settings.mem_queue_bytes
         if self.log.durability == "memory" and not self.ephemeral:
-            self.log.spill(limit, options.mem_queue_bytes)
-        self.log.trim(limit, options.mem_queue_bytes, self._needs, self._pins)
+            self.log.spill(limit, cap)
+        self.log.trim(limit, cap, self._needs, self._pins, self._awaits)
 
     def _needs(self, first: int, stop: int) -> bool:
         return self.pumped < stop or any(channel.needs(first, stop) for channel in self.channels.values())
 
     def _pins(self, first: int, stop: int) -> bool:
         return any(c.ephemeral and c.needs(first, stop) for c in self.channels.values())
+
+    def _awaits(self, first: int, stop: int) -> bool:
+        return any(c.sessions and not c.paused and first <= c.first_unsent < stop for c in self.channels.values())
 
     def first_needed(self) -> int:
         """The lowest seq that any channel, or the backlog for the first one, still needs from the files."""

@@ -21,7 +21,7 @@ import msgspec
 from flintmq import wire
 from flintmq.errors import ProtocolError
 from flintmq.options import MILLISECOND, parse_duration
-from flintmq.tools import Link, add_connection_arguments, run
+from flintmq.tools import Link, link_flags, run
 
 __all__ = ["main"]
 
@@ -61,7 +61,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--rate", metavar="N", type=_rate, default=0.0, help="publish at most N messages a second")
     parser.add_argument("--json", action="store_true", help="print the summary as JSON")
-    add_connection_arguments(parser)
+    link_flags(parser)
     return parser
 
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import base64
 import os
 import signal
 import sys
@@ -22,7 +21,7 @@ from flintmq import wire
 from flintmq.client import Message
 from flintmq.errors import ConnectError, ProtocolError
 from flintmq.options import SECOND, parse_duration
-from flintmq.tools import Link, add_connection_arguments, run
+from flintmq.tools import Link, body_fields, link_flags, run
 
 __all__ = ["main"]
 
@@ -55,7 +54,7 @@ def _parser() -> argparse.ArgumentParser:
         type=_seconds,
         help="end when no message came for this time, such as 5s; with -n it is an error to end so",
     )
-    add_connection_arguments(parser)
+    link_flags(parser)
     return parser
 
 
@@ -183,17 +182,12 @@ def _line(message: Message) -> bytes:
 
 
 def _json_line(message: Message) -> bytes:
-    """Text bodies under `body`; others as base64 under `body_base64`, since JSON has no bytes."""
     line: dict[str, Any] = {
         "id": message.id.decode(),
         "timestamp": message.timestamp,
         "attempts": message.attempts,
     }
-    try:
-        line["body"] = message.body.decode()
-    except UnicodeDecodeError:
-        line["body_base64"] = base64.b64encode(message.body).decode()
-    return msgspec.json.encode(line) + b"\n"
+    return msgspec.json.encode(line | body_fields(message.body)) + b"\n"
 
 
 def _write(data: bytes) -> bool:
