@@ -13,7 +13,7 @@ import functools
 import logging
 import os
 import sys
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -41,6 +41,7 @@ from flintmq.broker.segment import (
     read_footer,
     read_header,
     read_records,
+    seq_in_chunk,
     timestamp_of,
 )
 from flintmq.errors import DamageError, StorageError
@@ -474,7 +475,7 @@ class Log:
         if not count:
             return status, answer
         if file >= 0 and segment is not None:
-            self._taken_in(segment, block, count, intake, status == FAILED)
+            self._taken_in(segment, block, used, count, intake, status == FAILED)
         else:
             record = self._open_record
             if record is not None and record.block is block and record.stop - record.start < RECORD_BYTES:
@@ -487,8 +488,8 @@ class Log:
         self.last_bytes = block.used - used
         return status, answer
 
-    def _taken_in(self, segment: Segment, block: Block, count: int, intake: Intake, failed: bool) -> None:
-        """The frames that were made are in the file, less those of a write that failed."""
+    def _taken_in(self, segment: Segment, block: Block, start: int, count: int, intake: Intake, failed: bool) -> None:
+        """The frames that were made, from ``start`` on, are in the file, less those of a write that failed."""
         seq, size = self.end, intake.wrote
         self._advance(count)
         if failed:
@@ -496,7 +497,7 @@ class Log:
             lost = Record(block, intake.unwritten, block.used, seq + written, count - written)
             count = written
         if count:
-            segment.note(seq, count, segment.size, size)
+            segment.note(seq, count, segment.size, size, block.view, start)
             if not self._unsynced or self._unsynced[-1] is not segment:
                 self._note_unsynced(segment)
             self._unsynced_bytes += size
@@ -616,7 +617,7 @@ class Log:
         self._open_record = None
         offset = segment.size
         head, frames = encode_record(record, segment.salt)
-        segment.note(record.seq, record.count, offset, size)
+        segment.note(record.seq, record.count, offset, size, frames)
         try:
             self._disk.write(store.file(segment), (head, frames), offset)
         except OSError as exc:
@@ -655,7 +656,7 @@ class Log:
     def _written_in_thread(self, pieces: list[_Piece], _: None, error: BaseException | None) -> None:
         self._writing = False
         for piece in pieces:
-            self._unpin(piece.segment)
+            self.unpin(piece.segment)
         if self.closed:
             return
         if error is None:
@@ -698,7 +699,7 @@ class Log:
             piece.buffers.append(frames)
             piece.records.append(record)
             piece.size += size
-            segment.note(record.seq, record.count, segment.size, size)
+            segment.note(record.seq, record.count, segment.size, size, frames)
             if record.flags & DEFERRED:
                 segment.deferrals.extend(
                     (record.seq, record.count, record.started, record.delay * 1_000_000, timestamp_of(frames))
@@ -843,7 +844,7 @@ class Log:
             self._syncing = False
             for segment, _fd in files:
                 segment.folder_synced = True
-                self._unpin(segment)
+                self.unpin(segment)
             if self.closed:
                 # The topic was deleted meanwhile, and its folder with it: whatever went wrong, nobody minds.
                 self._store.synced(size)
@@ -869,7 +870,15 @@ class Log:
             self._disk.sync_folder(folder.parent)
             self._entered = True
 
-    def _unpin(self, segment: Segment) -> None:
+    def pin(self, segment: Segment) -> int:
+        """A thread is going to use the segment's file: it stays until ``unpin``. StorageError if it is too late."""
+        if self.closed or self._disk.closing:
+            raise StorageError(f"LOG({self.name}): closed")
+        fd = self._store.file(segment)
+        segment.pins += 1
+        return fd
+
+    def unpin(self, segment: Segment) -> None:
         """A thread no longer uses the segment's file."""
         segment.pins -= 1
         if segment.pins:
@@ -952,6 +961,74 @@ class Log:
         block.find(seq)
         return bytearray(block.view[block.start : block.stop])
 
+    def seq_at(self, time: int, then: Callable[[int, BaseException | None], None]) -> None:
+        """Call ``then`` with the first seq that was published at or after ``time``, ``end`` if there is none.
+
+        At once if memory knows it, else when a thread has read the place; the error, if there is one, says why it
+        could not. ``time`` is in ns since 1970. If the clock was set back, the first place counts that reaches it.
+        """
+        blocks = self._tail()
+        start = blocks[0].base if blocks else self.end
+        # The chunk of the files that begins too early, right before one that does not or that is in memory.
+        before: tuple[Segment, int] | None = None
+        for segment in self.segments:
+            cold = bisect_left(segment.index_seqs, start)
+            late = bisect_left(segment.index_times, time, 0, cold)
+            if late:
+                before = segment, late - 1
+            if late < cold:
+                start = segment.index_seqs[late]
+                break
+        else:
+            if blocks and (before is None or timestamp_of(blocks[0].view) < time):
+                then(self._seq_in_memory(blocks, time), None)
+                return
+        if before is None:
+            then(start, None)
+            return
+        segment, chunk = before
+        offset, size, first, after = self._extent(segment, chunk)
+        try:
+            fd = self.pin(segment)
+        except (OSError, StorageError) as exc:
+            then(start, exc)
+            return
+
+        def work() -> int:
+            seq = seq_in_chunk(self._disk.read(fd, size, offset), segment.salt, first, after, time)
+            return seq if seq < min(after, start) else start
+
+        def done(seq: int | None, error: BaseException | None) -> None:
+            self.unpin(segment)
+            then(start if seq is None else seq, error)
+
+        self._disk.submit(work, done, READ)
+
+    def _tail(self) -> list[Block]:
+        """The blocks in memory that lead up to the end without a hole."""
+        i = len(self.blocks)
+        base = self.end
+        while i and self.blocks[i - 1].base + self.blocks[i - 1].count == base:
+            i -= 1
+            base = self.blocks[i].base
+        return [block for block in self.blocks[i:] if block.count]
+
+    def _seq_in_memory(self, blocks: list[Block], time: int) -> int:
+        i = bisect_left(blocks, time, key=lambda block: timestamp_of(block.view)) - 1
+        if i < 0:
+            return blocks[0].base
+        block = blocks[i]
+        seqs = range(block.base, block.base + block.count)
+        return block.base + bisect_left(seqs, time, key=lambda seq: timestamp_of(block.view, block.find(seq)))
+
+    def _extent(self, segment: Segment, chunk: int) -> tuple[int, int, int, int]:
+        """Where a chunk stands: its offset and size; and its seqs: the first, and the one after its last."""
+        offset = segment.index_offsets[chunk]
+        first = segment.index_seqs[chunk]
+        if chunk + 1 == len(segment.index_offsets):
+            return offset, segment.size - offset, first, segment.end
+        return offset, segment.index_offsets[chunk + 1] - offset, first, segment.index_seqs[chunk + 1]
+
     def _place(self, seq: int) -> tuple[Segment, int]:
         """In which segment and chunk ``seq`` is written; DamageError if in none."""
         low, high = 0, len(self.segments)
@@ -992,11 +1069,9 @@ class Log:
         """Read the chunk, of which ``seq`` is wanted, in a thread."""
         if (segment, chunk) in self._reading or self.closed or self._disk.closing:
             return
-        start = segment.index_offsets[chunk]
-        last = chunk + 1 == len(segment.index_offsets)
-        stop = segment.size if last else segment.index_offsets[chunk + 1]
-        first = segment.index_seqs[chunk]
-        after = segment.end if last else segment.index_seqs[chunk + 1]
+        offset, size, first, after = self._extent(segment, chunk)
+        # What a thread is still writing is not there yet, and is not damaged.
+        written = self.written
         try:
             fd = self._store.file(segment)
         except OSError as exc:
@@ -1009,7 +1084,7 @@ class Log:
         segment.pins += 1
 
         def work() -> tuple[Block | None, list[tuple[int, int]]]:
-            return decode_chunk(self._disk.read(fd, stop - start, start), segment.salt, first, after, seq)
+            return decode_chunk(self._disk.read(fd, size, offset), segment.salt, first, after, seq)
 
         def done(result: tuple[Block | None, list[tuple[int, int]]] | None, error: BaseException | None) -> None:
             self._reading.discard((segment, chunk))
@@ -1036,7 +1111,8 @@ class Log:
                 if block is not None:
                     self._store.keep_cold(segment, chunk, block)
                 for a, b in damage:
-                    if (a, b) in segment.damaged:
+                    b = min(b, written)
+                    if a >= b or (a, b) in segment.damaged:
                         continue
                     log.error(
                         "LOG(%s): seqs %d to %d in %s do not match their checksum", self.name, a, b - 1, segment.path
@@ -1220,7 +1296,7 @@ class Log:
                 record, frames = salvage.record(entry, copy.salt)
                 offset = copy.size
                 self._disk.write(out, [record, frames], offset)
-                copy.note(entry.seq, entry.count, offset, len(record) + len(frames))
+                copy.note(entry.seq, entry.count, offset, len(record) + len(frames), frames)
                 if entry.flags & DEFERRED:
                     copy.deferrals.extend((entry.seq, entry.count, entry.started, entry.delay, timestamp_of(frames)))
             self._disk.write(out, [copy.footer()], copy.size)
@@ -1231,9 +1307,9 @@ class Log:
             copy.sealed = copy.folder_synced = True
         if known or copy is None:
             for entry in known:
-                segment.note(entry.seq, entry.count, entry.offset, entry.size)
+                frames = salvage.frames(entry, FRAME_OVERHEAD)
+                segment.note(entry.seq, entry.count, entry.offset, entry.size, frames)
                 if entry.flags & DEFERRED:
-                    frames = salvage.frames(entry)
                     segment.deferrals.extend((entry.seq, entry.count, entry.started, entry.delay, timestamp_of(frames)))
             if known:
                 self._disk.truncate(fd, segment.size)
