@@ -1,13 +1,14 @@
 """Who gets which message: a channel is a cursor on its topic's log.
 
-A Channel owns which messages are waiting, in flight, deferred or put back, and which sessions may be sent more. A
-message is in exactly one of these states, or finished. It reads frames from the log and hands them to sessions; how
-they are stored or sent is not its business. Seqs from ``SIDE`` on are those of messages for this channel alone.
+A Channel owns which messages are waiting, in flight, deferred, put back or leaving, and which sessions may be sent
+more. A message is in exactly one of these states, or finished. It reads frames from the log and hands them to sessions;
+how they are stored or sent is not its business. Seqs from ``SIDE`` on are those of messages for this channel alone.
 
     waiting      ranges of seqs, never sent
     in flight    first delivery: the ring, and one entry per run in a FIFO of deadlines
                  anything else: a dict, and a heap of deadlines
     put back     a deque (at once) or a heap by due time (deferred); attempts in a dict
+    leaving      a dict with the attempts: nobody gets them, they are being copied elsewhere (see deadletters)
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from heapq import heapify, heappop, heappush
 from itertools import chain
 from typing import TYPE_CHECKING
 
+from flintmq.broker.deadletters import LONGEST_QUEUE, REQUEUED, RETRY_DELAY, TIMED_OUT, DeadLetters, Redrive
 from flintmq.broker.journal import NEVER, SIDE
 from flintmq.broker.latency import Latency, publish_time
 from flintmq.broker.limits import Pace
@@ -149,6 +151,11 @@ class Channel:
         self.requeued: deque[int] = deque()
         self.deferred = Heap()
         self.attempts: dict[int, int] = {}
+        # Leaving: how often they were delivered; who copies them, made when there are any.
+        self.leaving: dict[int, int] = {}
+        self.dead_letters: DeadLetters | None = None
+        #: What brings dead letters back to here, or did last.
+        self.redrive: Redrive | None = None
         # Consumers; those in ``_ready`` may be able to take more.
         self.sessions: dict[int, Session] = {}
         self._ready: deque[Session] = deque()
@@ -162,6 +169,7 @@ class Channel:
         self.requeue_count = 0
         self.timeout_count = 0
         self.dropped_count = 0
+        self.dead_lettered_count = 0
         #: Messages sent from memory to consumers of the same zone, of the same region, and to all others.
         self.sent_from_memory = [0, 0, 0]
         #: How long messages take; None unless the options ask for it.
@@ -571,7 +579,8 @@ class Channel:
         attempts = self._take(session, seq, "REQ")
         self.requeue_count += 1
         session.requeue_count += 1
-        self._put_back(seq, attempts, self.broker.clock.now() + delay if delay > 0 else 0)
+        if not self._gave_up(seq, attempts, REQUEUED):
+            self._put_back(seq, attempts, self.broker.clock.now() + delay if delay > 0 else 0)
         self.wake(session)
 
     def touch(self, session: Session, seq: int) -> None:
@@ -682,7 +691,67 @@ class Channel:
         if session is not None:
             session.in_flight -= 1
             self.wake(session)
-        self._put_back(seq, attempts, 0)
+        if not self._gave_up(seq, attempts, TIMED_OUT):
+            self._put_back(seq, attempts, 0)
+
+    # --- Leaving ---------------------------------------------------------------------------------------------------
+
+    def _gave_up(self, seq: int, attempts: int, reason: str) -> bool:
+        """Was this the last attempt? Then the message is on its way to the dead-letter topic."""
+        most = self.settings.max_attempts
+        if not most or attempts < most:
+            return False
+        if len(self.leaving) >= LONGEST_QUEUE:
+            # Copies are not made as fast as consumers give up.
+            self._put_back(seq, attempts, self.broker.clock.now() + RETRY_DELAY)
+            return True
+        self.leaving[seq] = attempts
+        # Known to the journal before it is finished: a crash in between brings it back with its count.
+        self._back.extend((seq, attempts, 0, 0))
+        self._note()
+        if self.dead_letters is None:
+            self.dead_letters = DeadLetters(self)
+        self.dead_letters.add(seq, reason)
+        return True
+
+    def take_out(self, seqs: Iterable[int]) -> list[int]:
+        """Those of ``seqs`` that wait or were put back at once; from now on they are leaving."""
+        self.catch_up(self.topic.pumped)
+        wanted = set(seqs)
+        taken = [seq for seq in sorted(wanted) if self.waiting.remove(seq, seq + 1)]
+        put_back = wanted.intersection(self.requeued)
+        if put_back:
+            others = [seq for seq in self.requeued if seq not in put_back]
+            self.requeued.clear()
+            self.requeued.extend(others)
+            taken += sorted(put_back)
+        for seq in taken:
+            self.leaving[seq] = self.attempts.pop(seq, 0)
+        return taken
+
+    def left(self, seqs: Iterable[int]) -> int:
+        """These are safe elsewhere and finished here; how many they were: some may have been emptied meanwhile."""
+        count = 0
+        for seq in seqs:
+            if self.leaving.pop(seq, None) is not None:
+                self._finished(seq, seq + 1)
+                count += 1
+        return count
+
+    def stay(self, seqs: Iterable[int], delay: int) -> None:
+        """These cannot leave: they are put back, for later if there is a ``delay``."""
+        due = self.broker.clock.now() + delay if delay else 0
+        for seq in seqs:
+            attempts = self.leaving.pop(seq, None)
+            if attempts is not None:
+                self._put_back(seq, attempts, due)
+
+    def receive(self, places: Iterable[int]) -> None:
+        """Messages of the side log came for this channel alone. Their seqs ascend, also from call to call."""
+        for place in places:
+            self.side.add(place, place + 1)
+            self._handed += 1
+        self.pump()
 
     # --- Operators -------------------------------------------------------------------------------------------------
 
@@ -710,6 +779,9 @@ class Channel:
         self.requeued.clear()
         self.deferred.clear()
         self.attempts.clear()
+        self.leaving.clear()
+        if self.redrive is not None:
+            self.redrive.emptied()
         del self._back[:]
         self.broker.journal.flush()
         self.broker.soon(self)
@@ -751,7 +823,7 @@ class Channel:
         self.broker.journal.touch(self)
 
     def _put_back_seqs(self) -> Iterator[int]:
-        return chain(self.requeued, self.unusual, (seq for _, seq in self.deferred.items()))
+        return chain(self.requeued, self.unusual, self.leaving, (seq for _, seq in self.deferred.items()))
 
     def snapshot(self) -> tuple[bytes, bytes]:
         """What is outstanding, as pairs, and what of it was delivered before, as rows: see ``ChannelState``."""
@@ -787,6 +859,9 @@ class Channel:
         for seq, message in self.unusual.items():
             if message.attempts > 1:
                 rows.extend((seq, message.attempts - 1, 0, 0))
+        for seq, attempts in self.leaving.items():
+            if attempts:
+                rows.extend((seq, attempts, 0, 0))
         return pairs.tobytes(), rows.tobytes()
 
     def restore(
@@ -828,7 +903,8 @@ class Channel:
                 lowest = self.ring.lo
             else:
                 lowest = min((seq for seq, _ in self.ring.held(start, self.ring.hi)), default=NEVER)
-        lowest = min((seq for seq in chain(self.requeued, self.unusual) if start <= seq < lowest), default=lowest)
+        singles = chain(self.requeued, self.unusual, self.leaving)
+        lowest = min((seq for seq in singles if start <= seq < lowest), default=lowest)
         deferred = self.deferred.first_seq(start)
         return lowest if deferred < 0 else min(lowest, deferred)
 
@@ -837,14 +913,14 @@ class Channel:
         return min(self.first_unsent, self.first_single(self.topic.mover.below))
 
     def count_singles(self, first: int, stop: int) -> int:
-        """How many messages of these seqs are in flight, put back or deferred, at most."""
-        put_back = sum(first <= seq < stop for seq in chain(self.requeued, self.unusual))
+        """How many messages of these seqs are in flight, put back, deferred or leaving, at most."""
+        put_back = sum(first <= seq < stop for seq in chain(self.requeued, self.unusual, self.leaving))
         return put_back + self.deferred.count_between(first, stop) + min(self.ring.count, stop - first)
 
     def singles(self, first: int, stop: int) -> Iterator[int]:
         """These messages."""
         yield from (seq for seq, _ in self.ring.held(first, stop))
-        yield from (seq for seq in chain(self.requeued, self.unusual) if first <= seq < stop)
+        yield from (seq for seq in chain(self.requeued, self.unusual, self.leaving) if first <= seq < stop)
         yield from (seq for _, seq in self.deferred.between(first, stop))
 
     def note_due(self, first: int, stop: int) -> None:
@@ -862,7 +938,7 @@ class Channel:
             return True
         if self.ring.count and self.ring.lo < stop and self.ring.hi > first and self.ring.held(first, stop):
             return True
-        count = len(self.requeued) + len(self.unusual) + len(self.deferred)
+        count = len(self.requeued) + len(self.unusual) + len(self.leaving) + len(self.deferred)
         if count > LOOK_THROUGH and not (self.ephemeral or self.topic.ephemeral):
             # Perhaps not; but a wrong yes costs no more than memory up to its limit, and this is asked all the time.
             return True

@@ -65,6 +65,7 @@ class Segment:
         "damaged",
         "deferrals",
         "end",
+        "extras",
         "fd",
         "folder_synced",
         "index_offsets",
@@ -95,6 +96,8 @@ class Segment:
         self.spans = array("q")
         # Of each deferred record: first seq, count, started, delay in ns, timestamp.
         self.deferrals = array("q")
+        # Has any of its records extra bytes?
+        self.extras = False
         self.damaged: list[tuple[int, int]] = []
         # The open file, how many threads use it, and whether its name is on the device.
         self.fd = -1
@@ -123,6 +126,7 @@ class Segment:
                 "times": pack_numbers(self.index_times),
                 "spans": pack_numbers(self.spans),
                 "deferrals": pack_numbers(self.deferrals),
+                "extras": self.extras,
                 "size": self.size,
             }
         )
@@ -310,6 +314,15 @@ def decode_chunk(
     return block, damage
 
 
+def extras_in_chunk(data: bytes, salt: int, first: int, after: int) -> list[tuple[int, int, bytes]]:
+    """(first seq, the seq after the last, extra bytes) of each record of a chunk that has any, in order."""
+    return [
+        (entry.seq, entry.seq + entry.count, entry.extra)
+        for entry in read_records(data, salt, 0, 0, True)
+        if isinstance(entry, Entry) and entry.extra and first <= entry.seq and entry.seq + entry.count <= after
+    ]
+
+
 def seq_in_chunk(data: bytes, salt: int, first: int, after: int, time: int) -> int:
     """The first seq of a chunk that was published at or after ``time``; ``after`` if none was."""
     earlier: Entry | None = None
@@ -353,6 +366,8 @@ def read_footer(disk: Disk, fd: int, size: int, segment: Segment) -> bool:
     segment.index_times = unpack_numbers(footer["times"])
     segment.spans = unpack_numbers(footer["spans"])
     segment.deferrals = unpack_numbers(footer["deferrals"])
+    # Without a word about them it is of a time when there were none.
+    segment.extras = footer.get("extras", False)
     segment.sealed = True
     return True
 

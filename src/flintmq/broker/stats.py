@@ -91,21 +91,36 @@ async def _in_turns(steps: Steps[T]) -> T:
 
 
 def document(
-    broker: Broker, *, topic: str = "", channel: str = "", include_clients: bool = True, include_mem: bool = True
+    broker: Broker,
+    *,
+    topic: str = "",
+    channel: str = "",
+    include_clients: bool = True,
+    include_mem: bool = True,
+    extended: bool = False,
 ) -> dict[str, Any]:
-    """``/stats?format=json``. ``topic`` and ``channel`` are exact names; topics without the channel are left out."""
-    return _at_once(_document(broker, topic, channel, include_clients, include_mem))
+    """``/stats?format=json``. ``topic`` and ``channel`` are exact names; topics without the channel are left out.
+
+    With ``extended`` there is more than NSQ has.
+    """
+    return _at_once(_document(broker, topic, channel, include_clients, include_mem, extended))
 
 
 async def survey(
-    broker: Broker, *, topic: str = "", channel: str = "", include_clients: bool = True, include_mem: bool = True
+    broker: Broker,
+    *,
+    topic: str = "",
+    channel: str = "",
+    include_clients: bool = True,
+    include_mem: bool = True,
+    extended: bool = False,
 ) -> dict[str, Any]:
     """``document``, without holding up a broker that has very many channels."""
-    return await _in_turns(_document(broker, topic, channel, include_clients, include_mem))
+    return await _in_turns(_document(broker, topic, channel, include_clients, include_mem, extended))
 
 
 def _document(
-    broker: Broker, topic: str, channel: str, include_clients: bool, include_mem: bool
+    broker: Broker, topic: str, channel: str, include_clients: bool, include_mem: bool, extended: bool = False
 ) -> Steps[dict[str, Any]]:
     topics: list[dict[str, Any]] | None = None
     producers: list[dict[str, Any]] | None = None
@@ -118,6 +133,8 @@ def _document(
             for each in [one.channels[channel]] if channel else _by_name(one.channels.values()):
                 if not each.exiting:
                     channels.append(_channel(each, include_clients, topic))
+                    if extended:
+                        channels[-1].update(_more_of_channel(each))
                     yield
             topics.append(_topic(one, channels))
         if include_clients:
@@ -176,6 +193,11 @@ def _channel(channel: Channel, include_clients: bool, topic: str = "") -> dict[s
     stats["paused"] = channel.paused
     stats["e2e_processing_latency"] = _latency(channel.broker, (channel,))
     return stats
+
+
+def _more_of_channel(channel: Channel) -> dict[str, Any]:
+    """What NSQ does not have."""
+    return {"dead_lettered_count": channel.dead_lettered_count}
 
 
 def _client(session: Session, topic: str) -> dict[str, Any]:
@@ -481,6 +503,12 @@ CHANNEL_FAMILIES = (
         COUNTER,
         "Messages an ephemeral channel had no room for.",
         attrgetter("dropped_count"),
+    ),
+    Family(
+        "nsqd_channel_dead_lettered_messages_total",
+        COUNTER,
+        "Messages that went to the dead-letter topic.",
+        attrgetter("dead_lettered_count"),
     ),
     Family("nsqd_channel_clients", GAUGE, "Consumers.", lambda c: len(c.sessions)),
     Family("nsqd_channel_paused", GAUGE, "1 while the channel is paused, else 0.", lambda c: int(c.paused)),
