@@ -8,7 +8,8 @@ how they are stored or sent is not its business. Seqs from ``SIDE`` on are those
     in flight    first delivery: the ring, and one entry per run in a FIFO of deadlines
                  anything else: a dict, and a heap of deadlines
     put back     a deque (at once) or a heap by due time (deferred); attempts in a dict
-    leaving      a dict with the attempts: nobody gets them, they are being copied elsewhere (see deadletters)
+    leaving      a dict with the attempts: nobody gets them, they are being copied elsewhere (see deadletters); and
+                 ranges of those that expired and are to be copied next
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from heapq import heapify, heappop, heappush
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from flintmq.broker.deadletters import LONGEST_QUEUE, REQUEUED, RETRY_DELAY, TIMED_OUT, DeadLetters, Redrive
+from flintmq.broker.deadletters import EXPIRED, LONGEST_QUEUE, REQUEUED, RETRY_DELAY, TIMED_OUT, DeadLetters, Redrive
 from flintmq.broker.journal import NEVER, SIDE
 from flintmq.broker.latency import Latency, publish_time
 from flintmq.broker.limits import Pace
@@ -153,6 +154,7 @@ class Channel:
         self.attempts: dict[int, int] = {}
         # Leaving: how often they were delivered; who copies them, made when there are any.
         self.leaving: dict[int, int] = {}
+        self.expired = Ranges()
         self.dead_letters: DeadLetters | None = None
         #: What brings dead letters back to here, or did last.
         self.redrive: Redrive | None = None
@@ -170,6 +172,7 @@ class Channel:
         self.timeout_count = 0
         self.dropped_count = 0
         self.dead_lettered_count = 0
+        self.expired_count = 0
         #: Messages sent from memory to consumers of the same zone, of the same region, and to all others.
         self.sent_from_memory = [0, 0, 0]
         #: How long messages take; None unless the options ask for it.
@@ -390,6 +393,11 @@ class Channel:
             return 0
         if block is None:
             return -1
+        if self.topic.settings.ttl:
+            fresh = self.topic.expiry.too_old_from(block, first, waiting.first_stop)
+            if fresh > first:
+                self.expire_before(fresh)
+                return 0
         most = waiting.first_stop - first
         if most > limit:
             most = limit
@@ -451,6 +459,7 @@ class Channel:
         """Send from the front of ``seqs`` what can be sent; the bytes, or -1 if the first one must be read."""
         frames: list[bytearray] = []
         size = 0
+        expiry = self.topic.expiry if self.topic.settings.ttl else None
         while seqs and len(frames) < limit and size < RUN_BYTES:
             seq = seqs[0]
             try:
@@ -468,6 +477,9 @@ class Channel:
             if before < 0:
                 # Never delivered by us: a deferred message, or one of the side log that brings its own count.
                 before = int.from_bytes(frame[16:18], "big") - 1
+            if expiry is not None and expiry.is_too_old(seq, frame, before):
+                self._expire_single(seq, before)
+                continue
             if session.sample_rate and random.randrange(100) > session.sample_rate:
                 self._finished(seq, seq + 1)
                 continue
@@ -709,10 +721,55 @@ class Channel:
         # Known to the journal before it is finished: a crash in between brings it back with its count.
         self._back.extend((seq, attempts, 0, 0))
         self._note()
+        self._leave_soon().add(seq, reason)
+        return True
+
+    def expire_before(self, stop: int) -> None:
+        """What waits before this seq was published too early; what was deferred may be good for some time yet."""
+        self.catch_up(self.topic.pumped)
+        if not self.waiting or self.waiting.first >= stop:
+            return
+        start = self.waiting.first
+        for seq in self.topic.expiry.still_good(start, stop):
+            if self.waiting.remove(seq, seq + 1):
+                # From there it is sent by itself.
+                self.requeued.append(seq)
+        gone = self.waiting.within([(start, stop)])
+        self.waiting.remove(start, stop)
+        self.expired_count += gone.total
+        to_dead_letters = self.topic.settings.ttl_action == "dead-letter"
+        for first, after in gone:
+            if to_dead_letters:
+                self.expired.add(first, after)
+            else:
+                self._finished(first, after)
+        if self.expired:
+            self._leave_soon()
+
+    def _expire_single(self, seq: int, attempts: int) -> None:
+        self.expired_count += 1
+        if self.topic.settings.ttl_action != "dead-letter":
+            self._finished(seq, seq + 1)
+        else:
+            self.leaving[seq] = attempts
+            self._leave_soon().add(seq, EXPIRED)
+
+    def _leave_soon(self) -> DeadLetters:
         if self.dead_letters is None:
             self.dead_letters = DeadLetters(self)
-        self.dead_letters.add(seq, reason)
-        return True
+        self.dead_letters.go_on()
+        return self.dead_letters
+
+    def take_expired(self, most: int) -> list[int]:
+        """Some of those that expired while they waited; from now on they are leaving one by one."""
+        seqs: list[int] = []
+        while self.expired and len(seqs) < most:
+            first = self.expired.first
+            count = min(most - len(seqs), self.expired.first_stop - first)
+            self.expired.take(count)
+            seqs.extend(range(first, first + count))
+        self.leaving.update(dict.fromkeys(seqs, 0))
+        return seqs
 
     def take_out(self, seqs: Iterable[int]) -> list[int]:
         """Those of ``seqs`` that wait or were put back at once; from now on they are leaving."""
@@ -780,6 +837,7 @@ class Channel:
         self.deferred.clear()
         self.attempts.clear()
         self.leaving.clear()
+        self.expired.clear()
         if self.redrive is not None:
             self.redrive.emptied()
         del self._back[:]
@@ -830,7 +888,7 @@ class Channel:
         singles: Iterable[int] = chain(
             (seq for seq, _ in self.ring.held(self.ring.lo, self.ring.hi)), self._put_back_seqs()
         )
-        parts = sorted(chain(self.waiting, self.side, ((seq, seq + 1) for seq in singles)))
+        parts = sorted(chain(self.waiting, self.expired, self.side, ((seq, seq + 1) for seq in singles)))
         pairs = array("q")
 
         def add(first: int, stop: int) -> None:
@@ -893,7 +951,8 @@ class Channel:
     @property
     def first_unsent(self) -> int:
         """The lowest seq of the log that was never sent here."""
-        return self.waiting.first if self.waiting else self.seen
+        first = self.waiting.first if self.waiting else self.seen
+        return min(first, self.expired.first) if self.expired else first
 
     def first_single(self, start: int) -> int:
         """The lowest seq from ``start`` on that was sent, or is not to be sent yet, and is not finished."""
@@ -934,7 +993,7 @@ class Channel:
 
     def needs(self, first: int, stop: int) -> bool:
         """May any of these seqs still be sent to somebody?"""
-        if self.seen < stop or self.waiting.meets(first, stop):
+        if self.seen < stop or self.waiting.meets(first, stop) or (self.expired and self.expired.meets(first, stop)):
             return True
         if self.ring.count and self.ring.lo < stop and self.ring.hi > first and self.ring.held(first, stop):
             return True

@@ -857,6 +857,8 @@ class Broker:
                 # Before its files go: no number of it must be used twice.
                 topic.noted_side = topic.side.durable
                 self.journal.note("side", topic.incarnation, topic.side.durable)
+            if topic.settings.ttl:
+                topic.expiry.look()
         self._free()
         self.store.idle()
 

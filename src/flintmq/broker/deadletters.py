@@ -122,7 +122,8 @@ class _Steps:
         # Is the next step planned, or does it wait for something?
         self._planned = False
 
-    def _go_on(self) -> None:
+    def go_on(self) -> None:
+        """There is something to do."""
         if not self._planned:
             self._planned = True
             self._broker.later(self._run)
@@ -157,7 +158,7 @@ class DeadLetters(_Steps):
     def add(self, seq: int, reason: str) -> None:
         """The message is leaving its channel."""
         self._queue.append((seq, reason))
-        self._go_on()
+        self.go_on()
 
     def _step(self) -> None:
         channel, queue = self._channel, self._queue
@@ -165,6 +166,8 @@ class DeadLetters(_Steps):
             # They come back at the next start, or went with their channel.
             queue.clear()
             return
+        if channel.expired and len(queue) < SLICE and len(channel.leaving) < LONGEST_QUEUE:
+            queue.extend((seq, EXPIRED) for seq in channel.take_expired(SLICE))
         name = dead_letter_topic(channel)
         target: Topic | None = None
         copied: list[int] = []
@@ -181,6 +184,11 @@ class DeadLetters(_Steps):
                     self._wait(channel.topic.when_read)
                     break
                 frame, extra = found
+                if reason == EXPIRED and "dead" in extra:
+                    # What is too old for a dead letter is wanted by nobody.
+                    channel.left([seq])
+                    queue.popleft()
+                    continue
                 about = self._about(seq, reason, frame, extra.get("dead"), name)
                 if target is None:
                     target = self._broker.topic(name)
@@ -200,8 +208,8 @@ class DeadLetters(_Steps):
             queue.popleft()
         if target is not None and copied:
             target.log.when_durable(target.log.end, partial(self._copied, target, copied))
-        if queue:
-            self._go_on()
+        if queue or (channel.expired and len(channel.leaving) < LONGEST_QUEUE):
+            self.go_on()
 
     def _about(
         self, seq: int, reason: str, frame: bytearray, before: dict[str, Any] | None, target: str
@@ -230,6 +238,8 @@ class DeadLetters(_Steps):
             channel.dead_lettered_count += channel.left(seqs)
         elif not stopping:
             self._refused(seqs, target.name, error or NotFoundError("it was deleted"))
+        if channel.expired:
+            self.go_on()
 
     def _refused(self, seqs: list[int], name: str, error: Exception) -> None:
         """These have to stay: they are delivered once more, and if that fails it is tried again."""
@@ -271,7 +281,7 @@ class Redrive(_Steps):
         # Those before it were emptied.
         self._floor = 0
         # If the channel that it takes from was just made, no crash may forget it: copies say that they are from there.
-        self._broker.journal.when_synced(self._broker.journal.noted, self._go_on)
+        self._broker.journal.when_synced(self._broker.journal.noted, self.go_on)
 
     @property
     def planned(self) -> int:
@@ -307,7 +317,7 @@ class Redrive(_Steps):
             if self._bucket is not None:
                 self._rest(max(STRIDE, (1 - self._bucket.tokens) / self._bucket.rate))
             elif self._under_way < LONGEST_QUEUE:
-                self._go_on()
+                self.go_on()
         self._end_if_done()
 
     def _find(self, room: int) -> dict[int, tuple[bytearray, int]]:
@@ -378,7 +388,7 @@ class Redrive(_Steps):
         self._source.left(seqs)
         self.moved += len(seqs)
         if self._left:
-            self._go_on()
+            self.go_on()
         self._end_if_done()
 
     def _end_if_done(self) -> None:

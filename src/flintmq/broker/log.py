@@ -17,6 +17,7 @@ from bisect import bisect_left, bisect_right
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from mmap import MAP_ANON, MAP_PRIVATE, mmap
 from pathlib import Path
 
@@ -1477,6 +1478,29 @@ class Log:
                 for entry in read_records(self._disk.read(fd, stop - start, start), segment.salt, 0, start, True):
                     if isinstance(entry, Entry):
                         yield entry.seq, entry.count, entry.extra
+
+    def delays(self, first: int, stop: int) -> Iterator[tuple[int, int]]:
+        """(seq, when due by the wall clock) of each deferred message from ``first`` up to ``stop``."""
+        for segment in self.segments:
+            d = segment.deferrals
+            if not d or segment.end <= first or segment.base >= stop:
+                continue
+            records = range(len(d) // 5)
+            for i in records[max(0, bisect_right(records, first, key=lambda i: d[5 * i]) - 1) :]:
+                begin, count, _, delay, timestamp = d[5 * i : 5 * i + 5]
+                if begin >= stop:
+                    break
+                for seq in range(max(first, begin), min(stop, begin + count)):
+                    yield seq, timestamp + delay
+        # And of those that are in no file yet.
+        start = max(0, bisect_right(self._pending, first, key=lambda record: record.seq) - 1)
+        for record in islice(self._pending, start, None):
+            if record.seq >= stop:
+                break
+            if record.flags & DEFERRED:
+                due = timestamp_of(record.block.view, record.start) + record.delay * 1_000_000
+                for seq in range(max(first, record.seq), min(stop, record.seq + record.count)):
+                    yield seq, due
 
     def deferrals(self) -> Iterator[tuple[int, int]]:
         """(seq, when due) of all deferred messages in the files, on this boot's clock."""

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from flintmq.broker.channel import Channel
+from flintmq.broker.expiry import Expiry
 from flintmq.broker.journal import NEVER, SIDE
 from flintmq.broker.limits import TopicLimits
 from flintmq.broker.log import TAKE_AT_ONCE, TAKE_SHARED, WRITE_AT, Log
@@ -108,6 +109,7 @@ class Topic:
         #: Messages for one channel only, and copies of old ones; made when there are any.
         self.side: Log | None = None
         self.mover = Mover(self)
+        self.expiry = Expiry(self)
         self.channels: dict[str, Channel] = {}
         # Marks.
         self.pumped = base
@@ -138,6 +140,7 @@ class Topic:
         self.message_count = 0
         self.message_bytes = 0
         self.dropped_count = 0
+        self.expired_count = 0
         #: What it may hold and how fast it may grow; None: no limit.
         self.limits = TopicLimits.of(self, broker.options, broker.clock)
 
@@ -565,6 +568,13 @@ class Topic:
         self._skip(min(before, self.log.committed))
         self.dropped_count += depth - self.depth
         return depth - self.depth
+
+    def expire_backlog(self, before: int) -> None:
+        """What no channel has seen yet before this seq is too old, up to a deferred message that is good yet."""
+        good = self.expiry.still_good(self.pumped, before)
+        depth = self.depth
+        self._skip(min(before, self.log.committed, *good))
+        self.expired_count += depth - self.depth
 
     def _skip(self, stop: int) -> None:
         if stop <= self.pumped:
