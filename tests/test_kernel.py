@@ -556,7 +556,7 @@ def test_a_checksum_is_crc_32c(kernel: Any, size: int) -> None:
 
 def test_new_memory_stays_zero_when_pages_are_put_behind_it(kernel: Any) -> None:
     memory = mmap(-1, 65_536)
-    kernel.populate(memory)
+    kernel.populate([memory])
     assert bytes(memory) == bytes(65_536)
 
 

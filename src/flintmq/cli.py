@@ -129,9 +129,9 @@ def _daemon(
         log.info("ID: %d", options.id)
     try:
         return _run(serve(options), loop_factory)
-    except StartError as exc:
-        # Go's daemons name the step that failed, and for all but this one the step is their constructor.
-        if str(exc).startswith("failed to load metadata"):
+    except (StartError, OptionError) as exc:
+        # Go's daemons name the step that failed, and for all but loading something the step is their constructor.
+        if str(exc).startswith("failed to load "):
             log.critical("%s", exc)
         else:
             log.critical("failed to instantiate %s - %s", program, exc)

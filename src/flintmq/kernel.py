@@ -120,22 +120,37 @@ def send_each(fds: list, frame: bytes) -> list:
     return left
 
 
-def populate(memory: object) -> None:
+def populate(memory: list) -> None:
     """Have the system put pages behind new memory, which is all zeros; for a thread, the others go on meanwhile."""
     if cython.compiled:
-        whole: cython.uchar[::1] = memory
-        p: cython.p_uchar = cython.address(whole[0])
-        size: cython.Py_ssize_t = whole.shape[0]
-        at: cython.Py_ssize_t = 0
+        # All in one go: coming back to the interpreter in between would mean to wait for a busy loop each time.
+        starts: list = []
+        sizes: list = []
+        whole: cython.uchar[::1]
+        for piece in memory:
+            whole = piece
+            starts.append(cython.cast(cython.size_t, cython.address(whole[0])))
+            sizes.append(whole.shape[0])
+        table: cython.size_t[::1] = array("L", [*starts, *sizes])
+        count: cython.Py_ssize_t = len(starts)
+        i: cython.Py_ssize_t
+        p: cython.p_uchar
+        size: cython.Py_ssize_t
+        at: cython.Py_ssize_t
         with cython.nogil:
-            # Linux since 5.14 (MADV_POPULATE_WRITE); elsewhere each page is touched.
-            if madvise(p, size, 23) != 0:
-                while at < size:
-                    p[at] = 0
-                    at += 4096
+            for i in range(count):
+                p = cython.cast(cython.p_uchar, table[i])
+                size = table[count + i]
+                # Linux since 5.14 (MADV_POPULATE_WRITE); elsewhere each page is touched.
+                if madvise(p, size, 23) != 0:
+                    at = 0
+                    while at < size:
+                        p[at] = 0
+                        at += 4096
     else:
         with open("/dev/zero", "rb", buffering=0) as zero:
-            zero.readinto(memory)
+            for piece in memory:
+                zero.readinto(piece)
 
 
 def line_records(data: bytearray, pos: cython.Py_ssize_t, stop: cython.Py_ssize_t) -> tuple:
@@ -526,8 +541,18 @@ class Block:
             # All there is: nothing to count.
             n = left
             at = self.used
+        # In strides from mark to mark, then one by one.
+        first: cython.Py_ssize_t = seq - self.base
+        stride: cython.Py_ssize_t = (first + n + 63) >> 6
         if cython.compiled:
             p: cython.p_uchar = self._bytes
+            while n < max_count and stride << 6 < first + max_count:
+                size = self._mark[stride]
+                if size - start > max_bytes:
+                    break
+                at = size
+                n = (stride << 6) - first
+                stride += 1
             while n < max_count:
                 size = 4 + _rd32(p + at)
                 if at + size - start > max_bytes:
@@ -537,6 +562,13 @@ class Block:
         else:
             unpack = _u32.unpack_from
             buf = self.buf
+            while n < max_count and stride << 6 < first + max_count:
+                size = self._marks[stride]
+                if size - start > max_bytes:
+                    break
+                at = size
+                n = (stride << 6) - first
+                stride += 1
             while n < max_count:
                 size = 4 + unpack(buf, at)[0]
                 if at + size - start > max_bytes:

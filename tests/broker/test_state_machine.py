@@ -6,7 +6,7 @@ time or is finished. After every step it checks that
 
 - what was delivered was waiting, or due, or timed out, and carries the right number of attempts;
 - nothing that could be delivered was held back;
-- the broker's own numbers agree;
+- the broker's own numbers agree, and its settings are what was set;
 - after a crash everything acknowledged is there, nothing comes early, and nothing that the journal knew to be finished
   comes again. What the journal had not yet written may come again: then the oracle follows the broker.
 
@@ -21,6 +21,7 @@ import shutil
 import tempfile
 from collections.abc import Coroutine
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import Any, TypeVar
 
 import pytest
@@ -47,6 +48,8 @@ T = TypeVar("T")
 TOPICS = ["orders", "audit"]
 CHANNELS = ["a", "b", "c"]
 MSG_TIMEOUT, MAX_MSG_TIMEOUT = 10.5, 25.5
+#: Beyond every delay that is asked for.
+NO_LIMIT = 10_000_000
 
 WAITING, IN_FLIGHT, LATER, FINISHED = "waiting", "in flight", "later", "finished"
 
@@ -105,6 +108,9 @@ class Consumer:
 
 topics = st.sampled_from(TOPICS)
 channels = st.sampled_from(CHANNELS)
+#: Names and patterns that something is set live for, in the order in which they count.
+SET_FOR = [(name,) for name in (*TOPICS, "o*", "*")]
+SET_FOR += [(topic, channel) for topic in (*TOPICS, "o*", "*") for channel in (*CHANNELS, "*")]
 some = st.randoms(use_true_random=False)
 
 
@@ -121,14 +127,18 @@ class BrokerMachine(RuleBasedStateMachine):
         self.number = 0
         self.roll_at = journal_module.ROLL_AT
         self.mem_queue_size = 10_000
+        self.requeue_on_disconnect = False
+        #: What was set live: by name or pattern, a value of a setting that changes nothing here.
+        self.said: dict[tuple[str, ...], int] = {}
         # After a reboot delays go by the wall clock, and it must not have been set meanwhile.
         self.date_was_set = self.was_rebooted = False
 
-    @initialize(mem_queue_size=st.sampled_from([0, 3, 10_000]))
-    def begin(self, mem_queue_size: int) -> None:
+    @initialize(mem_queue_size=st.sampled_from([0, 3, 10_000]), requeue_on_disconnect=st.booleans())
+    def begin(self, mem_queue_size: int, requeue_on_disconnect: bool) -> None:
         # Small files, so that they roll and go: every way of reading a message back is taken.
         journal_module.ROLL_AT = 3_000
         self.mem_queue_size = mem_queue_size
+        self.requeue_on_disconnect = requeue_on_disconnect
         self.start()
 
     def teardown(self) -> None:
@@ -151,6 +161,7 @@ class BrokerMachine(RuleBasedStateMachine):
             max_bytes_per_file=1_000,
             msg_timeout=round(MSG_TIMEOUT * SECOND),
             max_msg_timeout=round(MAX_MSG_TIMEOUT * SECOND),
+            requeue_on_disconnect=self.requeue_on_disconnect,
             disk_reserve=0,
         )
         self.run(self.broker.start())
@@ -348,9 +359,12 @@ class BrokerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.consumers)
     @rule(random=some)
     def hang_up(self, random: Any) -> None:
-        """What it holds stays in flight until its deadline."""
+        """What it holds stays in flight until its deadline, or is put back at once."""
         consumer = self.some_consumer(random)
         self.consumers.remove(consumer)
+        if self.requeue_on_disconnect:
+            for seq in consumer.held:
+                self.model(consumer.topic, consumer.channel).entries[seq].put_back()
 
         async def lose() -> None:
             consumer.client.hang_up()
@@ -469,6 +483,7 @@ class BrokerMachine(RuleBasedStateMachine):
         gone = [c for c in self.consumers if (c.topic, c.channel) == (topic, channel)]
         self.consumers = [c for c in self.consumers if c not in gone]
         del self.models[topic].channels[channel]
+        self.said.pop((topic, channel), None)
 
         async def delete() -> None:
             self.topic(topic).delete_channel(channel)
@@ -486,6 +501,7 @@ class BrokerMachine(RuleBasedStateMachine):
         self.consumers = [c for c in self.consumers if c.topic != name]
         # Its messages are forgotten, but a seq must never come again.
         del self.models[name]
+        self.said = {names: value for names, value in self.said.items() if names[0] != name}
 
         async def delete() -> None:
             self.broker.delete_topic(name)
@@ -545,6 +561,42 @@ class BrokerMachine(RuleBasedStateMachine):
         self.run(empty())
         self.models[name].backlog.clear()
         self.operated()
+
+    @rule(names=st.sampled_from(SET_FOR), value=st.none() | st.integers(1, 9))
+    def configure(self, names: tuple[str, ...], value: int | None) -> None:
+        """Set something live, or take it away; what has a name must be there."""
+        topic, channel = (*names, "*")[:2]
+        if "*" not in topic and (
+            topic not in self.models or ("*" not in channel and channel not in self.models[topic].channels)
+        ):
+            return
+
+        async def change() -> None:
+            key = "reader-bytes" if len(names) == 1 else "max-defer"
+            self.broker.settings.change(names, {key: value and value + NO_LIMIT})
+
+        self.run(change())
+        self.said.pop(names, None)
+        if value:
+            self.said[names] = value + NO_LIMIT
+        self.operated()
+
+    @invariant()
+    def settings_are_what_was_set(self) -> None:
+        def expected(*names: str) -> int:
+            counting = (
+                other
+                for other in SET_FOR
+                if len(other) == len(names) and all(map(fnmatchcase, names, other)) and other in self.said
+            )
+            return self.said.get(next(counting, ()), 0)
+
+        for name in self.models:
+            assert self.topic(name).settings.reader_bytes == expected(name)
+        for topic, channel in self.all_channels():
+            # A whole number is milliseconds; the default is an hour.
+            found = self.channel(topic, channel).settings.max_defer // 1_000_000
+            assert found == (expected(topic, channel) or 3_600_000)
 
     # --- The end, and a new beginning --------------------------------------------------------------------------------
 

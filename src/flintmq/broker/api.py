@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from flintmq.broker import deadletters, stats
+from flintmq.broker import deadletters, settings_api, stats
 from flintmq.broker.http_lane import IDLE_SECONDS, HttpLane, Publishing, refusal
 from flintmq.broker.sockets import Poller, SocketTransport
 from flintmq.broker.topic import Topic
@@ -192,6 +192,7 @@ class Api:
             # Settings.
             Route("GET", "/config/:opt", self._get_config, READ),
             Route("PUT", "/config/:opt", self._put_config, ADMIN),
+            *settings_api.routes(self._broker),
             # A look inside. Paths are those of Go's profiler, what they show is Python's.
             Route("GET", "/debug/pprof/", self._debug_index, ADMIN, plain=True, unlogged=True),
             Route("GET", "/debug/pprof/cmdline", self._debug_cmdline, ADMIN, plain=True, unlogged=True),
@@ -294,49 +295,54 @@ class Api:
         if not valid_name(name):
             raise HttpError(400, "INVALID_TOPIC")
         try:
-            self._broker.topic(name)
+            topic = self._broker.topic(name)
         except PublishError as exc:
             log.error("TOPIC(%s): cannot be made - %s", name, exc)
             raise HttpError(500, "INTERNAL_ERROR") from exc
-        await self._noted()
+        await self._noted(topic)
 
     async def _delete_topic(self, request: Request) -> None:
-        self._broker.delete_topic(self._topic(request.arguments()).name)
-        await self._noted()
+        topic = self._topic(request.arguments())
+        self._broker.delete_topic(topic.name)
+        await self._noted(topic)
 
     async def _empty_topic(self, request: Request) -> None:
         arguments = request.arguments()
         # Deleting and pausing look the name up without asking whether there can be such a one.
         if not valid_name(_argument(arguments, "topic")):
             raise HttpError(400, "INVALID_TOPIC")
-        self._topic(arguments).empty()
-        await self._noted()
+        topic = self._topic(arguments)
+        topic.empty()
+        await self._noted(topic)
 
     def _pause_topic(self, paused: bool) -> Callable[[Request], Awaitable[None]]:
         async def handler(request: Request) -> None:
-            self._topic(request.arguments()).pause(paused)
-            await self._noted()
+            topic = self._topic(request.arguments())
+            topic.pause(paused)
+            await self._noted(topic)
 
         return handler
 
     async def _create_channel(self, request: Request) -> None:
         topic, name = self._channel_arguments(request)
         topic.channel(name)
-        await self._noted()
+        await self._noted(topic)
 
     async def _delete_channel(self, request: Request) -> None:
         channel = self._channel(request)
         channel.topic.delete_channel(channel.name)
-        await self._noted()
+        await self._noted(channel.topic)
 
     async def _empty_channel(self, request: Request) -> None:
-        self._channel(request).empty()
-        await self._noted()
+        channel = self._channel(request)
+        channel.empty()
+        await self._noted(channel.topic)
 
     def _pause_channel(self, paused: bool) -> Callable[[Request], Awaitable[None]]:
         async def handler(request: Request) -> None:
-            self._channel(request).pause(paused)
-            await self._noted()
+            channel = self._channel(request)
+            channel.pause(paused)
+            await self._noted(channel.topic)
 
         return handler
 
@@ -360,11 +366,11 @@ class Api:
         except NotFoundError as exc:
             raise HttpError(404, "CHANNEL_NOT_FOUND") from exc
 
-    async def _noted(self) -> None:
-        """What was changed is as safe as a publish would be."""
+    async def _noted(self, topic: Topic) -> None:
+        """What was changed is as safe as a publish to the topic would be."""
         journal = self._broker.journal
         journal.flush()
-        if self._broker.options.durability == "fsync":
+        if topic.settings.durability == "fsync":
             await self._until(lambda then: journal.when_synced(journal.noted, then))
 
     # --- Settings --------------------------------------------------------------------------------------------------

@@ -137,7 +137,7 @@ class Channel:
         self.paused = False
         self.exiting = False
         #: Replaced, never changed.
-        self.settings = ChannelSettings.of(topic.broker.options)
+        self.settings = topic.broker.settings.channel(topic.name, name)
         # Waiting: of what lies before ``seen``, the ranges; of what lies beyond, everything the topic has pumped.
         self.waiting = Ranges()
         self.seen = start
@@ -241,7 +241,7 @@ class Channel:
     def drop_excess(self) -> None:
         """An ephemeral channel holds no more than ``--mem-queue-size``: the newest are dropped."""
         self.catch_up(self.topic.pumped)
-        excess = self.depth - self.broker.options.mem_queue_size
+        excess = self.depth - self.topic.settings.mem_queue_size
         if excess <= 0 or (self._ready and not self.paused):
             return
         self.dropped_count += excess
@@ -291,14 +291,18 @@ class Channel:
 
     def add(self, session: Session) -> None:
         self.sessions[session.ident] = session
+        session.take_timeout(self.settings.msg_timeout)
 
     def remove(self, session: Session) -> None:
-        """The session is gone. What it holds stays in flight until its deadline, as in NSQ."""
+        """The session is gone. What it holds stays in flight until its deadline, as in NSQ, or is put back now."""
         if self.sessions.pop(session.ident, None) is None:
             return
         if session.listed:
             self._ready.remove(session)
             session.listed = False
+        # The end of the broker is no reason: it keeps what is in flight, with its attempts.
+        if session.in_flight and self.broker.options.requeue_on_disconnect and not self.broker.stopping:
+            self._give_back(session)
         if self.ephemeral and not self.sessions and not self.exiting:
             self.broker.later(self._vanish)
 
@@ -595,6 +599,21 @@ class Channel:
             self._put_back(seq, attempts, self.broker.clock.now() + delay if delay > 0 else 0)
         self.wake(session)
 
+    def _give_back(self, session: Session) -> None:
+        """All that a session holds is put back as if it had requeued it: the attempt counts, and there is no delay."""
+        if self.exiting:
+            return
+        ring = self.ring
+        held = [(seq, 1) for seq, owner in ring.held(ring.lo, ring.hi) if owner == session.ident]
+        held += [(seq, message.attempts) for seq, message in self.unusual.items() if message.owner == session.ident]
+        for seq, attempts in held:
+            self._take(session, seq, "REQ")
+            self.requeue_count += 1
+            session.requeue_count += 1
+            if not self._gave_up(seq, attempts, REQUEUED):
+                self._put_back(seq, attempts, 0)
+        self.broker.pump_later(self)
+
     def touch(self, session: Session, seq: int) -> None:
         message = self._owned(session, seq, "TOUCH") or self._make_unusual(seq)
         longest = message.delivered + self.broker.options.max_msg_timeout
@@ -822,6 +841,16 @@ class Channel:
             for session in self.sessions.values():
                 self.wake(session)
             self.pump()
+
+    def change_settings(self, settings: ChannelSettings) -> None:
+        """Take other settings; they hold at once, for deliveries from now on."""
+        before, self.settings = self.settings, settings
+        if settings.delivery_rate != before.delivery_rate:
+            self.pace = Pace.of(self)
+            self.broker.pump_later(self)
+        if settings.msg_timeout != before.msg_timeout:
+            for session in self.sessions.values():
+                session.take_timeout(settings.msg_timeout)
 
     def empty(self) -> None:
         """Drop everything: waiting, in flight, deferred. Consumers stay."""

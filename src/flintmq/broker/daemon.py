@@ -44,6 +44,7 @@ from flintmq.broker.mover import copies
 from flintmq.broker.peers import Peers
 from flintmq.broker.scan import Scan
 from flintmq.broker.session import FinishLane, Lane, Session
+from flintmq.broker.settings import Settings
 from flintmq.broker.topic import RESERVE, Topic
 from flintmq.errors import FlintError, FormatError, NotFoundError, OptionError, PublishError, StartError, StorageError
 from flintmq.options import NsqdOptions
@@ -121,6 +122,8 @@ class Broker:
         self._draining: asyncio.Task[DrainReport] | None = None
         #: Called by ``reload``: each reads again what it keeps in memory of a file, such as certificates.
         self.reloaders: list[Callable[[], None]] = [self.reload_certificates]
+        #: What single topics and channels do differently.
+        self.settings = Settings(self)
         # One buffer that every session receives into, one after the other.
         self.receive_buffer = bytearray(RECEIVE_BYTES)
         self.receive_view = memoryview(self.receive_buffer)
@@ -180,6 +183,7 @@ class Broker:
         self.now = self._loop.time
         self.disk.attach(self._loop.call_soon_threadsafe)
         self.path = Path(self.options.data_path or os.getcwd())
+        declared: list[Topic] = []
         self.journal = Journal(
             self.disk,
             self.clock,
@@ -194,6 +198,10 @@ class Broker:
         try:
             self._open_path()
             self.peers.load_tls()
+            # Before anybody can connect: no first message is missed.
+            declared = self.settings.declare()
+            for topic in declared if self.options.nsqlookupd_tcp_addresses else ():
+                topic.gate(True)
             await self._listen()
         except (OSError, FlintError) as exc:
             await self._abandon()
@@ -210,6 +218,8 @@ class Broker:
         self._look_at_space()
         self.structure_changed(False)
         self.peers.start()
+        for topic in declared:
+            self.peers.ask_for_channels(topic)
 
     def _set_up_security(self) -> None:
         if self.options.tls_cert:
@@ -318,6 +328,7 @@ class Broker:
         """Replace the options by a copy with these changes, and tell who asked to know."""
         options = dataclasses.replace(self.options, **changes)
         options.validate()
+        Settings.check(options)
         self.options = options
         for changed in self.options_changed:
             changed()
@@ -547,6 +558,7 @@ class Broker:
         self._floor = state.floor
         self._next_incarnation = state.next_incarnation
         self._next_channel = state.next_channel
+        self.settings.restore(state)
         clean = state.clean
         opened = [self._open_topic(root, topic_state, clean) for topic_state in state.topics.values()]
         finish_moved(opened, state)
@@ -704,6 +716,7 @@ class Broker:
         for channel in list(topic.channels):
             topic.delete_channel(channel)
         del self.topics[name]
+        self.settings.forget(name)
         self._turn.pop(topic, None)
         self._touched.pop(topic, None)
         for verb in ("PUB", "MPUB"):
@@ -860,7 +873,7 @@ class Broker:
             if topic.settings.ttl:
                 topic.expiry.look()
         self._free()
-        self.store.idle()
+        self.store.tidy()
 
     def _free(self) -> None:
         freeable = []
@@ -923,6 +936,7 @@ class Broker:
     def _snapshot(self) -> Iterator[tuple[Any, ...]]:
         """The whole state as notes, for the journal. Taken in slices: topics may come and go in between."""
         yield ("floor", self._floor, self._next_incarnation, self._next_channel)
+        yield from self.settings.notes()
         for topic in list(self.topics.values()):
             if topic.ephemeral or topic.exiting:
                 continue
@@ -938,6 +952,7 @@ class Broker:
                 yield ("channel", topic.incarnation, channel.id, channel.name, topic.pumped, SIDE)
                 yield ("channel_pause", channel.id, channel.paused)
                 yield ("channel_state", channel.id, *channel.snapshot())
+            yield from self.settings.notes(topic)
 
     def structure_changed(self, ephemeral: bool) -> None:
         """Topics or channels came, went or were paused: the journal has it at once, ``nsqd.dat`` follows soon."""

@@ -77,12 +77,12 @@ _MONTHS = ("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct",
 class Order:
     """What the query of a publish asks for."""
 
-    __slots__ = ("bad_defer", "binary", "delay", "name")
+    __slots__ = ("binary", "delay", "name")
 
     def __init__(self, name: str) -> None:
         self.name = name
+        #: In nanoseconds; -1 if what the query says is no delay.
         self.delay = 0
-        self.bad_defer = False
         self.binary = False
 
 
@@ -132,9 +132,7 @@ class Publishing:
         elif "defer" in arguments:
             text = arguments["defer"]
             # Twenty digits are beyond every limit, and int() has one of its own.
-            delay = int(text) * _MS if len(text) <= 20 and _NUMBER.fullmatch(text) else -1
-            order.bad_defer = not 0 <= delay <= self._broker.options.max_req_timeout
-            order.delay = delay
+            order.delay = max(-1, int(text) * _MS) if len(text) <= 20 and _NUMBER.fullmatch(text) else -1
         return order
 
     def topic(self, order: Order) -> Topic:
@@ -143,7 +141,7 @@ class Publishing:
             topic = self._broker.topic(order.name)
         except PublishError as exc:
             raise refusal(exc) from exc
-        if order.bad_defer:
+        if order.delay and not 0 < order.delay <= topic.settings.max_defer:
             raise HttpError(400, "INVALID_DEFER")
         return topic
 

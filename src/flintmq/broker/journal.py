@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from struct import Struct
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import google_crc32c
 import msgspec
@@ -74,6 +74,9 @@ _SPACE = ROLL_AT + (1 << 20)
 _SLICE = 50
 
 
+Key = TypeVar("Key")
+
+
 @dataclass(slots=True)
 class ChannelState:
     """A channel as the journal knows it."""
@@ -116,6 +119,8 @@ class TopicState:
     #: Everything before it in the side log is known to be on the device, and may be gone again.
     side_end: int = SIDE
     channels: dict[int, ChannelState] = field(default_factory=dict)
+    #: What was set live for it (empty name), and for its channels by their name or pattern.
+    settings: dict[str, dict[str, Any]] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -124,6 +129,8 @@ class State:
 
     topics: dict[int, TopicState] = field(default_factory=dict)
     channels: dict[int, ChannelState] = field(default_factory=dict)
+    #: What was set live for patterns of topics (with an empty name), and for channels of such.
+    patterns: dict[tuple[str, str], dict[str, Any]] = field(default_factory=dict)
     #: No new log starts below it.
     floor: int = 0
     next_incarnation: int = 1
@@ -185,9 +192,11 @@ class State:
             self.channels[channel] = self.topics[incarnation].channels[channel] = state
 
     def _unchannel(self, incarnation: int, channel: int) -> None:
-        self.channels.pop(channel, None)
+        state = self.channels.pop(channel, None)
         if incarnation in self.topics:
             self.topics[incarnation].channels.pop(channel, None)
+            if state is not None:
+                self.topics[incarnation].settings.pop(state.name, None)
 
     def _channel_pause(self, channel: int, paused: bool) -> None:
         if channel in self.channels:
@@ -201,6 +210,14 @@ class State:
             state.outstanding = Ranges((pairs[i], pairs[i + 1]) for i in range(0, len(pairs), 2))
             state.back.clear()
             self.apply_back(channel, unpack_numbers(back))
+
+    def _settings(self, incarnation: int, channel: str, values: dict[str, Any]) -> None:
+        """All that is set live for a topic, or for this name or pattern of its channels."""
+        if incarnation in self.topics:
+            _put(self.topics[incarnation].settings, channel, values)
+
+    def _pattern(self, topic: str, channel: str, values: dict[str, Any]) -> None:
+        _put(self.patterns, (topic, channel), values)
 
     def _skip(self, incarnation: int, first: int, stop: int) -> None:
         if incarnation in self.topics:
@@ -242,6 +259,13 @@ class State:
 
     def _clean(self) -> None:
         pass
+
+
+def _put(said: dict[Key, dict[str, Any]], key: Key, values: dict[str, Any]) -> None:
+    if values:
+        said[key] = values
+    else:
+        said.pop(key, None)
 
 
 class Journalled(Protocol):

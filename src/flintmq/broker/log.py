@@ -64,8 +64,6 @@ SYNC_AT, WRITE_IN_THREAD_AT, PAUSE_AT = 16 << 20, 64 << 20, 128 << 20
 WRITE_AT = 32 << 10
 #: What is taken from sockets, written and answered before the loop does anything else.
 TAKE_AT_ONCE = 256 << 10
-#: The same for a topic with channels, whose consumers wait for their turn.
-TAKE_SHARED = 64 << 10
 #: What a block must have left for that; so much of it may stay empty.
 TAKE_ROOM = 64 << 10
 #: take_in() read nothing, because there is no block to read into.
@@ -77,7 +75,7 @@ READ_TRIES, READ_PAUSE = 10, 1.0
 #: A write of what somebody waits for is tried again after so many seconds, where it stays in memory meanwhile.
 WRITE_AGAIN = 1.0
 _POOL_BLOCKS = 8
-_SPARE_BLOCKS = 8
+_SPARE_BLOCKS = 12
 _MOST_FILES = 400
 #: Chunks of a log whose extra bytes are remembered once they were read.
 _EXTRA_CHUNKS = 4
@@ -86,8 +84,7 @@ _EXTRA_CHUNKS = 4
 def _fresh_memory() -> list[mmap]:
     """Memory for blocks whose pages are there already: a busy loop has no time to wait for them one by one."""
     spare = [_memory(LARGEST_BLOCK) for _ in range(_SPARE_BLOCKS)]
-    for memory in spare:
-        populate(memory)
+    populate(spare)
     return spare
 
 
@@ -139,9 +136,11 @@ class Store:
         self._blocks: list[Block] = []
         self._spare: list[mmap] = []
         self._preparing = False
+        self._busy = False
         self._cold: OrderedDict[Segment, dict[int, Block]] = OrderedDict()
         self._cold_order: OrderedDict[tuple[Segment, int], int] = OrderedDict()
         self._cold_bytes = 0
+        self._lent = 0
 
     @property
     def congested(self) -> bool:
@@ -157,11 +156,12 @@ class Store:
 
     def new_block(self, size: int, base: int) -> Block:
         if size == LARGEST_BLOCK:
+            self._busy = True
             while self._blocks:
                 block = self._blocks.pop()
                 if block.recycle(base):
                     return block
-            if len(self._spare) < _SPARE_BLOCKS // 2 and not self._preparing and not self.disk.closing:
+            if len(self._spare) < _SPARE_BLOCKS and not self._preparing and not self.disk.closing:
                 self._preparing = True
                 self.disk.submit(_fresh_memory, self._prepared, SPARE)
             return Block(size, base, self._spare.pop() if self._spare else _memory(size))
@@ -177,14 +177,19 @@ class Store:
         if block.size == LARGEST_BLOCK and len(self._blocks) < _POOL_BLOCKS:
             self._blocks.append(block)
 
-    def idle(self) -> None:
-        """Nothing happened for a while: give the spare blocks back to the system."""
+    def tidy(self) -> None:
+        """Called now and then: if no large block was needed since, give the spare ones back to the system."""
+        if not self._busy:
+            self._drop_spare()
+        self._busy = False
+
+    def _drop_spare(self) -> None:
         self._blocks.clear()
         self._spare.clear()
 
     def close(self) -> None:
         """The broker has stopped: give all memory back now, not when the garbage collector comes by."""
-        self.idle()
+        self._drop_spare()
         self._cold.clear()
         self._cold_order.clear()
         self._cold_bytes = 0
@@ -249,12 +254,27 @@ class Store:
         self._cold_order[segment, chunk] = block.size
         self._cold_order.move_to_end((segment, chunk))
         self._cold_bytes += block.size
-        while self._cold_bytes > self.options.cold_cache_bytes and len(self._cold_order) > 2:
+        self._shrink_cold()
+
+    def _shrink_cold(self) -> None:
+        while self._cold_bytes + self._lent > self.options.cold_cache_bytes and len(self._cold_order) > 2:
             (other, number), size = self._cold_order.popitem(last=False)
             del self._cold[other][number]
             if not self._cold[other]:
                 del self._cold[other]
             self._cold_bytes -= size
+
+    def lend(self, before: int, size: int) -> bool:
+        """May a log hold ``size`` bytes, more than its own limit? ``before``: what it was lent so far.
+
+        What one log is lent another cannot have, nor the cache.
+        """
+        lent = self._lent - before + size
+        if lent > self.options.cold_cache_bytes:
+            return False
+        self._lent = lent
+        self._shrink_cold()
+        return True
 
     def forget_cold(self, segment: Segment) -> None:
         for chunk in self._cold.pop(segment, {}):
@@ -292,6 +312,8 @@ class Log:
         self._bases: list[int] = []
         self.memory_count = 0
         self.memory_bytes = 0
+        #: What the store lets it hold beyond its limit.
+        self._lent = 0
         self._block_size = SMALLEST_BLOCK
         # Deferred messages that channels have not seen yet: (seq, when due), in seq order.
         self.deferred: deque[tuple[int, int]] = deque()
@@ -579,6 +601,15 @@ class Log:
             return
         if len(self._pending) != 1 or not self._write_single(self._pending[0]):
             self._write_out(len(self._pending))
+
+    def change_durability(self, durability: str) -> None:
+        """From now on publishes are as safe as this. To and from ``memory`` only while everything has been written."""
+        if self.folder is None or durability == self.durability:
+            return
+        self.durability = durability
+        if durability == "fsync":
+            self.sync(COMMIT)
+        self._progressed()
 
     def write_all(self) -> None:
         """Write everything, whatever the durability: a clean stop."""
@@ -996,6 +1027,7 @@ class Log:
                 self._store.close_file(segment)
         self.blocks.clear()
         self._bases.clear()
+        self._give_up_loan()
         self._give_up(-1, StorageError(f"LOG({self.name}): closed"))
 
     # --- Reading ---------------------------------------------------------------------------------------------------
@@ -1245,15 +1277,23 @@ class Log:
     # --- Letting go ------------------------------------------------------------------------------------------------
 
     def trim(
-        self, limit: int, cap: int, needed: Callable[[int, int], bool], pinned: Callable[[int, int], bool]
+        self,
+        limit: int,
+        cap: int,
+        needed: Callable[[int, int], bool],
+        pinned: Callable[[int, int], bool],
+        awaited: Callable[[int, int], bool] = lambda first, stop: False,
     ) -> None:
         """Let blocks leave the memory: those nobody needs, and the oldest beyond ``limit`` messages or ``cap`` bytes.
 
         ``needed(first, stop)``: does anybody still want one of these? ``pinned``: is memory the only place to get it
-        from, because the one who wants it is ephemeral?
+        from, because the one who wants it is ephemeral? ``awaited``: are these the next that a consumer gets? Then
+        they stay a little longer, if the store has memory to lend: a consumer that was held up for a moment would
+        have to read everything from files from there on.
         """
         blocks = self.blocks
         drop = 0
+        lent = 0
         keep: list[Block] = []
         while drop < len(blocks):
             block = blocks[drop]
@@ -1262,6 +1302,10 @@ class Log:
             if wanted or (drop == len(blocks) - 1 and self.end > self.committed):
                 over = self.memory_count > limit or self.memory_bytes > cap
                 if not over or stop > self.written or self.folder is None or self._in_group:
+                    break
+                size = self.memory_bytes
+                if limit and size <= cap and awaited(block.base, stop) and self._store.lend(self._lent, size):
+                    self._lent = lent = size
                     break
                 if pinned(block.base, stop):
                     keep.append(block)
@@ -1280,6 +1324,8 @@ class Log:
             self.memory_bytes -= block.size
             self._store.give_back(block)
             drop += 1
+        if self._lent > lent:
+            self._give_up_loan()
         if drop:
             blocks[:drop] = keep
             self._bases[:drop] = [block.base for block in keep]
@@ -1291,6 +1337,10 @@ class Log:
                 while self._extras and self._extras[0][1] <= first:
                     self._extras.popleft()
             self._tell()
+
+    def _give_up_loan(self) -> None:
+        self._store.lend(self._lent, 0)
+        self._lent = 0
 
     def free(self, seq: int) -> None:
         """Remove the segment files that lie wholly before ``seq``. Call it only when durable state allows it."""

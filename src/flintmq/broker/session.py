@@ -113,8 +113,11 @@ class Session(asyncio.BufferedProtocol):
         self.output_buffer_size = 16_384
         self.output_buffer_timeout = broker.options.output_buffer_timeout // _MS
         self.msg_timeout = broker.options.msg_timeout
+        # Has the client asked for a time of its own? Otherwise its channel says how long it is.
+        self._own_timeout = False
         # Fixed by the first IDENTIFY: what deliveries go by.
         self._identified = False
+        self._own_deliver_timeout = False
         self.deliver_timeout = broker.options.msg_timeout
         self.sample_rate = 0
         #: 0: a client of the node's own zone, 1: of its region, 2: any other, and everybody without the experiment.
@@ -263,6 +266,13 @@ class Session(asyncio.BufferedProtocol):
         if not self._writable or self._closing:
             return 0
         return self.ready_count - self.in_flight
+
+    def take_timeout(self, msg_timeout: int) -> None:
+        """How long the channel gives its consumers; one that has asked for another time keeps that."""
+        if not self._own_timeout:
+            self.msg_timeout = msg_timeout
+        if not self._own_deliver_timeout:
+            self.deliver_timeout = msg_timeout
 
     def send_run(self, frames: memoryview) -> None:
         """Send message frames. Never raises, awaits or calls back into a channel."""
@@ -823,10 +833,12 @@ class Session(asyncio.BufferedProtocol):
             self.output_buffer_size = buffer_size
         if msg_timeout:
             self.msg_timeout = msg_timeout * _MS
+            self._own_timeout = True
         if not self._identified:
             # As in NSQ only the first IDENTIFY reaches deliveries and the heartbeat timer.
             self._identified = True
             self.deliver_timeout = self.msg_timeout
+            self._own_deliver_timeout = self._own_timeout
             self.sample_rate = sample_rate
             if self.broker.topology_aware:
                 same_region = self.topology_region == options.topology_region
@@ -948,7 +960,7 @@ class Session(asyncio.BufferedProtocol):
         self.channel = channel
         self.state = SUBSCRIBED
         self.lane = self.broker.finish_lane(channel) if self.fd >= 0 else None
-        if position and self.broker.options.durability == "fsync":
+        if position and topic.settings.durability == "fsync":
             # The channel must be on the device before the client may count on it.
             commit = Commit()
             self._answer_when(commit, "SUB")
@@ -971,9 +983,10 @@ class Session(asyncio.BufferedProtocol):
             delay = parse_base10(params[2])
         except ValueError:
             raise ProtocolError("E_INVALID", f"DPUB could not parse timeout {_text(params[2])}") from None
-        longest = self.broker.options.max_req_timeout // _MS
-        if not 0 <= _signed_ns(delay) <= self.broker.options.max_req_timeout:
-            raise ProtocolError("E_INVALID", f"DPUB timeout {delay} out of range 0-{longest}")
+        topic = self.broker.topics.get(name)
+        settings = topic.settings if topic is not None else self.broker.settings.topic(name)
+        if not 0 <= _signed_ns(delay) <= settings.max_defer:
+            raise ProtocolError("E_INVALID", f"DPUB timeout {delay} out of range 0-{settings.max_defer // _MS}")
         return self._pub_body(name, data, at, stop, "DPUB", _signed_ns(delay))
 
     def _pub_body(self, target: Topic | str, data: bytearray, at: int, stop: int, verb: str, delay: int) -> int:
@@ -1119,7 +1132,7 @@ class Session(asyncio.BufferedProtocol):
             delay = _signed_ns(parse_base10(params[2]))
         except ValueError:
             raise ProtocolError("E_INVALID", f"REQ could not parse timeout {_text(params[2])}") from None
-        longest = self.broker.options.max_req_timeout
+        longest = channel.settings.max_defer
         if not 0 <= delay <= longest:
             log.info("client(%s): REQ timeout %d out of range 0-%d, clamped", self.remote_address, delay, longest)
             delay = min(max(delay, 0), longest)

@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,7 +23,7 @@ from flintmq.broker.channel import Channel
 from flintmq.broker.expiry import Expiry
 from flintmq.broker.journal import NEVER, SIDE
 from flintmq.broker.limits import TopicLimits
-from flintmq.broker.log import TAKE_AT_ONCE, TAKE_SHARED, WRITE_AT, Log
+from flintmq.broker.log import TAKE_AT_ONCE, WRITE_AT, Log
 from flintmq.broker.mover import Mover
 from flintmq.broker.settings import TopicSettings
 from flintmq.errors import NotFoundError, PublishError
@@ -94,6 +95,10 @@ def slices(data: bytearray, pos: int, stop: int, count: int) -> Iterator[Piece]:
         pos, done = scan.pos, target
 
 
+def _never(first: int, stop: int) -> bool:
+    return False
+
+
 class Topic:
     def __init__(self, broker: Broker, name: str, incarnation: int, base: int, folder: Path | None) -> None:
         self.broker = broker
@@ -104,7 +109,7 @@ class Topic:
         self.exiting = False
         self.folder = folder
         #: Replaced, never changed.
-        self.settings = TopicSettings.of(broker.options)
+        self.settings = broker.settings.topic(name)
         self.log = self._new_log(folder, base)
         #: Messages for one channel only, and copies of old ones; made when there are any.
         self.side: Log | None = None
@@ -142,7 +147,7 @@ class Topic:
         self.dropped_count = 0
         self.expired_count = 0
         #: What it may hold and how fast it may grow; None: no limit.
-        self.limits = TopicLimits.of(self, broker.options, broker.clock)
+        self.limits = TopicLimits.of(self)
 
     def _new_log(self, folder: Path | None, base: int) -> Log:
         return Log(
@@ -150,7 +155,7 @@ class Topic:
             self.name,
             folder,
             base,
-            self.broker.options.durability,
+            self.settings.durability,
             progressed=self._progressed,
             failed=self._write_failed,
             arrived=self._arrived,
@@ -237,7 +242,7 @@ class Topic:
         self.message_count += count
         self.message_bytes += size
         if self.ephemeral and self.frozen:
-            room = self.broker.options.mem_queue_size - self.depth
+            room = self.settings.mem_queue_size - self.depth
             if count > room:
                 # Nobody listens and the memory is full: the newest are dropped without a word, as NSQ does.
                 if room <= 0:
@@ -326,12 +331,10 @@ class Topic:
 
     def _budget(self) -> int:
         """How much to take from publishers before consumers have their turn: less where they fall behind."""
-        if not self.channels:
-            return TAKE_AT_ONCE
         for channel in self.channels.values():
             if channel.sessions and channel.waiting.total + self.pumped - channel.seen > BEHIND:
                 return WRITE_AT
-        return TAKE_SHARED
+        return TAKE_AT_ONCE
 
     def _reserve(self) -> None:
         """Say which seqs may be used from now on, and use none of them before that is on the device."""
@@ -364,8 +367,8 @@ class Topic:
             self._progressed()
         if self.limits is not None:
             self.limits.trim()
-        options = self.broker.options
-        if log.memory_count > options.mem_queue_size or log.memory_bytes > options.mem_queue_bytes:
+        settings = self.settings
+        if log.memory_count > settings.mem_queue_size or log.memory_bytes > settings.mem_queue_bytes:
             self.trim()
 
     def _progressed(self) -> None:
@@ -498,6 +501,7 @@ class Topic:
         channel.empty()
         del self.channels[name]
         self.broker.journal.forget(channel)
+        self.broker.settings.forget(self.name, name)
         if not (channel.ephemeral or self.ephemeral):
             self.broker.journal.note("unchannel", self.incarnation, channel.id)
         if not self.channels:
@@ -596,6 +600,38 @@ class Topic:
         self.broker.turn(self)
         self.trim()
 
+    def obstacle_to(self, settings: TopicSettings) -> str:
+        """Why it cannot have these settings now; empty if it can."""
+        changed = {self.log.durability, settings.durability}
+        if self.ephemeral or len(changed) == 1 or "memory" not in changed:
+            return ""
+        # What is only in memory was promised no more than that: a write that fails must not be able to take it back.
+        self.trim()
+        unfinished = self.depth + sum(c.depth + c.in_flight_count + len(c.deferred) for c in self.channels.values())
+        logs = [log for log in (self.log, self.side) if log is not None]
+        if not (unfinished or self.busy or self._commits or any(log.written != log.end for log in logs)):
+            return ""
+        return (
+            f"durability: topic {self.name} holds messages, and only an empty one can be changed from "
+            f"{self.log.durability} to {settings.durability}: let them be finished, or empty it and its channels"
+        )
+
+    def change_settings(self, settings: TopicSettings) -> None:
+        """Take other settings; they hold at once."""
+        obstacle = self.obstacle_to(settings)
+        if obstacle:
+            log.warning("TOPIC(%s): its durability stays as it was until the next start - %s", self.name, obstacle)
+            settings = replace(settings, durability=self.log.durability)
+        if settings == self.settings:
+            return
+        self.settings = settings
+        for storage in (self.log, self.side):
+            if storage is not None:
+                storage.change_durability(settings.durability)
+        self.limits = self.limits.changed() if self.limits is not None else TopicLimits.of(self)
+        self.trim()
+        self.broker.turn(self)
+
     def close(self) -> None:
         """The topic is going: whoever waits for a commit learns it."""
         self.exiting = True
@@ -608,21 +644,23 @@ class Topic:
 
     def trim(self) -> None:
         """Let the log forget what it need not keep in memory."""
-        options = self.broker.options
-        limit = options.mem_queue_size
+        limit, cap = self.settings.mem_queue_size, self.settings.mem_queue_bytes
         if self.log.durability == "memory" and not self.ephemeral:
-            self.log.spill(limit, options.mem_queue_bytes)
-        self.log.trim(limit, options.mem_queue_bytes, self._needs, self._pins)
+            self.log.spill(limit, cap)
+        self.log.trim(limit, cap, self._needs, self._pins, self._awaits)
         if self.side is not None and self.side.blocks:
             # Messages of the side log are read one by one: once they are in a file they need not stay in memory.
             first = self.first_side_needed() if self.ephemeral else SIDE
-            self.side.trim(0, 0, lambda _, stop: first < stop, lambda _, stop: False)
+            self.side.trim(0, 0, lambda _, stop: first < stop, _never, _never)
 
     def _needs(self, first: int, stop: int) -> bool:
         return self.pumped < stop or any(channel.needs(first, stop) for channel in self.channels.values())
 
     def _pins(self, first: int, stop: int) -> bool:
         return any(c.ephemeral and c.needs(first, stop) for c in self.channels.values())
+
+    def _awaits(self, first: int, stop: int) -> bool:
+        return any(c.sessions and not c.paused and first <= c.first_unsent < stop for c in self.channels.values())
 
     def first_needed(self) -> int:
         """The lowest seq that any channel, or the backlog for the first one, still needs from the files."""
