@@ -1346,6 +1346,50 @@ class Heap:
                 found.append((dues[i], seqs[i]))  # noqa: PERF401  # Cython makes no comprehension over views
         return found
 
+    def earliest(self, count: cython.Py_ssize_t, due: cython.longlong, seq: cython.longlong) -> list:
+        """The ``count`` earliest pairs after ``(due, seq)``, in order."""
+        i: cython.Py_ssize_t
+        dues: cython.longlong[::1] = self._due
+        seqs: cython.longlong[::1] = self._seq
+        found: list = []
+        # Beyond this one nothing is wanted any more, because there are enough before it.
+        last: cython.longlong = (1 << 63) - 1
+        for i in range(len(self._seq)):
+            if dues[i] > last or dues[i] < due or (dues[i] == due and seqs[i] <= seq):
+                continue
+            found.append((dues[i], seqs[i]))
+            if len(found) >= 2 * count + 64:
+                found.sort()
+                del found[count:]
+                if found:
+                    last = found[-1][0]
+        found.sort()
+        return found[:count]
+
+    def remove(self, seq: cython.longlong) -> int:
+        """Take this seq out, wherever it stands; when it was due, or -1 if it is not there."""
+        i: cython.Py_ssize_t
+        at: cython.Py_ssize_t = -1
+        dues: cython.longlong[::1] = self._due
+        seqs: cython.longlong[::1] = self._seq
+        for i in range(len(self._seq)):
+            if seqs[i] == seq:
+                at = i
+                break
+        if at < 0:
+            return -1
+        found: cython.longlong = dues[at]
+        # It becomes the earliest of all, and goes first.
+        while at > 0:
+            i = (at - 1) >> 1
+            dues[at] = dues[i]
+            seqs[at] = seqs[i]
+            at = i
+        # An array that somebody looks at cannot shrink.
+        del dues, seqs
+        self.pop()
+        return found
+
     @cython.ccall
     def push(self, due: cython.longlong, seq: cython.longlong) -> cython.int:
         i: cython.Py_ssize_t

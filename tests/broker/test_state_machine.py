@@ -40,6 +40,7 @@ from hypothesis.stateful import (
 from flintmq.broker import journal as journal_module
 from flintmq.broker.channel import Channel
 from flintmq.broker.daemon import Broker
+from flintmq.broker.peek import cursor_of, peek_channel, peek_topic
 from flintmq.broker.topic import Topic
 from flintmq.wire import SEQ_MASK, Message, encode_mpub
 
@@ -560,6 +561,59 @@ class BrokerMachine(RuleBasedStateMachine):
 
         self.run(empty())
         self.models[name].backlog.clear()
+        self.operated()
+
+    @precondition(lambda self: self.all_channels())
+    @rule(random=some, limit=st.integers(1, 40))
+    def peek(self, random: Any, limit: int) -> None:
+        """Page by page everything is seen once, with its deliveries; that nothing changed the invariants tell."""
+        topic, channel = random.choice(self.all_channels())
+        entries = self.model(topic, channel).entries
+        for state, place in (("ready", WAITING), ("in_flight", IN_FLIGHT), ("deferred", LATER)):
+
+            def look(after: Any, state: str = state) -> Coroutine[Any, Any, dict[str, Any]]:
+                return peek_channel(self.channel(topic, channel), state, limit, after, 1_000)
+
+            seen = self.leaf_through(topic, look)
+            assert seen == {seq: entry.attempts for seq, entry in entries.items() if entry.place == place}
+        seen = self.leaf_through(topic, lambda after: peek_topic(self.topic(topic), limit, after, 1_000))
+        assert {seq for seq, entry in entries.items() if entry.place == WAITING and not entry.attempts} <= set(seen)
+
+    def leaf_through(self, topic: str, look: Any) -> dict[int, int]:
+        """The messages of all pages and how often each was delivered."""
+        seen: dict[int, int] = {}
+        after: Any = (-1, -1)
+        while after is not None:
+            page = self.run(look(after))
+            for message in page["messages"]:
+                assert message["seq"] not in seen
+                assert message["body"] == self.models[topic].bodies[message["seq"]]
+                seen[message["seq"]] = message["attempts"]
+            after = None if page["next"] is None else cursor_of(page["next"])
+        return seen
+
+    @precondition(lambda self: any(self.model(*names).entries for names in self.all_channels()))
+    @rule(random=some, verb=st.sampled_from(["finish", "requeue", "defer"]), seconds=st.integers(0, 20))
+    def act_on_one(self, random: Any, verb: str, seconds: int) -> None:
+        """One message, whatever its state, by its id."""
+        topic, channel = random.choice([names for names in self.all_channels() if self.model(*names).entries])
+        seq, entry = random.choice(list(self.model(topic, channel).entries.items()))
+        delay = seconds * SECOND + SECOND // 2 if verb == "defer" else 0
+
+        async def act() -> bool:
+            real = self.channel(topic, channel)
+            return real.dismiss(seq) if verb == "finish" else real.reschedule(seq, delay)
+
+        assert self.run(act()) == (entry.place != FINISHED)
+        if entry.place == FINISHED:
+            return
+        for consumer in self.consumers:
+            if consumer.client is entry.owner:
+                del consumer.held[seq]
+        if verb == "finish":
+            entry.place, entry.owner = FINISHED, None
+        elif verb == "defer" or entry.place != WAITING:
+            entry.put_back(self.clock.now() + delay if delay else 0)
         self.operated()
 
     @rule(names=st.sampled_from(SET_FOR), value=st.none() | st.integers(1, 9))

@@ -24,6 +24,7 @@ import pytest
 
 from flintmq.broker.daemon import Broker
 from flintmq.web import ADMIN, OPEN, PUBLISH, READ, Route
+from flintmq.wire import format_id
 from secure import PATIENCE, STRANGERS, Certificates, strangers, until
 
 AT_LEAST = 300
@@ -68,9 +69,11 @@ def query_of(route: Route) -> str:
         topic = "made"
     elif route.path == "/channel/create":
         channel = "made"
-    return f"topic={topic}&channel={channel}&seconds=1&rate=1"
+    return f"topic={topic}&channel={channel}&seconds=1&rate=1&id={AN_ID}&delay=60000"
 
 
+#: Stands for the id of a message, which only its broker knows.
+AN_ID = "AN-ID"
 #: A message, a level of logging, and of no interest to the others.
 BODY = b"debug"
 
@@ -819,7 +822,8 @@ async def test_the_same_requests_work_with_the_right(certificates: Certificates,
             before = here.state()
             token = next(token for token, rights in RIGHTS.items() if route.right in {*rights, OPEN})
             async with Client.connect(here.broker.http_address) as client:
-                client.send(request(route, bearer(token)))
+                id = format_id(here.broker.prefix, here.broker.topics["kept"].log.first)
+                client.send(request(route, bearer(token)).replace(AN_ID.encode(), id))
                 assert (await client.answer()).status == 200, route
             changed = here.state() != before
             assert changed == (route.right in (PUBLISH, ADMIN) and not WITHOUT_EFFECT.fullmatch(route.path)), route

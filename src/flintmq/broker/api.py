@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from flintmq.broker import deadletters, settings_api, stats
+from flintmq.broker import deadletters, peek, settings_api, stats
 from flintmq.broker.http_lane import IDLE_SECONDS, HttpLane, Publishing, refusal
 from flintmq.broker.sockets import Poller, SocketTransport
 from flintmq.broker.topic import Topic
@@ -187,6 +187,7 @@ class Api:
             Route("POST", "/channel/pause", self._pause_channel(True), ADMIN),
             Route("POST", "/channel/unpause", self._pause_channel(False), ADMIN),
             *deadletters.routes(self._broker),
+            *peek.routes(self._broker),
             # The end of the node.
             Route("POST", "/drain", self._drain, ADMIN),
             # Settings.

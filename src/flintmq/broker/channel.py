@@ -213,6 +213,23 @@ class Channel:
     def in_flight_count(self) -> int:
         return self.ring.count + len(self.unusual)
 
+    def owner(self, seq: int) -> int:
+        """Which session holds the message; 0 if none does. It may be gone, and its message in flight all the same."""
+        message = self.unusual.get(seq)
+        return message.owner if message is not None else self.ring.owner(seq)
+
+    def deadline(self, seq: int) -> int:
+        """Until when the owner of a message in flight may keep it."""
+        message = self.unusual.get(seq)
+        if message is not None:
+            return message.deadline
+        return next((found for runs in self._runs.values() if (found := runs.find(seq))), 0)
+
+    def is_ready(self, seq: int) -> bool:
+        """Would it be delivered next, or soon, to whoever can take it?"""
+        unsent = seq in self.waiting or self.seen <= seq < self.topic.pumped or seq in self.side
+        return unsent or seq in self.requeued
+
     # --- From the topic --------------------------------------------------------------------------------------------
 
     def catch_up(self, seq: int) -> None:
@@ -640,10 +657,21 @@ class Channel:
         if message is not None:
             del self.unusual[seq]
             return message.attempts
+        self._release(seq)
+        return 1
+
+    def _release(self, seq: int) -> None:
+        """A first delivery is no longer in flight."""
         self.ring.release(seq)
         for runs in self._runs.values():
             runs.prune(self.ring.lo)
-        return 1
+
+    def _let_go(self, owner: int) -> None:
+        """A session has lost one that it held."""
+        session = self.sessions.get(owner)
+        if session is not None:
+            session.in_flight -= 1
+            self.wake(session)
 
     def _finished(self, first: int, stop: int) -> None:
         self.ring.add_done(first, stop)
@@ -718,10 +746,7 @@ class Channel:
 
     def _timed_out(self, seq: int, owner: int, attempts: int) -> None:
         self.timeout_count += 1
-        session = self.sessions.get(owner)
-        if session is not None:
-            session.in_flight -= 1
-            self.wake(session)
+        self._let_go(owner)
         if not self._gave_up(seq, attempts, TIMED_OUT):
             self._put_back(seq, attempts, 0)
 
@@ -876,6 +901,52 @@ class Channel:
             session.in_flight = 0
             self.wake(session)
 
+    # One message, whatever its state. Who asks is no consumer: nobody has to hold it.
+
+    def dismiss(self, seq: int) -> bool:
+        """Finish a message; False if the channel does not have it. Its owner's FIN will find it no longer in flight."""
+        if self._withdraw(seq) is None:
+            return False
+        self._finished(seq, seq + 1)
+        self.pump()
+        return True
+
+    def reschedule(self, seq: int, delay: int) -> bool:
+        """A message is ready now, or after ``delay`` ns; False if the channel does not have it."""
+        if delay <= 0 and self.is_ready(seq):
+            return True
+        in_flight = self.owner(seq) != 0
+        attempts = self._withdraw(seq)
+        if attempts is None:
+            return False
+        self.requeue_count += in_flight
+        self._put_back(seq, attempts, self.broker.clock.now() + delay if delay > 0 else 0)
+        self.pump()
+        return True
+
+    def _withdraw(self, seq: int) -> int | None:
+        """Take a message out of its state; how often it was delivered so far. None: the channel does not have it.
+
+        -1 stands for a message of the side log that was not delivered here yet: its own frame says how often it was.
+        """
+        owner = self.owner(seq)
+        if owner:
+            message = self.unusual.pop(seq, None)
+            if message is None:
+                self._release(seq)
+            self._let_go(owner)
+            return 1 if message is None else message.attempts
+        self.catch_up(self.topic.pumped)
+        unsent, before = (self.waiting, 0) if seq < SIDE else (self.side, -1)
+        if unsent.remove(seq, seq + 1):
+            return before
+        if self.deferred.remove(seq) < 0:
+            try:
+                self.requeued.remove(seq)
+            except ValueError:
+                return None
+        return self.attempts.pop(seq, before)
+
     def close(self) -> list[Session]:
         """The channel is going: its consumers, to be disconnected by the caller."""
         self.exiting = True
@@ -937,15 +1008,15 @@ class Channel:
         rows = array("q")
         now, wall = self.broker.clock.now(), self.broker.clock.wall()
         for seq in self.requeued:
-            if self.attempts.get(seq):
+            # Also of one that was never delivered: its publisher may have wished it later than it is to come now.
+            if seq in self.attempts:
                 rows.extend((seq, self.attempts[seq], 0, 0))
         for due, seq in self.deferred.items():
             # A deferred publish is known from the log; one that was put back is known here alone.
             if seq in self.attempts:
                 rows.extend((seq, self.attempts[seq], due, wall + due - now))
         for seq, message in self.unusual.items():
-            if message.attempts > 1:
-                rows.extend((seq, message.attempts - 1, 0, 0))
+            rows.extend((seq, message.attempts - 1, 0, 0))
         for seq, attempts in self.leaving.items():
             if attempts:
                 rows.extend((seq, attempts, 0, 0))

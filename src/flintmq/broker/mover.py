@@ -81,7 +81,7 @@ class Mover:
 
     def frame(self, seq: int) -> bytearray | None:
         """The frame of a message whose segment is gone; None while it is being read back."""
-        side, place = self._find(seq)
+        side, place = self.place(seq)
         frame = side.frame(place)
         if frame is not None:
             frame[18:34] = format_id(self._topic.broker.prefix, seq)
@@ -89,11 +89,12 @@ class Mover:
 
     def extra(self, seq: int) -> bytes | None:
         """The extra bytes that its record had; None while they are being read back."""
-        side, place = self._find(seq)
+        side, place = self.place(seq)
         extra = side.extra(place)
         return None if extra is None else extra[_address.size :]
 
-    def _find(self, seq: int) -> tuple[Log, int]:
+    def place(self, seq: int) -> tuple[Log, int]:
+        """The log that holds the copy of a message whose segment is gone, and the copy's seq in it."""
         side = self._topic.side
         i = bisect_left(self._seqs, seq)
         if side is None or i == len(self._seqs) or self._seqs[i] != seq:

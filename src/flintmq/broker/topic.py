@@ -26,7 +26,7 @@ from flintmq.broker.limits import TopicLimits
 from flintmq.broker.log import TAKE_AT_ONCE, WRITE_AT, Log
 from flintmq.broker.mover import Mover
 from flintmq.broker.settings import TopicSettings
-from flintmq.errors import NotFoundError, PublishError
+from flintmq.errors import DamageError, NotFoundError, PublishError
 from flintmq.kernel import FAILED, FRAME_OVERHEAD, Intake, Scan, send_each
 from flintmq.wire import OK_FRAME, is_ephemeral
 
@@ -450,6 +450,16 @@ class Topic:
             return None if extra is None else {}
         found: dict[str, Any] = msgspec.msgpack.decode(extra)
         return found
+
+    def place(self, seq: int) -> tuple[Log, int]:
+        """The log that holds a message, and its seq in it. DamageError if none does."""
+        if seq < self.mover.below and not self.log.in_memory(seq):
+            return self.mover.place(seq)
+        if seq < SIDE:
+            return self.log, seq
+        if self.side is None:
+            raise DamageError(f"{self.name} has no side log", seq, seq + 1)
+        return self.side, seq
 
     def side_log(self) -> Log:
         """The side log, made if need be. OSError if it cannot be."""
