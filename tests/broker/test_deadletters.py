@@ -24,6 +24,7 @@ from flintmq.broker.channel import Channel
 from flintmq.broker.daemon import Broker
 from flintmq.broker.deadletters import LONGEST_PATH, REDRIVE, RETRY_DELAY, SLICE, Redrive
 from flintmq.broker.journal import NEVER, SIDE
+from flintmq.broker.peek import cursor_of, peek_topic
 from flintmq.broker.topic import Topic
 from flintmq.wire import SEQ_MASK, Message, valid_name
 
@@ -1000,6 +1001,49 @@ async def test_a_number_that_is_none(ask: tuple[Broker, Ask], argument: str) -> 
     status, answer = await http("POST", f"/channel/redrive?topic=t&channel=c&{argument}")
     name = argument.partition("=")[0].upper()
     assert status == 400 and answer["message"].startswith(f"INVALID_ARG_{name}: ")
+
+
+async def test_peek_tells_what_a_dead_letter_was(ask: tuple[Broker, Ask]) -> None:
+    broker, http = ask
+    channel = await channel_of(broker)
+    [message] = await die(channel, b"one")
+    broker.topics["t.c.dead"].channel(REDRIVE)
+    await Client(broker).publish("t.c.dead", b"never alive")
+    for target in ("/topic/peek?topic=t.c.dead", "/channel/peek?topic=t.c.dead&channel=redrive"):
+        _, page = await http("GET", target)
+        dead, other = page["messages"]
+        assert (dead["dead"]["id"], dead["dead"]["topic"], dead["dead"]["channel"]) == (message.id.decode(), "t", "c")
+        assert "dead" not in other
+
+
+async def test_peek_reads_what_a_dead_letter_was_from_its_file(start_broker: StartBroker) -> None:
+    broker = await start_broker()
+    await die(await channel_of(broker), b"one")
+    await broker.stop()
+    broker = await start_broker()
+    page = await peek_topic(broker.topics["t.c.dead"], 10, cursor_of(""), 10)
+    assert [found["dead"]["reason"] for found in page["messages"]] == ["requeued"]
+
+
+async def test_a_lost_client_gives_up_as_well(start_broker: StartBroker) -> None:
+    broker = await start_broker(requeue_on_disconnect=True)
+    consumer = await consumer_of(await channel_of(broker))
+    await Client(broker).publish("t", b"one")
+    await received(consumer)
+    consumer.hang_up()
+    await until(lambda: consumer.transport.lost)
+    await moved(broker)
+    assert await contents(broker) == {"t/c": [], "t.c.dead": [b"one"]}
+
+
+async def test_settings_over_http_hold_at_once(ask: tuple[Broker, Ask]) -> None:
+    broker, _ = ask
+    channel, _ = broker.topic("t").channel("c")
+    async with HttpClient.connect(broker.http_address) as client:
+        wanted = b'{"max-attempts": 1, "dead-letter-topic": "grave"}'
+        assert (await client.ask("PUT", "/channel/config?topic=t&channel=c", wanted)).status == 200
+    await die(channel, b"one")
+    assert await contents(broker) == {"t/c": [], "grave": [b"one"]}
 
 
 async def test_dead_letters_are_counted(ask: tuple[Broker, Ask]) -> None:
