@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,8 @@ import pytest
 
 from client.daemons import Nsqd
 from flintmq import sync
+from flintmq.client.node import PeekedMessage
+from flintmq.errors import HttpError
 
 Run = Any
 
@@ -278,6 +281,35 @@ def test_tokens_and_certificates(run: Run, guarded: tuple[Nsqd, Path]) -> None:
     assert (status, "must hold one token" in err) == (1, True)
     status, _, err = run("peek", "t", "--tls-root-ca-file", str(path / "empty"), address=address)
     assert (status, "cannot use the files of --tls-root-ca-file" in err) == (1, True)
+
+
+# --- redrive ----------------------------------------------------------------------------------------------------------
+
+
+def test_dead_letters_are_shown_and_sent_back(run: Run, topic: str, node: sync.NodeClient, nsqd: Nsqd) -> None:
+    node.set_channel_settings(topic, "c", {"max-attempts": 1})
+    with sync.Consumer(topic, "c", nsqd=nsqd.address, max_in_flight=1) as consumer:
+        consumer.get(timeout=60).requeue()
+        deadline = time.monotonic() + 60
+        while not (dead := letters(node, f"{topic}.c.dead")):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    assert [(letter.body, letter.dead and letter.dead.reason) for letter in dead] == [(b'{"id": 1}', "requeued")]
+    assert f"requeued in {topic}/c" in run("peek", f"{topic}.c.dead")[1]
+    status, out, err = run("redrive", f"{topic}/c")
+    assert (status, err) == (0, "")
+    assert out == f"1 of 1 dead letters went from {topic}.c.dead back to {topic}/c\n"
+    assert run("redrive", f"{topic}/c", "--status")[1] == out
+    status, _, err = run("redrive", f"{topic}/c", "--from", "nobody")
+    assert status == 1 and "nobody" in err
+
+
+def letters(node: sync.NodeClient, topic: str) -> list[PeekedMessage]:
+    try:
+        return node.peek_topic(topic).messages
+    except HttpError as exc:
+        assert exc.status == 404
+        return []
 
 
 # --- settings ---------------------------------------------------------------------------------------------------------

@@ -199,6 +199,7 @@ async def _page(
 
 
 async def _message(topic: Topic, reader: _Reader, found: _Found, shown: int) -> dict[str, Any]:
+    dead = await reader.dead(found.seq)
     frame = await reader.frame(found.seq)
     size = len(frame) - FRAME_OVERHEAD
     # The frame says how often it will have been delivered with its first delivery here.
@@ -212,6 +213,7 @@ async def _message(topic: Topic, reader: _Reader, found: _Found, shown: int) -> 
         "body": bytes(frame[FRAME_OVERHEAD : FRAME_OVERHEAD + min(shown, size)]),
         "truncated": shown < size,
         **(found.more or {}),
+        **({"dead": dead} if dead is not None else {}),
     }
 
 
@@ -249,6 +251,19 @@ class _Reader:
         block.find(place)
         return block.view[block.start : block.stop]
 
+    async def dead(self, seq: int) -> dict[str, Any] | None:
+        """What is kept with a dead letter; None if it is none."""
+        while (extra := self._topic.extra_of(seq)) is None:
+            arrived = asyncio.Event()
+            self._topic.when_read(arrived.set)
+            self.reads += 1
+            try:
+                async with asyncio.timeout(READ_SECONDS):
+                    await arrived.wait()
+            except TimeoutError as exc:
+                raise _busy() from exc
+        return extra.get("dead")
+
     async def _look(self, log: Log, place: int) -> Block:
         arrived = asyncio.get_running_loop().create_future()
 
@@ -268,9 +283,13 @@ class _Reader:
             async with asyncio.timeout(READ_SECONDS):
                 self._read, self._log = await arrived, log
         except TimeoutError as exc:
-            raise HttpError(503, "DISK_BUSY: the disk does not answer; try again later") from exc
+            raise _busy() from exc
         assert self._read is not None
         return self._read
+
+
+def _busy() -> HttpError:
+    return HttpError(503, "DISK_BUSY: the disk does not answer; try again later")
 
 
 # --- Cursors ----------------------------------------------------------------------------------------------------------
