@@ -627,6 +627,7 @@ class Broker:
         topic.restore_keys()
         topic.ceiling = state.ceiling
         topic.paused = state.paused
+        topic.readers.restore(state.readers)
         if self.disk.exists(folder / "side"):
             topic.side = topic._new_log(folder / "side", SIDE)
             topic.side.recover(state.side_end, None)
@@ -639,7 +640,7 @@ class Broker:
             behind = [first for first, stop in spans if stop > topic.pumped]
             topic.pumped = max(topic.pumped, behind[0]) if behind else end
             topic.gaps.extend(_between(spans, topic.pumped, end))
-        deferrals = list(topic.log.deferrals())
+        deferrals = list(topic.log.deferrals(topic.pumped))
         addressed = side_spans(topic.side) if topic.side is not None else {}
         copied = topic.mover.restore(copies(topic.side)) if topic.side is not None else []
         now, wall = self.clock.now(), self.clock.wall()
@@ -880,24 +881,23 @@ class Broker:
         self.store.tidy()
 
     def _free(self) -> None:
-        freeable = []
+        freeable: list[tuple[Log, int, Callable[[], int]]] = []
         for topic in self.topics.values():
             if topic.keys is not None:
                 topic.keys.trim()
             if topic.ephemeral:
                 continue
             if topic.log.segments:
-                topic.mover.look()
-                freeable.append((topic.log, topic.first_needed()))
+                freeable.append((topic.log, topic.let_go(), topic.first_kept))
             if topic.side is not None and topic.side.segments:
-                freeable.append((topic.side, topic.first_side_needed()))
+                freeable.append((topic.side, topic.first_side_needed(), topic.first_side_needed))
         self.journal.flush()
 
         def free() -> None:
             self._syncing = False
-            for storage, seq in freeable:
+            for storage, seq, first_kept in freeable:
                 if not storage.closed:
-                    storage.free(seq)
+                    storage.free(seq, first_kept)
 
         self._syncing = True
         self.journal.when_synced(self.journal.noted, free)
@@ -911,6 +911,8 @@ class Broker:
             log.error("NSQ: cannot look at the disk - %s", _reason(exc))
             return
         self.free_bytes = free
+        if free < 2 * self.options.disk_reserve:
+            self._make_room(2 * self.options.disk_reserve - free)
         if free < self.options.disk_reserve:
             if not self.refusing:
                 log.error("NSQ: the disk is nearly full, publishes are refused (%d bytes free)", free)
@@ -921,6 +923,22 @@ class Broker:
             if self.refusing:
                 log.info("NSQ: there is room on the disk again")
             self.refusing = ""
+
+    def _make_room(self, size: int) -> None:
+        """The disk gets full: what is kept by retention alone goes first, the oldest of all topics."""
+        spare = [
+            (segment.index_times[0] if segment.index_times else 0, topic.name, segment.size, stop)
+            for topic in self.topics.values()
+            for segment, stop in topic.retention.spare()
+        ]
+        for _, name, segment_size, stop in sorted(spare):
+            if size <= 0:
+                break
+            log.warning("TOPIC(%s): the disk is nearly full, a file goes before its time (up to %d)", name, stop)
+            self.topics[name].retention.give_up(stop)
+            size -= segment_size
+        if spare and not self._syncing and not self.stopping:
+            self._free()
 
     def unwell(self, reason: str) -> None:
         """A write failed: so it stays until one succeeds."""
@@ -950,6 +968,7 @@ class Broker:
             yield ("durable", topic.incarnation, topic.log.durable)
             yield ("pause", topic.incarnation, topic.paused)
             yield ("frozen", topic.incarnation, topic.pumped if topic.frozen else None)
+            yield from topic.readers.notes()
             for channel in list(topic.channels.values()):
                 if channel.ephemeral or channel.exiting:
                     continue
