@@ -72,12 +72,13 @@ class DeadLetter(msgspec.Struct, frozen=True):
     channel: str = ""
     id: str = ""
     attempts: int = 0
+    #: ``requeued``, ``timed out`` or ``expired``.
     reason: str = ""
-    #: When it died and when it was first published, in ns since 1970.
+    #: When it died, and when it was first published, in ns since 1970.
     time: int = 0
     published: int = 0
-    #: The topics it has been in, the first one first.
-    path: list[str] = []
+    #: The topics it has been in.
+    path: tuple[str, ...] = ()
 
 
 class PeekedMessage(msgspec.Struct, frozen=True, kw_only=True):
@@ -360,10 +361,10 @@ class NodeClient:
     ) -> Redrive:
         """Begin to send a channel's dead letters back to it: all, or ``count`` of them, ``rate`` a second at most.
 
-        ``source``: the channel of the dead-letter topic to take them from, unless it is ``redrive``.
+        ``source`` is the channel of the dead-letter topic to take them from, if it is not ``redrive``.
         """
-        query = {"topic": topic, "channel": channel, "count": count, "rate": rate, "from": source}
-        body = await self._ask("POST", "channel/redrive", query)
+        more = {"count": count, "rate": rate, "from": source}
+        body = await self._post("channel/redrive", topic=topic, channel=channel, **more)
         return _decoded(Redrive, body, self.address)
 
     async def redrive_progress(self, topic: str, channel: str) -> Redrive:
