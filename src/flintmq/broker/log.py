@@ -1376,22 +1376,14 @@ class Log:
         found = self._store.cold(segment, chunk)
         if found is not None and found.base <= seq < found.base + found.count:
             return found
-        if self.closed or self._disk.closing:
-            raise StorageError("the broker is stopping")
-        fd = self._store.file(segment)
-        last = chunk + 1 == len(segment.index_offsets)
-        start, first = segment.index_offsets[chunk], segment.index_seqs[chunk]
-        stop = segment.size if last else segment.index_offsets[chunk + 1]
-        after = segment.end if last else segment.index_seqs[chunk + 1]
-        segment.pins += 1
+        offset, size, first, after = self.extent(segment, chunk)
+        fd = self.pin(segment)
 
         def work() -> Block | None:
-            return decode_chunk(self._disk.read(fd, stop - start, start), segment.salt, first, after, seq)[0]
+            return decode_chunk(self._disk.read(fd, size, offset), segment.salt, first, after, seq)[0]
 
         def done(block: Block | None, error: BaseException | None) -> None:
-            segment.pins -= 1
-            if not segment.pins and (self.closed or segment not in self.segments):
-                self._store.close_file(segment)
+            self.unpin(segment)
             if error is None and (block is None or not block.base <= seq < block.base + block.count):
                 error = DamageError(f"LOG({self.name}): seq {seq} is damaged in {segment.path}", seq, seq + 1)
             then(block, error)
