@@ -40,6 +40,7 @@ from hypothesis.stateful import (
 from flintmq.broker import journal as journal_module
 from flintmq.broker.channel import Channel
 from flintmq.broker.daemon import Broker
+from flintmq.broker.peek import cursor_of, peek_channel, peek_topic
 from flintmq.broker.topic import Topic
 from flintmq.wire import SEQ_MASK, Message, encode_mpub
 
@@ -91,6 +92,8 @@ class TopicModel:
     #: Not handed to any channel yet: seq → when due, 0 if it was not deferred.
     backlog: dict[int, int] = field(default_factory=dict)
     bodies: dict[int, bytes] = field(default_factory=dict)
+    #: When those that were deferred by their publisher are due.
+    dues: dict[int, int] = field(default_factory=dict)
     channels: dict[str, ChannelModel] = field(default_factory=dict)
 
     @property
@@ -300,7 +303,7 @@ class BrokerMachine(RuleBasedStateMachine):
         for seq, body in enumerate(bodies, first):
             assert seq not in model.bodies, "a seq was used twice"
             model.bodies[seq] = body
-            model.backlog[seq] = due
+            model.backlog[seq] = model.dues[seq] = due
         self.hand_over(name)
         self.settle()
 
@@ -550,6 +553,36 @@ class BrokerMachine(RuleBasedStateMachine):
                 consumer.held.clear()
         self.operated()
 
+    @precondition(lambda self: self.all_channels())
+    @rule(random=some, where=st.sampled_from(["earliest", "latest", "somewhere"]))
+    def seek(self, random: Any, where: str) -> None:
+        """All that is in the files from there on comes again; from the very beginning, copies of older ones too."""
+        topic, channel = random.choice(self.all_channels())
+        log, model, pumped = self.topic(topic).log, self.model(topic, channel), self.topic(topic).pumped
+        places = {"earliest": log.first, "latest": log.end, "somewhere": random.randint(log.first, log.end)}
+        start = places[where]
+        there = {seq for first, stop in log.spans() for seq in range(first, stop)}
+
+        async def seek() -> None:
+            self.channel(topic, channel).seek(start)
+
+        for seq in self.models[topic].bodies.keys() - self.models[topic].backlog.keys():
+            entry = model.entries.get(seq)
+            if start < pumped and seq >= start and seq in there:
+                due = self.models[topic].dues[seq]
+                later = due > self.clock.now()
+                model.entries[seq] = Entry(LATER if later else WAITING, due=due if later else 0)
+            elif entry is not None and entry.place != FINISHED:
+                if start >= pumped or start > log.first:
+                    entry.place, entry.owner = FINISHED, None
+                elif entry.place == IN_FLIGHT:
+                    entry.put_back()
+        for consumer in self.consumers:
+            if (consumer.topic, consumer.channel) == (topic, channel):
+                consumer.held.clear()
+        self.run(seek())
+        self.operated()
+
     @precondition(lambda self: self.models)
     @rule(random=some)
     def empty_topic(self, random: Any) -> None:
@@ -560,6 +593,59 @@ class BrokerMachine(RuleBasedStateMachine):
 
         self.run(empty())
         self.models[name].backlog.clear()
+        self.operated()
+
+    @precondition(lambda self: self.all_channels())
+    @rule(random=some, limit=st.integers(1, 40))
+    def peek(self, random: Any, limit: int) -> None:
+        """Page by page everything is seen once, with its deliveries; that nothing changed the invariants tell."""
+        topic, channel = random.choice(self.all_channels())
+        entries = self.model(topic, channel).entries
+        for state, place in (("ready", WAITING), ("in_flight", IN_FLIGHT), ("deferred", LATER)):
+
+            def look(after: Any, state: str = state) -> Coroutine[Any, Any, dict[str, Any]]:
+                return peek_channel(self.channel(topic, channel), state, limit, after, 1_000)
+
+            seen = self.leaf_through(topic, look)
+            assert seen == {seq: entry.attempts for seq, entry in entries.items() if entry.place == place}
+        seen = self.leaf_through(topic, lambda after: peek_topic(self.topic(topic), limit, after, 1_000))
+        assert {seq for seq, entry in entries.items() if entry.place == WAITING and not entry.attempts} <= set(seen)
+
+    def leaf_through(self, topic: str, look: Any) -> dict[int, int]:
+        """The messages of all pages and how often each was delivered."""
+        seen: dict[int, int] = {}
+        after: Any = (-1, -1)
+        while after is not None:
+            page = self.run(look(after))
+            for message in page["messages"]:
+                assert message["seq"] not in seen
+                assert message["body"] == self.models[topic].bodies[message["seq"]]
+                seen[message["seq"]] = message["attempts"]
+            after = None if page["next"] is None else cursor_of(page["next"])
+        return seen
+
+    @precondition(lambda self: any(self.model(*names).entries for names in self.all_channels()))
+    @rule(random=some, verb=st.sampled_from(["finish", "requeue", "defer"]), seconds=st.integers(0, 20))
+    def act_on_one(self, random: Any, verb: str, seconds: int) -> None:
+        """One message, whatever its state, by its id."""
+        topic, channel = random.choice([names for names in self.all_channels() if self.model(*names).entries])
+        seq, entry = random.choice(list(self.model(topic, channel).entries.items()))
+        delay = seconds * SECOND + SECOND // 2 if verb == "defer" else 0
+
+        async def act() -> bool:
+            real = self.channel(topic, channel)
+            return real.dismiss(seq) if verb == "finish" else real.reschedule(seq, delay)
+
+        assert self.run(act()) == (entry.place != FINISHED)
+        if entry.place == FINISHED:
+            return
+        for consumer in self.consumers:
+            if consumer.client is entry.owner:
+                del consumer.held[seq]
+        if verb == "finish":
+            entry.place, entry.owner = FINISHED, None
+        elif verb == "defer" or entry.place != WAITING:
+            entry.put_back(self.clock.now() + delay if delay else 0)
         self.operated()
 
     @rule(names=st.sampled_from(SET_FOR), value=st.none() | st.integers(1, 9))
@@ -638,6 +724,7 @@ class BrokerMachine(RuleBasedStateMachine):
             shift = self.clock.now() - before - seconds * SECOND
             for model in self.models.values():
                 model.backlog = {seq: due and due + shift for seq, due in model.backlog.items()}
+                model.dues = {seq: due and due + shift for seq, due in model.dues.items()}
                 for channel in model.channels.values():
                     for entry in channel.entries.values():
                         entry.due += shift if entry.due else 0

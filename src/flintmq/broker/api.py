@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from flintmq.broker import settings_api, stats
+from flintmq.broker import log_api, peek, settings_api, stats
 from flintmq.broker.http_lane import IDLE_SECONDS, REPEATED, HttpLane, Publishing, refusal
 from flintmq.broker.sockets import Poller, SocketTransport
 from flintmq.broker.topic import Topic
@@ -186,6 +186,9 @@ class Api:
             Route("POST", "/channel/empty", self._empty_channel, ADMIN),
             Route("POST", "/channel/pause", self._pause_channel(True), ADMIN),
             Route("POST", "/channel/unpause", self._pause_channel(False), ADMIN),
+            *peek.routes(self._broker),
+            # What lies in the files.
+            *log_api.routes(self._broker),
             # The end of the node.
             Route("POST", "/drain", self._drain, ADMIN),
             # Settings.
@@ -291,7 +294,8 @@ class Api:
             "include_mem": arguments.get("include_mem") not in ("false", "0"),
         }
         if arguments.get("format") == "json":
-            return await stats.survey(self._broker, **wanted)
+            extended = arguments.get("extended") == "true"
+            return await stats.survey(self._broker, **wanted, extended=extended)
         return await stats.report(self._broker, **wanted)
 
     async def _metrics(self, request: Request) -> Answer:

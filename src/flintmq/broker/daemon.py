@@ -122,7 +122,7 @@ class Broker:
         self._illness = ""
         self._draining: asyncio.Task[DrainReport] | None = None
         #: Called by ``reload``: each reads again what it keeps in memory of a file, such as certificates.
-        self.reloaders: list[Callable[[], None]] = [self.reload_certificates]
+        self.reloaders: list[Callable[[], None]] = [self.reload_certificates, self.peers.load_token]
         #: What single topics and channels do differently.
         self.settings = Settings(self)
         # One buffer that every session receives into, one after the other.
@@ -199,6 +199,7 @@ class Broker:
         try:
             self._open_path()
             self.peers.load_tls()
+            self.peers.load_token()
             # Before anybody can connect: no first message is missed.
             declared = self.settings.declare()
             for topic in declared if self.options.nsqlookupd_tcp_addresses else ():
@@ -215,8 +216,8 @@ class Broker:
         self._statsd.start()
         self._every("scan", self.options.queue_scan_interval / 1e9, lambda: self.scan.tick(self.clock.now))
         self._every("sync", self.options.sync_timeout / 1e9, self._sync)
-        self._every("space", SPACE_INTERVAL, self._look_at_space)
-        self._look_at_space()
+        self._every("space", SPACE_INTERVAL, self.look_at_space)
+        self.look_at_space()
         self.structure_changed(False)
         self.peers.start()
         for topic in declared:
@@ -627,6 +628,7 @@ class Broker:
         topic.restore_keys()
         topic.ceiling = state.ceiling
         topic.paused = state.paused
+        topic.readers.restore(state.readers)
         if self.disk.exists(folder / "side"):
             topic.side = topic._new_log(folder / "side", SIDE)
             topic.side.recover(state.side_end, None)
@@ -639,7 +641,7 @@ class Broker:
             behind = [first for first, stop in spans if stop > topic.pumped]
             topic.pumped = max(topic.pumped, behind[0]) if behind else end
             topic.gaps.extend(_between(spans, topic.pumped, end))
-        deferrals = list(topic.log.deferrals())
+        deferrals = list(topic.log.deferrals(topic.pumped))
         addressed = side_spans(topic.side) if topic.side is not None else {}
         copied = topic.mover.restore(copies(topic.side)) if topic.side is not None else []
         now, wall = self.clock.now(), self.clock.wall()
@@ -880,29 +882,29 @@ class Broker:
         self.store.tidy()
 
     def _free(self) -> None:
-        freeable = []
+        freeable: list[tuple[Log, int, Callable[[], int]]] = []
         for topic in self.topics.values():
             if topic.keys is not None:
                 topic.keys.trim()
             if topic.ephemeral:
                 continue
             if topic.log.segments:
-                topic.mover.look()
-                freeable.append((topic.log, topic.first_needed()))
+                freeable.append((topic.log, topic.let_go(), topic.first_kept))
             if topic.side is not None and topic.side.segments:
-                freeable.append((topic.side, topic.first_side_needed()))
+                freeable.append((topic.side, topic.first_side_needed(), topic.first_side_needed))
         self.journal.flush()
 
         def free() -> None:
             self._syncing = False
-            for storage, seq in freeable:
+            for storage, seq, first_kept in freeable:
                 if not storage.closed:
-                    storage.free(seq)
+                    storage.free(seq, first_kept)
 
         self._syncing = True
         self.journal.when_synced(self.journal.noted, free)
 
-    def _look_at_space(self) -> None:
+    def look_at_space(self) -> None:
+        """Refuse publishes from here on, or take them again, by what is free on the disk."""
         if self._draining is not None:
             return
         try:
@@ -911,6 +913,8 @@ class Broker:
             log.error("NSQ: cannot look at the disk - %s", _reason(exc))
             return
         self.free_bytes = free
+        if free < 2 * self.options.disk_reserve:
+            self._make_room(2 * self.options.disk_reserve - free)
         if free < self.options.disk_reserve:
             if not self.refusing:
                 log.error("NSQ: the disk is nearly full, publishes are refused (%d bytes free)", free)
@@ -921,6 +925,22 @@ class Broker:
             if self.refusing:
                 log.info("NSQ: there is room on the disk again")
             self.refusing = ""
+
+    def _make_room(self, size: int) -> None:
+        """The disk gets full: what is kept by retention alone goes first, the oldest of all topics."""
+        spare = [
+            (segment.index_times[0] if segment.index_times else 0, topic.name, segment.size, stop)
+            for topic in self.topics.values()
+            for segment, stop in topic.retention.spare()
+        ]
+        for _, name, segment_size, stop in sorted(spare):
+            if size <= 0:
+                break
+            log.warning("TOPIC(%s): the disk is nearly full, a file goes before its time (up to %d)", name, stop)
+            self.topics[name].retention.give_up(stop)
+            size -= segment_size
+        if spare and not self._syncing and not self.stopping:
+            self._free()
 
     def unwell(self, reason: str) -> None:
         """A write failed: so it stays until one succeeds."""
@@ -950,6 +970,7 @@ class Broker:
             yield ("durable", topic.incarnation, topic.log.durable)
             yield ("pause", topic.incarnation, topic.paused)
             yield ("frozen", topic.incarnation, topic.pumped if topic.frozen else None)
+            yield from topic.readers.notes()
             for channel in list(topic.channels.values()):
                 if channel.ephemeral or channel.exiting:
                     continue

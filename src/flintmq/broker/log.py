@@ -13,12 +13,13 @@ import functools
 import logging
 import os
 import sys
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from mmap import MAP_ANON, MAP_PRIVATE, mmap
 from pathlib import Path
+from typing import Any
 
 from flintmq.broker.disk import BACKGROUND, COMMIT, READ, SPARE, Clock, Disk
 from flintmq.broker.keys import MOST_IN_SEGMENT, KeyBlock
@@ -43,6 +44,7 @@ from flintmq.broker.segment import (
     read_header,
     read_keys,
     read_records,
+    seq_in_chunk,
     timestamp_of,
 )
 from flintmq.errors import DamageError, StorageError
@@ -74,6 +76,10 @@ READ_TRIES, READ_PAUSE = 10, 1.0
 _POOL_BLOCKS = 8
 _SPARE_BLOCKS = 12
 _MOST_FILES = 400
+
+
+#: Runs the first in a thread, then calls the second with its result or its error, as ``Disk.submit`` does.
+Submit = Callable[[Callable[[], Any], Callable[[Any, BaseException | None], None]], None]
 
 
 def _fresh_memory() -> list[mmap]:
@@ -332,6 +338,8 @@ class Log:
         self._reading: set[tuple[Segment, int]] = set()
         self._failed_reads: dict[tuple[Segment, int], int] = {}
         self.damaged: list[tuple[int, int]] = []
+        # What stood in files that could not be made sense of at all.
+        self._set_aside: list[tuple[int, int]] = []
         #: Called in a thread with the keys of a segment that may go, and how many are in those after it: keys outlive
         #: their messages. None: there are no keys.
         self.keep_keys: Callable[[KeyBlock, int], None] | None = None
@@ -501,7 +509,7 @@ class Log:
         if not count:
             return status, answer
         if file >= 0 and segment is not None:
-            self._taken_in(segment, block, count, intake, status == FAILED)
+            self._taken_in(segment, block, used, count, intake, status == FAILED)
         else:
             record = self._open_record
             if record is not None and record.block is block and record.stop - record.start < RECORD_BYTES:
@@ -514,8 +522,8 @@ class Log:
         self.last_bytes = block.used - used
         return status, answer
 
-    def _taken_in(self, segment: Segment, block: Block, count: int, intake: Intake, failed: bool) -> None:
-        """The frames that were made are in the file, less those of a write that failed."""
+    def _taken_in(self, segment: Segment, block: Block, start: int, count: int, intake: Intake, failed: bool) -> None:
+        """The frames that were made, from ``start`` on, are in the file, less those of a write that failed."""
         seq, size = self.end, intake.wrote
         self._advance(count)
         if failed:
@@ -523,7 +531,7 @@ class Log:
             lost = Record(block, intake.unwritten, block.used, seq + written, count - written)
             count = written
         if count:
-            segment.note(seq, count, segment.size, size)
+            segment.note(seq, count, segment.size, size, block.view, start)
             if not self._unsynced or self._unsynced[-1] is not segment:
                 self._note_unsynced(segment)
             self._unsynced_bytes += size
@@ -652,7 +660,7 @@ class Log:
         self._open_record = None
         offset = segment.size
         head, frames = encode_record(record, segment.salt)
-        segment.note(record.seq, record.count, offset, size)
+        segment.note(record.seq, record.count, offset, size, frames)
         try:
             self._disk.write(store.file(segment), (head, frames), offset)
         except OSError as exc:
@@ -691,7 +699,7 @@ class Log:
     def _written_in_thread(self, pieces: list[_Piece], _: None, error: BaseException | None) -> None:
         self._writing = False
         for piece in pieces:
-            self._unpin(piece.segment)
+            self.unpin(piece.segment)
         if self.closed:
             return
         if error is None:
@@ -735,7 +743,7 @@ class Log:
             piece.buffers.append(frames)
             piece.records.append(record)
             piece.size += size
-            segment.note(record.seq, record.count, segment.size, size)
+            segment.note(record.seq, record.count, segment.size, size, frames)
             if record.flags & DEFERRED:
                 segment.deferrals.extend(
                     (record.seq, record.count, record.started, record.delay * 1_000_000, timestamp_of(frames))
@@ -881,7 +889,7 @@ class Log:
             self._syncing = False
             for segment, _fd in files:
                 segment.folder_synced = True
-                self._unpin(segment)
+                self.unpin(segment)
             if self.closed:
                 # The topic was deleted meanwhile, and its folder with it: whatever went wrong, nobody minds.
                 self._store.synced(size)
@@ -907,7 +915,15 @@ class Log:
             self._disk.sync_folder(folder.parent)
             self._entered = True
 
-    def _unpin(self, segment: Segment) -> None:
+    def pin(self, segment: Segment) -> int:
+        """A thread is going to use the segment's file: it stays until ``unpin``. StorageError if it is too late."""
+        if self.closed or self._disk.closing:
+            raise StorageError(f"LOG({self.name}): closed")
+        fd = self._store.file(segment)
+        segment.pins += 1
+        return fd
+
+    def unpin(self, segment: Segment) -> None:
         """A thread no longer uses the segment's file."""
         segment.pins -= 1
         if segment.pins:
@@ -991,6 +1007,160 @@ class Log:
         block.find(seq)
         return bytearray(block.view[block.start : block.stop])
 
+    def seq_at(self, time: int, then: Callable[[int, BaseException | None], None]) -> None:
+        """Call ``then`` with the first seq that was published at or after ``time``, ``end`` if there is none.
+
+        At once if memory knows it, else when a thread has read the place; the error, if there is one, says why it
+        could not. ``time`` is in ns since 1970. If the clock was set back, the first place counts that reaches it.
+        """
+        blocks = self._tail()
+        start = blocks[0].base if blocks else self.end
+        # The chunk of the files that begins too early, right before one that does not or that is in memory.
+        before: tuple[Segment, int] | None = None
+        for segment in self.segments:
+            cold = bisect_left(segment.index_seqs, start)
+            late = bisect_left(segment.index_times, time, 0, cold)
+            if late:
+                before = segment, late - 1
+            if late < cold:
+                start = segment.index_seqs[late]
+                break
+        else:
+            if blocks and (before is None or timestamp_of(blocks[0].view) < time):
+                then(self._seq_in_memory(blocks, time), None)
+                return
+        if before is None:
+            then(start, None)
+            return
+        segment, chunk = before
+        offset, size, first, after = self.extent(segment, chunk)
+        try:
+            fd = self.pin(segment)
+        except (OSError, StorageError) as exc:
+            then(start, exc)
+            return
+
+        def work() -> int:
+            seq = seq_in_chunk(self._disk.read(fd, size, offset), segment.salt, first, after, time)
+            return seq if seq < min(after, start) else start
+
+        def done(seq: int | None, error: BaseException | None) -> None:
+            self.unpin(segment)
+            then(start if seq is None else seq, error)
+
+        self._disk.submit(work, done, READ)
+
+    def _tail(self) -> list[Block]:
+        """The blocks in memory that lead up to the end without a hole."""
+        i = len(self.blocks)
+        base = self.end
+        while i and self.blocks[i - 1].base + self.blocks[i - 1].count == base:
+            i -= 1
+            base = self.blocks[i].base
+        return [block for block in self.blocks[i:] if block.count]
+
+    def _seq_in_memory(self, blocks: list[Block], time: int) -> int:
+        i = bisect_left(blocks, time, key=lambda block: timestamp_of(block.view)) - 1
+        if i < 0:
+            return blocks[0].base
+        block = blocks[i]
+        seqs = range(block.base, block.base + block.count)
+        return block.base + bisect_left(seqs, time, key=lambda seq: timestamp_of(block.view, block.find(seq)))
+
+    def extent(self, segment: Segment, chunk: int) -> tuple[int, int, int, int]:
+        """Where a chunk stands: its offset and size; and its seqs: the first, and the one after its last."""
+        offset = segment.index_offsets[chunk]
+        first = segment.index_seqs[chunk]
+        if chunk + 1 == len(segment.index_offsets):
+            return offset, segment.size - offset, first, segment.end
+        return offset, segment.index_offsets[chunk + 1] - offset, first, segment.index_seqs[chunk + 1]
+
+    def place_from(self, seq: int, stop: int) -> tuple[int, Segment, int] | None:
+        """The first message from ``seq`` on and before ``stop``: its seq, segment and chunk. None if there is none.
+
+        Seqs that no message ever had are passed over. DamageError if messages there are known to be lost, StorageError
+        if the log is closed.
+        """
+        if self.closed:
+            raise StorageError(f"LOG({self.name}): closed")
+        found: tuple[int, Segment, int] | None = None
+        for segment in self.segments[self._index(seq) :]:
+            if segment.base >= stop:
+                break
+            k = bisect_right(segment.spans, seq)
+            if k < len(segment.spans):
+                first = seq if k % 2 else segment.spans[k]
+                if first < stop:
+                    found = first, segment, bisect_right(segment.index_seqs, first) - 1
+                break
+        lost = self.first_lost(seq, found[0] + 1 if found is not None else stop)
+        if lost is not None:
+            raise self._damage_error(lost[0], min(lost[1], stop))
+        return found
+
+    def _index(self, seq: int) -> int:
+        """Which segment holds ``seq``, if any does."""
+        return max(0, bisect_right(self.segments, seq, key=lambda segment: segment.base) - 1)
+
+    def first_lost(self, first: int, stop: int) -> tuple[int, int] | None:
+        """Of ``first`` … ``stop - 1`` the first messages that are known to be lost."""
+        lost = list(self._set_aside)
+        for segment in self.segments[self._index(first) :]:
+            if segment.base >= stop:
+                break
+            if segment.damaged or segment.lost:
+                lost += segment.damaged + segment.lost
+        met = [(max(a, first), b) for a, b in lost if a < stop and b > first]
+        return min(met) if met else None
+
+    def _damage_error(self, first: int, stop: int) -> DamageError:
+        return DamageError(f"LOG({self.name}): seqs {first} to {stop - 1} cannot be read", first, stop)
+
+    def read_from(
+        self,
+        place: tuple[int, Segment, int],
+        stop: int,
+        submit: Submit,
+        then: Callable[[Block | None, BaseException | None], None],
+    ) -> None:
+        """Read what ``place_from`` found, and what follows it in its chunk, checked, for somebody who is no channel.
+
+        ``submit`` runs it in a thread. ``then`` gets a block that holds the message, or the error: a DamageError if
+        it cannot be read. Nothing from ``stop`` on is looked at. OSError, StorageError: the file cannot be read now.
+        """
+        seq, segment, chunk = place
+        offset, size, first, after = self.extent(segment, chunk)
+        fd = self.pin(segment)
+
+        def work() -> tuple[Block | None, list[tuple[int, int]]]:
+            return decode_chunk(self._disk.read(fd, size, offset), segment.salt, first, after, seq)
+
+        def done(result: tuple[Block | None, list[tuple[int, int]]] | None, error: BaseException | None) -> None:
+            self.unpin(segment)
+            if result is None:
+                then(None, error)
+                return
+            block, damage = result
+            self._note_damage(segment, damage, stop)
+            if block is None or not block.base <= seq < block.base + block.count:
+                last = next((b for a, b in damage if a <= seq < b), seq + 1)
+                then(None, self._damage_error(seq, min(last, stop)))
+            else:
+                then(block, None)
+
+        submit(work, done)
+
+    def _note_damage(self, segment: Segment, damage: list[tuple[int, int]], stop: int) -> None:
+        """These seqs, as far as they lie before ``stop``, could not be read: say so, and remember it."""
+        for first, last in damage:
+            for a, b in segment.present(first, min(last, stop)):
+                if (a, b) not in segment.damaged:
+                    log.error(
+                        "LOG(%s): seqs %d to %d in %s do not match their checksum", self.name, a, b - 1, segment.path
+                    )
+                    segment.damaged.append((a, b))
+                    self.damaged.append((a, b))
+
     def _place(self, seq: int) -> tuple[Segment, int]:
         """In which segment and chunk ``seq`` is written; DamageError if in none."""
         low, high = 0, len(self.segments)
@@ -1031,11 +1201,9 @@ class Log:
         """Read the chunk, of which ``seq`` is wanted, in a thread."""
         if (segment, chunk) in self._reading or self.closed or self._disk.closing:
             return
-        start = segment.index_offsets[chunk]
-        last = chunk + 1 == len(segment.index_offsets)
-        stop = segment.size if last else segment.index_offsets[chunk + 1]
-        first = segment.index_seqs[chunk]
-        after = segment.end if last else segment.index_seqs[chunk + 1]
+        offset, size, first, after = self.extent(segment, chunk)
+        # What a thread is still writing is not there yet, and is not damaged.
+        written = self.written
         try:
             fd = self._store.file(segment)
         except OSError as exc:
@@ -1048,7 +1216,7 @@ class Log:
         segment.pins += 1
 
         def work() -> tuple[Block | None, list[tuple[int, int]]]:
-            return decode_chunk(self._disk.read(fd, stop - start, start), segment.salt, first, after, seq)
+            return decode_chunk(self._disk.read(fd, size, offset), segment.salt, first, after, seq)
 
         def done(result: tuple[Block | None, list[tuple[int, int]]] | None, error: BaseException | None) -> None:
             self._reading.discard((segment, chunk))
@@ -1074,14 +1242,7 @@ class Log:
                 self._failed_reads.pop((segment, chunk), None)
                 if block is not None:
                     self._store.keep_cold(segment, chunk, block)
-                for a, b in damage:
-                    if (a, b) in segment.damaged:
-                        continue
-                    log.error(
-                        "LOG(%s): seqs %d to %d in %s do not match their checksum", self.name, a, b - 1, segment.path
-                    )
-                    segment.damaged.append((a, b))
-                    self.damaged.append((a, b))
+                self._note_damage(segment, damage, written)
             self._arrived()
 
         self._disk.submit(work, done, READ)
@@ -1090,6 +1251,40 @@ class Log:
         self._reading.discard((segment, chunk))
         if not self.closed and segment in self.segments:
             self._arrived()
+
+    def look(self, seq: int, then: Callable[[Block | None, BaseException | None], None]) -> Block | None:
+        """The block that holds ``seq``, for those who only look around. None: ``then`` is handed it, or an error.
+
+        What is read for it is kept nowhere, so that consumers still find what was read for them.
+        """
+        if self.in_memory(seq):
+            return self.block(seq)
+        segment, chunk = self._place(seq)
+        found = self._store.cold(segment, chunk)
+        if found is not None and found.base <= seq < found.base + found.count:
+            return found
+        if self.closed or self._disk.closing:
+            raise StorageError("the broker is stopping")
+        fd = self._store.file(segment)
+        last = chunk + 1 == len(segment.index_offsets)
+        start, first = segment.index_offsets[chunk], segment.index_seqs[chunk]
+        stop = segment.size if last else segment.index_offsets[chunk + 1]
+        after = segment.end if last else segment.index_seqs[chunk + 1]
+        segment.pins += 1
+
+        def work() -> Block | None:
+            return decode_chunk(self._disk.read(fd, stop - start, start), segment.salt, first, after, seq)[0]
+
+        def done(block: Block | None, error: BaseException | None) -> None:
+            segment.pins -= 1
+            if not segment.pins and (self.closed or segment not in self.segments):
+                self._store.close_file(segment)
+            if error is None and (block is None or not block.base <= seq < block.base + block.count):
+                error = DamageError(f"LOG({self.name}): seq {seq} is damaged in {segment.path}", seq, seq + 1)
+            then(block, error)
+
+        self._disk.submit(work, done, READ)
+        return None
 
     # --- Letting go ------------------------------------------------------------------------------------------------
 
@@ -1154,18 +1349,41 @@ class Log:
         self._store.lend(self._lent, 0)
         self._lent = 0
 
-    def free(self, seq: int) -> None:
-        """Remove the segment files that lie wholly before ``seq``. Call it only when durable state allows it."""
+    def measure(self, first: int, stop: int) -> tuple[int, int]:
+        """How many messages of ``first`` … ``stop - 1`` are in the files, and about how many bytes they take there."""
+        count = size = 0
+        for segment in self.segments[self._index(first) :]:
+            if segment.base >= stop:
+                break
+            count += sum(b - a for a, b in segment.present(first, stop))
+            size += segment.offset_of(stop) - segment.offset_of(first)
+        return count, size
+
+    def boundary(self, seq: int) -> int:
+        """Up to where files go if ``free(seq)`` is called; 0 if none does."""
+        found = 0
+        for segment, following in zip(self.segments, self.segments[1:], strict=False):
+            if max(segment.end, following.base) > seq:
+                break
+            found = following.base
+        return found
+
+    def free(self, seq: int, first_kept: Callable[[], int]) -> None:
+        """Remove the segment files that lie wholly before ``seq``. Call it only when durable state allows it.
+
+        ``first_kept``: what has to stay by now, because somebody may have gone back in the log meanwhile.
+        """
         if self._disk.closing:
             return
         removed = False
+        seq = min(seq, first_kept())
         while self.segments and self.segments[0] is not self._active and not self.segments[0].pins:
             segment = self.segments[0]
             stop = self.segments[1].base if len(self.segments) > 1 else segment.end
             if max(segment.end, stop) > seq:
                 break
             if segment.key_count and self.keep_keys is not None:
-                self._save_keys(segment, self.keep_keys, seq)
+                self._save_keys(segment, self.keep_keys, functools.partial(self.free, seq, first_kept))
                 break
             self._forget_segment(segment)
             # Giving a large file's blocks back takes the system a while.
@@ -1174,8 +1392,8 @@ class Log:
         if removed and self.folder is not None:
             self._progressed()
 
-    def _save_keys(self, segment: Segment, keep: Callable[[KeyBlock, int], None], seq: int) -> None:
-        """The keys of the oldest segment go elsewhere, in a thread; then it is removed, and others up to ``seq``."""
+    def _save_keys(self, segment: Segment, keep: Callable[[KeyBlock, int], None], go_on: Callable[[], None]) -> None:
+        """The keys of the oldest segment go elsewhere, in a thread; then removing goes on."""
         try:
             fd = self._store.file(segment)
         except OSError as exc:
@@ -1192,7 +1410,7 @@ class Log:
             keep(keys, later)
 
         def done(_: None, error: BaseException | None) -> None:
-            self._unpin(segment)
+            self.unpin(segment)
             if self.closed or self._disk.closing:
                 return
             if isinstance(error, StorageError):
@@ -1206,7 +1424,7 @@ class Log:
                 log.error("LOG(%s): %s stays for its keys - %s", self.name, segment.path, error)
                 return
             segment.key_count = 0
-            self.free(seq)
+            go_on()
 
         self._disk.submit(work, done)
 
@@ -1257,6 +1475,11 @@ class Log:
                 paths.append(path)
         for i, path in enumerate(paths):
             self._recover_segment(path, paths[i + 1] if i + 1 < len(paths) else None, durable)
+        for name in self._disk.names(self.folder):
+            if name.endswith(".bad"):
+                first = int(name.removesuffix(".bad"), 16)
+                stop = min((segment.base for segment in self.segments if segment.base > first), default=durable)
+                self._set_aside.append((first, stop))
         for segment, later in zip(self.segments, self.segments[1:], strict=False):
             # A segment that could not be cut back is hidden by the one that was begun after it.
             if segment.end > later.base:
@@ -1299,6 +1522,8 @@ class Log:
     def _settle(self, segment: Segment, fd: int, salvage: Salvage, durable: int) -> None:
         """Seal a segment that has no footer. What may be in the page cache only goes to a new file first."""
         known = [entry for entry in salvage.entries if entry.seq + entry.count <= durable]
+        # Of durability `memory` much never reaches a file.
+        lost = salvage.lost if self.durability != "memory" else []
         unknown = salvage.entries[len(known) :]
         copy: Segment | None = None
         if unknown:
@@ -1318,6 +1543,8 @@ class Log:
                 self._disk.write(out, [record, frames], offset)
                 copy.note(entry.seq, entry.count, offset, len(record) + len(frames))
                 _note_rest(copy, entry)
+            if not known:
+                copy.lost = lost
             self._disk.write(out, [copy.seal()], copy.size)
             self._disk.sync(out)
             self._disk.rename(temporary, path)
@@ -1329,13 +1556,18 @@ class Log:
                 segment.note(entry.seq, entry.count, entry.offset, entry.size)
                 _note_rest(segment, entry)
             if known:
+                segment.lost = lost
                 self._disk.truncate(fd, segment.size)
                 self._disk.write(fd, [segment.seal()], segment.size)
                 self._disk.sync(fd)
                 self.segments.append(segment)
             else:
                 self._store.close_file(segment)
-                self._disk.remove(segment.path)
+                if lost:
+                    log.error("LOG(%s): nothing in %s can be read, it is set aside", self.name, segment.path)
+                    self._disk.rename(segment.path, segment.path.with_suffix(".bad"))
+                else:
+                    self._disk.remove(segment.path)
         else:
             self._store.close_file(segment)
         if copy is not None:
@@ -1402,8 +1634,11 @@ class Log:
         keys.cut(segment.end)
         return keys
 
-    def deferrals(self) -> Iterator[tuple[int, int]]:
-        """(seq, when due) of all deferred messages in the files, on this boot's clock."""
+    def deferrals(self, pumped: int = 0) -> Iterator[tuple[int, int]]:
+        """(seq, when due) of deferred messages in the files, on this boot's clock.
+
+        Those before ``pumped`` that are due are left out: they wait as any other.
+        """
         now, wall = self._store.clock.now(), self._store.clock.wall()
         boot = self._store.clock.boot_id()
         for segment in self.segments:
@@ -1412,12 +1647,16 @@ class Log:
             for i in range(0, len(d), 5):
                 first, count, started, delay, timestamp = d[i : i + 5]
                 due = started + delay if same else now + (timestamp + delay - wall)
+                if due <= now and first + count <= pumped:
+                    continue
                 for seq in range(first, first + count):
                     yield seq, due
 
 
 def _note_rest(segment: Segment, entry: Entry) -> None:
     """Of a record that was found, what a segment's footer says beyond where it stands."""
+    if len(segment.index_times) < len(segment.index_seqs):
+        segment.index_times.append(entry.timestamp)
     if entry.flags & DEFERRED:
         segment.deferrals.extend((entry.seq, entry.count, entry.started, entry.delay, entry.timestamp))
     if entry.extra:

@@ -13,8 +13,8 @@ All numbers are big-endian. ``mark`` and both checksums (CRC-32C) are salted wit
 nothing inside a message body can pass for a record. ``started`` is the clock's now() of a deferred publish. A record
 is at most about 64 KiB of frames; a batch that needs more is a group: all its records but the last carry MORE, all
 but the first CONTINUES, and recovery drops a group that is not whole. Extra bytes in a topic's main log are a
-MessagePack map: ``key`` is the digest of an idempotency key. A footer holds the sparse index, the spans of seqs, the
-deferrals and the keys, so that a start reads only the files that have none.
+MessagePack map: ``key`` is the digest of an idempotency key. A footer holds the sparse index with its times, the spans
+of seqs, the deferrals, the keys and what was lost, so that a start reads only the files that have none.
 
 Version 1. A later version must read every earlier one, and a file of a later version is refused, never guessed at.
 """
@@ -23,8 +23,10 @@ from __future__ import annotations
 
 import os
 from array import array
+from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from struct import Struct
 
@@ -70,9 +72,11 @@ class Segment:
         "folder_synced",
         "index_offsets",
         "index_seqs",
+        "index_times",
         "key_count",
         "key_crc",
         "keys",
+        "lost",
         "path",
         "pins",
         "salt",
@@ -90,14 +94,17 @@ class Segment:
         self.end = base
         self.size = FILE_HEADER
         self.sealed = False
-        # Sparse index: at which offset the record with this base seq starts.
+        # Sparse index: at which offset the record with this base seq starts, and when its first message was published.
         self.index_seqs = array("q")
         self.index_offsets = array("q")
+        self.index_times = array("q")
         # Which seqs it holds: pairs (first, stop); nearly always one.
         self.spans = array("q")
         # Of each deferred record: first seq, count, started, delay in ns, timestamp.
         self.deferrals = array("q")
+        # What of them was found to be unreadable, and what was missing already when the file was last salvaged.
         self.damaged: list[tuple[int, int]] = []
+        self.lost: list[tuple[int, int]] = []
         # The idempotency keys in it: here until it is sealed, then in the file, with their checksum.
         self.keys: KeyBlock | None = None
         self.key_count = 0
@@ -107,17 +114,43 @@ class Segment:
         self.pins = 0
         self.folder_synced = False
 
-    def note(self, seq: int, count: int, offset: int, size: int) -> None:
-        """A record of ``count`` messages from ``seq`` on stands at ``offset``."""
+    def note(
+        self, seq: int, count: int, offset: int, size: int, frames: bytes | memoryview | None = None, at: int = 0
+    ) -> None:
+        """A record of ``count`` messages from ``seq`` on stands at ``offset``; the first one is at ``frames[at:]``.
+
+        Without frames the caller adds the time, where the index has grown.
+        """
         if not self.index_offsets or offset + size - self.index_offsets[-1] > CHUNK_BYTES:
             self.index_seqs.append(seq)
             self.index_offsets.append(offset)
+            if frames is not None:
+                self.index_times.append(timestamp_of(frames, at))
         if self.spans and self.spans[-1] == seq:
             self.spans[-1] = seq + count
         else:
             self.spans.extend((seq, seq + count))
         self.end = seq + count
         self.size = offset + size
+
+    def offset_of(self, seq: int) -> int:
+        """About where in the file ``seq`` stands, by the index; its end for one that comes later."""
+        if seq >= self.end:
+            return self.size
+        chunk = bisect_right(self.index_seqs, seq) - 1
+        if chunk < 0:
+            return FILE_HEADER
+        last = chunk + 1 == len(self.index_seqs)
+        start, stop = self.index_offsets[chunk], self.size if last else self.index_offsets[chunk + 1]
+        first, after = self.index_seqs[chunk], self.end if last else self.index_seqs[chunk + 1]
+        return start + (stop - start) * (seq - first) // (after - first)
+
+    def present(self, first: int, stop: int) -> Iterator[tuple[int, int]]:
+        """What of ``first`` … ``stop - 1`` it holds."""
+        for i in range(0, len(self.spans), 2):
+            a, b = max(first, self.spans[i]), min(stop, self.spans[i + 1])
+            if a < b:
+                yield a, b
 
     def note_key(self, extra: bytes, flags: int, seq: int, timestamp: int) -> None:
         """A record with these extra bytes stands in it. All records of a group have the same key."""
@@ -137,8 +170,10 @@ class Segment:
             "end": self.end,
             "seqs": pack_numbers(self.index_seqs),
             "offsets": pack_numbers(self.index_offsets),
+            "times": pack_numbers(self.index_times),
             "spans": pack_numbers(self.spans),
             "deferrals": pack_numbers(self.deferrals),
+            "lost": pack_numbers(array("q", chain.from_iterable(self.lost))),
             "size": self.size,
         }
         if self.keys is not None and self.key_count:
@@ -173,8 +208,9 @@ def new_salt() -> int:
     return int.from_bytes(os.urandom(4), "big") or 1
 
 
-def timestamp_of(frames: bytes | bytearray | memoryview) -> int:
-    return int.from_bytes(frames[8:16], "big")
+def timestamp_of(frames: bytes | bytearray | memoryview, at: int = 0) -> int:
+    """When the message whose frame begins at ``at`` was published."""
+    return int.from_bytes(frames[at + 8 : at + 16], "big")
 
 
 def file_header(segment: Segment) -> bytes:
@@ -333,6 +369,28 @@ def decode_chunk(
     return block, damage
 
 
+def seq_in_chunk(data: bytes, salt: int, first: int, after: int, time: int) -> int:
+    """The first seq of a chunk that was published at or after ``time``; ``after`` if none was."""
+    earlier: Entry | None = None
+    found = after
+    for entry in read_records(data, salt, 0, 0, True):
+        if isinstance(entry, int) or entry.seq < first or entry.seq + entry.count > after:
+            continue
+        if timestamp_of(data, entry.frames_at) >= time:
+            found = entry.seq
+            break
+        earlier = entry
+    if earlier is None:
+        return found
+    # Its first message is too early; another one of it may not be.
+    at = earlier.frames_at
+    for seq in range(earlier.seq, earlier.seq + earlier.count):
+        if timestamp_of(data, at) >= time:
+            return seq
+        at += 4 + _crc.unpack_from(data, at)[0]
+    return found
+
+
 def read_footer(disk: Disk, fd: int, size: int, segment: Segment) -> bool:
     if size < FILE_HEADER + _footer_end.size:
         return False
@@ -344,12 +402,18 @@ def read_footer(disk: Disk, fd: int, size: int, segment: Segment) -> bool:
     if google_crc32c.extend(segment.salt, body) != crc:
         return False
     footer = msgspec.msgpack.decode(body)
+    if "times" not in footer or "lost" not in footer:
+        # Of a version that did not write them: it is read as if it had no footer, and gets a new one.
+        return False
     segment.end = footer["end"]
     segment.size = footer["size"]
     segment.index_seqs = unpack_numbers(footer["seqs"])
     segment.index_offsets = unpack_numbers(footer["offsets"])
+    segment.index_times = unpack_numbers(footer["times"])
     segment.spans = unpack_numbers(footer["spans"])
     segment.deferrals = unpack_numbers(footer["deferrals"])
+    lost = unpack_numbers(footer["lost"])
+    segment.lost = list(zip(lost[::2], lost[1::2], strict=True))
     segment.key_count, segment.key_crc = footer.get("keys", (0, 0))
     segment.sealed = True
     return True
@@ -368,6 +432,7 @@ def hide_after(segment: Segment, seq: int) -> None:
     while segment.index_seqs and segment.index_seqs[-1] >= seq:
         segment.index_seqs.pop()
         segment.index_offsets.pop()
+        segment.index_times.pop()
     while segment.spans and segment.spans[-2] >= seq:
         del segment.spans[-2:]
     if segment.spans and segment.spans[-1] > seq:
@@ -435,6 +500,13 @@ class Salvage:
             offset = entries[-1].offset + entries[-1].size
         if group >= 0:
             del self.entries[group:]
+
+    @property
+    def lost(self) -> list[tuple[int, int]]:
+        """What was on the device and is not there any more. What never was may just have come too late."""
+        end = self.entries[-1].seq + self.entries[-1].count if self.entries else self._segment.base
+        missing = [*self.damage, (end, self._limit)]
+        return [(first, min(stop, self._durable)) for first, stop in missing if first < min(stop, self._durable)]
 
     def frames(self, entry: Entry) -> bytes:
         skip = RECORD_HEADER + len(entry.extra)

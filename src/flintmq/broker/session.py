@@ -1251,7 +1251,8 @@ class Lane:
                 short.append(pair)
             else:
                 pair[1].receive()
-        short.extend((session, transport) for session, transport in others.items() if session.quiet)
+        if others and topic.open:
+            short.extend((session, transport) for session, transport in others.items() if session.quiet)
         fds = [transport.fd for _, transport in short]
         start = 0
         while start < len(fds):

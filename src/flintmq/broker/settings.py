@@ -440,10 +440,13 @@ class Settings:
         _check_keys(names, changes.keys() - taken)
         new = _checked(names, {key: value for key, value in changes.items() if value is not None}, self._broker.options)
         values = {key: value for key, value in before.items() if changes.get(key, value) is not None} | new
-        self._live.put(names, values)
         topics = list(self._meant(names[0]))
-        for topic in topics:
-            obstacle = topic.obstacle_to(self.topic(topic.name))
+        durabilities = [self.topic(topic.name).durability for topic in topics]
+        self._live.put(names, values)
+        for topic, durability in zip(topics, durabilities, strict=True):
+            settings = self.topic(topic.name)
+            # One that the file asked for in vain is no reason to refuse other changes.
+            obstacle = topic.obstacle_to(settings) if settings.durability != durability else ""
             if obstacle:
                 self._live.put(names, before)
                 raise OptionError(obstacle)

@@ -22,8 +22,9 @@ from flintmq.broker.keys import Keys
 from flintmq.broker.limits import TopicLimits
 from flintmq.broker.log import TAKE_AT_ONCE, WRITE_AT, Log
 from flintmq.broker.mover import Mover
+from flintmq.broker.readers import Readers, Retention
 from flintmq.broker.settings import TopicSettings
-from flintmq.errors import NotFoundError, PublishError
+from flintmq.errors import DamageError, NotFoundError, PublishError
 from flintmq.kernel import FAILED, FRAME_OVERHEAD, Intake, Scan, send_each
 from flintmq.wire import OK_FRAME, is_ephemeral
 
@@ -107,6 +108,9 @@ class Topic:
         #: Messages for one channel only, and copies of old ones; made when there are any.
         self.side: Log | None = None
         self.mover = Mover(self)
+        #: What stays in files for others than channels.
+        self.readers = Readers(self)
+        self.retention = Retention(self)
         self.channels: dict[str, Channel] = {}
         #: The idempotency keys it knows; None until there is one.
         self.keys: Keys | None = None
@@ -167,6 +171,16 @@ class Topic:
     @property
     def _gap_count(self) -> int:
         return sum(stop - first for first, stop in self.gaps)
+
+    @property
+    def durable(self) -> int:
+        """What lies before it will be there whatever happens, with these seqs: so much those get who read the log."""
+        return min(self.log.durable, self._usable)
+
+    @property
+    def epoch(self) -> str:
+        """Another one says that the log has begun anew: the topic was deleted, or the node is a restored copy."""
+        return f"{self.broker.node.hex()}-{self.incarnation}"
 
     @property
     def frozen(self) -> bool:
@@ -429,6 +443,16 @@ class Topic:
             raise LookupError(f"{self.name} has no side log")
         return source.frame(seq)
 
+    def place(self, seq: int) -> tuple[Log, int]:
+        """The log that holds a message, and its seq in it. DamageError if none does."""
+        if seq < self.mover.below and not self.log.in_memory(seq):
+            return self.mover.place(seq)
+        if seq < SIDE:
+            return self.log, seq
+        if self.side is None:
+            raise DamageError(f"{self.name} has no side log", seq, seq + 1)
+        return self.side, seq
+
     def side_log(self) -> Log:
         """The side log, made if need be."""
         if self.side is None:
@@ -456,6 +480,8 @@ class Topic:
             position = self.broker.journal.note("channel", self.incarnation, ident, name, self.pumped, self.side_end)
         if len(self.channels) == 1:
             self._freeze()
+        if self.settings.new_channel != "backlog":
+            self._start_elsewhere(channel)
         log.info("TOPIC(%s): new channel(%s)", self.name, name)
         self.broker.structure_changed(self.ephemeral or channel.ephemeral)
         self.broker.peers.made(self.name, name)
@@ -463,6 +489,15 @@ class Topic:
             # Its first channel gets what has piled up.
             self.broker.turn(self)
         return channel, position
+
+    def _start_elsewhere(self, channel: Channel) -> None:
+        """A new channel starts elsewhere than where the others have got to."""
+        if self.settings.new_channel == "latest":
+            # If it is the first one, what has piled up was not for it.
+            self._progressed()
+            channel.empty()
+        elif not channel.ephemeral and self.log.durability != "memory":
+            channel.seek(self.log.first)
 
     def existing_channel(self, name: str) -> Channel:
         channel = self.channels.get(name)
@@ -634,6 +669,20 @@ class Topic:
             if not channel.ephemeral:
                 lowest = min(lowest, channel.first_needed())
         return lowest
+
+    def first_kept(self) -> int:
+        """The lowest seq whose file must stay: for channels, for readers, or by retention."""
+        return min(self.first_needed(), self.readers.first, self.retention.first)
+
+    def let_go(self) -> int:
+        """Every few seconds: see to what need not be kept any longer. Up to where files may go."""
+        self.readers.expire()
+        if self.readers and not self.channels:
+            # The log is read, only not by a channel: what piles up for a first one goes with its file, once all
+            # readers are past it.
+            self._skip(min(self.log.boundary(min(self.readers.first, self.retention.first)), self.log.committed))
+        self.mover.look()
+        return self.first_kept()
 
     def first_side_needed(self) -> int:
         lowest = min(self.side_end, self.mover.first_place)
