@@ -77,6 +77,8 @@ def query_of(route: Route) -> str:
 AN_ID = "AN-ID"
 #: A message, a level of logging, and of no interest to the others.
 BODY = b"debug"
+#: A setting that topics and channels have, for the routes that set some.
+SETTING = b'{"max-defer": "90m"}'
 
 
 def request(
@@ -93,7 +95,7 @@ def request(
     method = method or route.method
     target = target or f"{path_of(route)}?{query_of(route)}{more}"
     if body is None:
-        body = b"" if method == "GET" else BODY
+        body = b"" if method == "GET" else SETTING if route.path.endswith("/config") else BODY
     if framing is None:
         framing = (f"Content-Length: {len(body)}",) if body else ()
     lines = [f"{method} {target} {version}".rstrip(), "Host: broker", *headers, *framing, "", ""]
@@ -591,9 +593,15 @@ class Target:
             )
             for name, topic in self.broker.topics.items()
         }
+        settings = {
+            name: (topic.settings, *(channel.settings for channel in topic.channels.values()))
+            for name, topic in self.broker.topics.items()
+            if name in ("kept", "paused")
+        }
         readers = {name: dict(topic.readers.positions) for name, topic in self.broker.topics.items() if topic.readers}
         return {
             "topics": topics,
+            "settings": settings,
             "readers": readers,
             "options": self.broker.options,
             "refusing": self.broker.refusing,
