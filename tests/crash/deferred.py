@@ -256,8 +256,7 @@ class Run:
                 self._rig.advance(max(0, moment - self._rig.now()) / SECOND)
                 await self._until(bisect_right(dues, moment - MARGIN))
             else:
-                while self._rig.now() < moment:
-                    await asyncio.sleep(0.01)
+                await asyncio.sleep(max(0, moment - self._rig.now()) / SECOND)
             if moments and moments[0] <= step:
                 del moments[0]
                 await self._crash()
