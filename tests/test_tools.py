@@ -302,6 +302,25 @@ def test_dead_letters_are_shown_and_sent_back(run: Run, topic: str, node: sync.N
     assert run("redrive", f"{topic}/c", "--status")[1] == out
     status, _, err = run("redrive", f"{topic}/c", "--from", "nobody")
     assert status == 1 and "nobody" in err
+    assert run("redrive", f"{topic}/c") == (0, f"no dead letters of {topic}/c in {topic}.c.dead\n", "")
+
+
+def test_a_redrive_need_not_be_waited_for(run: Run, topic: str, node: sync.NodeClient, nsqd: Nsqd) -> None:
+    node.set_channel_settings(topic, "c", {"max-attempts": 1})
+    with sync.Consumer(topic, "c", nsqd=nsqd.address, max_in_flight=3) as consumer:
+        for _ in range(3):
+            consumer.get(timeout=60).requeue()
+        deadline = time.monotonic() + 60
+        while len(letters(node, f"{topic}.c.dead")) < 3:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    # So slowly that it is still under way when it is looked at.
+    status, out, _ = run("redrive", f"{topic}/c", "--no-wait", "--rate", "1", "--json")
+    [found] = lines_of(out)
+    assert (status, found["planned"], found["running"]) == (0, 3, True)
+    status, _, err = run("redrive", f"{topic}/c")
+    assert (status, "ALREADY_RUNNING" in err) == (1, True)
+    assert "it goes on" in run("redrive", f"{topic}/c", "--status")[1]
 
 
 def letters(node: sync.NodeClient, topic: str) -> list[PeekedMessage]:

@@ -15,8 +15,9 @@ What happens to messages is the channel's business; here is what is asked, and h
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass
 from itertools import chain, islice, starmap
 from typing import TYPE_CHECKING, Any
@@ -46,6 +47,8 @@ PAGE_READS = 64
 SLICE = 20_000
 #: A device that does not answer for so long is not waited for.
 READ_SECONDS = 30.0
+#: Whoever waits for a read asks for it again this often.
+ASK_AGAIN_SECONDS = 0.2
 
 _MS = 1_000_000
 _READY, _IN_FLIGHT, _DEFERRED = "ready", "in_flight", "deferred"
@@ -250,15 +253,14 @@ class _Reader:
 
     async def dead(self, seq: int) -> dict[str, Any] | None:
         """What is kept with a dead letter; None if it is none."""
-        while (extra := self._topic.extra_of(seq)) is None:
-            arrived = asyncio.Event()
-            self._topic.when_read(arrived.set)
-            self.reads += 1
-            try:
-                async with asyncio.timeout(READ_SECONDS):
-                    await arrived.wait()
-            except TimeoutError as exc:
-                raise _busy() from exc
+        async with _patience():
+            while (extra := self._topic.extra_of(seq)) is None:
+                self.reads += 1
+                arrived = asyncio.Event()
+                self._topic.when_read(arrived.set)
+                with contextlib.suppress(TimeoutError):
+                    # A read that could not even begin is begun by asking again.
+                    await asyncio.wait_for(arrived.wait(), ASK_AGAIN_SECONDS)
         return extra.get("dead")
 
     async def _look(self, log: Log, place: int) -> Block:
@@ -276,17 +278,20 @@ class _Reader:
         if block is not None:
             return block
         self.reads += 1
-        try:
-            async with asyncio.timeout(READ_SECONDS):
-                self._read, self._log = await arrived, log
-        except TimeoutError as exc:
-            raise _busy() from exc
+        async with _patience():
+            self._read, self._log = await arrived, log
         assert self._read is not None
         return self._read
 
 
-def _busy() -> HttpError:
-    return HttpError(503, "DISK_BUSY: the disk does not answer; try again later")
+@contextlib.asynccontextmanager
+async def _patience() -> AsyncIterator[None]:
+    """For reads: they take the time that they take, but not for ever."""
+    try:
+        async with asyncio.timeout(READ_SECONDS):
+            yield
+    except TimeoutError as exc:
+        raise HttpError(503, "DISK_BUSY: the disk does not answer; try again later") from exc
 
 
 # --- Cursors ----------------------------------------------------------------------------------------------------------
