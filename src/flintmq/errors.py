@@ -128,11 +128,15 @@ class NotFoundError(FlintError):
 
 
 class HttpError(FlintError):
-    """A request over HTTP is refused. The code goes into the answer, as in ``{"message":"MISSING_ARG_TOPIC"}``."""
+    """A request over HTTP is refused. The code goes into the answer, as in ``{"message":"MISSING_ARG_TOPIC"}``.
 
-    def __init__(self, status: int, code: str) -> None:
+    ``details`` stand beside it, for those who go on by them.
+    """
+
+    def __init__(self, status: int, code: str, **details: object) -> None:
         self.status = status
         self.code = code
+        self.details = details
         super().__init__(f"{status} {code}")
 
 

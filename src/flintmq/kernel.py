@@ -527,8 +527,18 @@ class Block:
             # All there is: nothing to count.
             n = left
             at = self.used
+        # In strides from mark to mark, then one by one.
+        first: cython.Py_ssize_t = seq - self.base
+        stride: cython.Py_ssize_t = (first + n + 63) >> 6
         if cython.compiled:
             p: cython.p_uchar = self._bytes
+            while n < max_count and stride << 6 < first + max_count:
+                size = self._mark[stride]
+                if size - start > max_bytes:
+                    break
+                at = size
+                n = (stride << 6) - first
+                stride += 1
             while n < max_count:
                 size = 4 + _rd32(p + at)
                 if at + size - start > max_bytes:
@@ -538,6 +548,13 @@ class Block:
         else:
             unpack = _u32.unpack_from
             buf = self.buf
+            while n < max_count and stride << 6 < first + max_count:
+                size = self._marks[stride]
+                if size - start > max_bytes:
+                    break
+                at = size
+                n = (stride << 6) - first
+                stride += 1
             while n < max_count:
                 size = 4 + unpack(buf, at)[0]
                 if at + size - start > max_bytes:
