@@ -88,9 +88,10 @@ def _check_schema(schema: StructType) -> None:
 class LogPartition(InputPartition):
     """A range, and where to fetch it."""
 
-    def __init__(self, range: Range, address: str) -> None:
+    def __init__(self, range: Range, address: str, reader: str) -> None:
         self.range = range
         self.address = address
+        self.reader = reader
 
 
 class SpoolPartition(InputPartition):
@@ -103,14 +104,14 @@ class SpoolPartition(InputPartition):
 
 def _read(partition: InputPartition, options: SourceOptions) -> Iterator[pa.RecordBatch]:
     if isinstance(partition, LogPartition):
-        yield from fetch(partition.range, partition.address, options)
+        yield from fetch(partition.range, partition.address, options, partition.reader)
     elif isinstance(partition, SpoolPartition):
         yield from read_pieces(partition.pieces, options.batch_rows, partition.planned_on)
     # Where there is nothing to read, Spark makes a partition of its own that stands for nothing.
 
 
-def _log_partitions(planned: list[tuple[Range, str]]) -> list[InputPartition]:
-    return [LogPartition(found, address) for found, address in planned]
+def _log_partitions(planned: list[tuple[Range, str]], reader: str = "") -> list[InputPartition]:
+    return [LogPartition(found, address, reader) for found, address in planned]
 
 
 def _spool_partitions(location: str, first: int, stop: int, options: SourceOptions) -> list[InputPartition]:
@@ -288,7 +289,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> list[InputPartition]:
         engine = self._open(end)
         if isinstance(engine, Planner):
-            return _log_partitions(engine.partitions(start, end))
+            return _log_partitions(engine.partitions(start, end), engine.reader)
         return engine.partitions(start, end)
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:

@@ -149,6 +149,10 @@ class Planner:
         self._last_batch = time.monotonic()
         return Offset(marks, init, self._reader).to_json()
 
+    @property
+    def reader(self) -> str:
+        return self._reader
+
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> list[tuple[Range, str]]:
         """The ranges between two offsets, each with the address of its node."""
         self._planned = True
@@ -327,11 +331,14 @@ class Planner:
         if mark.epoch != info.epoch:
             self._lost(info, f"{info.topic} on node {info.node} was deleted and made anew")
             return Mark(info.epoch, self._hold(info, None))
-        if mark.seq < info.first:
-            self._lost(info, f"messages {mark.seq} to {info.first - 1} of {info.topic} on node {info.node} are gone")
-            return Mark(info.epoch, self._hold(info, None))
         if info.key not in self._positions:
             self._resume(info, mark.seq)
+        if mark.seq < info.first:
+            if not nothing_lost(self._web, info.address, info.topic, self._reader, mark.seq):
+                self._lost(
+                    info, f"messages {mark.seq} to {info.first - 1} of {info.topic} on node {info.node} are gone"
+                )
+            return Mark(info.epoch, self._hold(info, None))
         return mark
 
     def _lost(self, info: Info, what: str) -> None:
@@ -446,7 +453,8 @@ class Planner:
             if exc.status != 404:
                 raise ConnectError(f"{info.address} answers {exc}") from exc
             log.warning("the reader position of %s on node %s had expired", info.topic, info.node)
-            self._post_position(info.key, info.address, seq)
+            if seq >= info.first:
+                self._post_position(info.key, info.address, seq)
 
     def _post_position(self, key: Key, address: str, to: int | str) -> dict[str, Any]:
         try:
@@ -465,10 +473,24 @@ class Planner:
             raise ConnectError(f"{info.address} answers {exc} to {path}") from exc
 
 
+def nothing_lost(web: Web, address: str, topic: str, reader: str, seq: int) -> bool:
+    """A log that begins behind ``seq``: are there just no messages in between, as after a crash of the broker?
+
+    That is certain while a reader position stands there: it would have kept them.
+    """
+    if not reader:
+        return False
+    try:
+        said = web.ask("GET", address, "/log/position", topic=topic, reader=reader)
+    except Refused:
+        return False
+    return int(said["offset"]) <= seq
+
+
 # --- On an executor ---------------------------------------------------------------------------------------------------
 
 
-def fetch(found: Range, address: str, options: SourceOptions) -> Iterator[pa.RecordBatch]:
+def fetch(found: Range, address: str, options: SourceOptions, reader: str = "") -> Iterator[pa.RecordBatch]:
     """The messages of a range, in order. A lost connection is made again, and reading goes on where it stopped."""
     web = Web(options.network)
     shape = Shape(found.topic, found.node, options.batch_rows)
@@ -507,7 +529,10 @@ def fetch(found: Range, address: str, options: SourceOptions) -> Iterator[pa.Rec
                     failures += 1
                     time.sleep(_pause(failures))
                     continue
-                at = _refused(exc, found, at, address, options)
+                if exc.status == 410 and nothing_lost(web, address, found.topic, reader, at):
+                    at = max(at, min(found.stop, int(exc.details["first"])))
+                else:
+                    at = _refused(exc, found, at, address, options)
             except (OSError, http.client.HTTPException, ConnectError) as exc:
                 web.drop(address)
                 failures += 1
