@@ -96,6 +96,40 @@ def filled(kernel: Any, bodies: list[bytes], size: int = 1 << 16) -> Any:
 bodies_of_any_size = st.lists(st.binary(min_size=1, max_size=30), min_size=1, max_size=200)
 
 
+# --- Publishes --------------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.binary(max_size=300), max_size=40))
+def test_messages_become_one_command(kernel: Any, bodies: list[bytes]) -> None:
+    parts = b"".join(len(body).to_bytes(4, "big") + body for body in bodies)
+    size = 4 + len(parts)
+    expected = b"MPUB t.1\n" + size.to_bytes(4, "big") + len(bodies).to_bytes(4, "big") + parts
+    assert kernel.encode_mpub(b"MPUB t.1\n", bodies) == expected
+
+
+@pytest.mark.parametrize("wrong", [None, 5, "text"])
+def test_what_is_no_message_does_not_become_a_command(kernel: Any, wrong: Any) -> None:
+    with pytest.raises(TypeError):
+        kernel.encode_mpub(b"MPUB t\n", [b"good", wrong])
+
+
+@given(st.lists(st.binary(min_size=1, max_size=300), max_size=40))
+def test_messages_are_measured(kernel: Any, bodies: list[bytes]) -> None:
+    assert kernel.total_size(bodies) == sum(map(len, bodies))
+
+
+class MyBytes(bytes):
+    """May be anything: its own length, for one."""
+
+
+@pytest.mark.parametrize("wrong", [b"", None, "text", bytearray(b"x"), memoryview(b"x"), MyBytes(b"x")])
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_empty_messages_and_what_is_none_are_noticed(kernel: Any, wrong: Any, place: int) -> None:
+    bodies: list[Any] = [b"a", b"b"]
+    bodies.insert(place, wrong)
+    assert kernel.total_size(bodies) == -1
+
+
 # --- Lines ------------------------------------------------------------------------------------------------------------
 
 
@@ -556,7 +590,7 @@ def test_a_checksum_is_crc_32c(kernel: Any, size: int) -> None:
 
 def test_new_memory_stays_zero_when_pages_are_put_behind_it(kernel: Any) -> None:
     memory = mmap(-1, 65_536)
-    kernel.populate(memory)
+    kernel.populate([memory])
     assert bytes(memory) == bytes(65_536)
 
 
@@ -773,8 +807,34 @@ def test_a_heap_gives_the_earliest_first(kernel: Any, steps: list[tuple[int, int
     assert len(heap) == 0
 
 
+@given(
+    st.dictionaries(st.integers(0, 10_000), st.integers(0, 20), max_size=300),
+    st.randoms(use_true_random=False),
+    st.integers(0, 40),
+)
+def test_any_message_can_be_taken_out_of_a_heap(kernel: Any, dues: dict[int, int], random: Any, count: int) -> None:
+    heap = kernel.Heap()
+    for seq, due in dues.items():
+        heap.push(due, seq)
+    seqs = sorted(dues)
+    random.shuffle(seqs)
+    for seq in seqs:
+        left = sorted((due, number) for number, due in dues.items())
+        after = random.choice([(-1, -1), *left])
+        assert heap.earliest(count, *after) == [pair for pair in left if pair > after][:count]
+        if left and random.random() < 0.2:
+            # In between the earliest goes as usual: the order was kept.
+            assert heap.pop() == left[0][1]
+            del dues[left[0][1]]
+        assert heap.remove(seq) == dues.pop(seq, -1)
+        assert heap.remove(seq) == -1
+        assert sorted(heap.items()) == sorted((due, number) for number, due in dues.items())
+    assert len(heap) == 0
+
+
 def test_an_empty_heap_has_nothing_to_give(kernel: Any) -> None:
     heap = kernel.Heap()
+    assert (heap.remove(1), heap.earliest(10, -1, -1)) == (-1, [])
     assert (heap.first_seq(), heap.count_between(0, 100), heap.between(0, 100)) == (-1, 0, [])
     for ask in (heap.pop, heap.first_due):
         with pytest.raises(IndexError):

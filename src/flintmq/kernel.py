@@ -17,6 +17,7 @@ import cython
 
 if cython.compiled:
     from cython.cimports.cpython.bytearray import PyByteArray_FromStringAndSize
+    from cython.cimports.cpython.bytes import PyBytes_FromStringAndSize
     from cython.cimports.flintmq.native import (
         MSG_DONTWAIT,
         MSG_NOSIGNAL,
@@ -121,22 +122,37 @@ def send_each(fds: list, frame: bytes) -> list:
     return left
 
 
-def populate(memory: object) -> None:
+def populate(memory: list) -> None:
     """Have the system put pages behind new memory, which is all zeros; for a thread, the others go on meanwhile."""
     if cython.compiled:
-        whole: cython.uchar[::1] = memory
-        p: cython.p_uchar = cython.address(whole[0])
-        size: cython.Py_ssize_t = whole.shape[0]
-        at: cython.Py_ssize_t = 0
+        # All in one go: coming back to the interpreter in between would mean to wait for a busy loop each time.
+        starts: list = []
+        sizes: list = []
+        whole: cython.uchar[::1]
+        for piece in memory:
+            whole = piece
+            starts.append(cython.cast(cython.size_t, cython.address(whole[0])))
+            sizes.append(whole.shape[0])
+        table: cython.size_t[::1] = array("L", [*starts, *sizes])
+        count: cython.Py_ssize_t = len(starts)
+        i: cython.Py_ssize_t
+        p: cython.p_uchar
+        size: cython.Py_ssize_t
+        at: cython.Py_ssize_t
         with cython.nogil:
-            # Linux since 5.14 (MADV_POPULATE_WRITE); elsewhere each page is touched.
-            if madvise(p, size, 23) != 0:
-                while at < size:
-                    p[at] = 0
-                    at += 4096
+            for i in range(count):
+                p = cython.cast(cython.p_uchar, table[i])
+                size = table[count + i]
+                # Linux since 5.14 (MADV_POPULATE_WRITE); elsewhere each page is touched.
+                if madvise(p, size, 23) != 0:
+                    at = 0
+                    while at < size:
+                        p[at] = 0
+                        at += 4096
     else:
         with open("/dev/zero", "rb", buffering=0) as zero:
-            zero.readinto(memory)
+            for piece in memory:
+                zero.readinto(piece)
 
 
 def line_records(data: bytearray, pos: cython.Py_ssize_t, stop: cython.Py_ssize_t) -> tuple:
@@ -173,6 +189,65 @@ def line_records(data: bytearray, pos: cython.Py_ssize_t, stop: cython.Py_ssize_
     lines = list(filter(None, bytes(memoryview(data)[pos:stop]).split(b"\n")))
     sizes = map(_u32.pack, map(len, lines))
     return bytearray().join([part for pair in zip(sizes, lines, strict=True) for part in pair]), len(lines)
+
+
+def total_size(bodies: list) -> cython.longlong:
+    """The bytes of all messages of a publish; -1 if one of them is empty, or is no ``bytes``."""
+    if cython.compiled:
+        total: cython.longlong = 0
+        size: cython.Py_ssize_t
+        i: cython.Py_ssize_t
+        for i in range(len(bodies)):
+            if type(bodies[i]) is not bytes:
+                return -1
+            size = len(cython.cast(bytes, bodies[i]))
+            if size == 0:
+                return -1
+            total += size
+        return total
+    if not set(map(type, bodies)) <= {bytes} or not all(bodies):
+        return -1
+    return sum(map(len, bodies))
+
+
+def encode_mpub(line: bytes, bodies: list) -> bytes:
+    """The command MPUB: its line, the size of what follows, the count, and each message behind its size."""
+    count: cython.Py_ssize_t = len(bodies)
+    total: cython.longlong = 4 + 4 * count
+    if cython.compiled:
+        body: bytes
+        i: cython.Py_ssize_t
+        size: cython.Py_ssize_t
+        for i in range(count):
+            body = bodies[i]
+            total += len(body)
+        if total > 0xFFFFFFFF:
+            raise OverflowError("too much for one MPUB")
+        size = len(line)
+        command: bytes = PyBytes_FromStringAndSize(cython.NULL, size + 4 + total)
+        start: cython.p_uchar = line
+        out: cython.p_uchar = command
+        memcpy(out, start, size)
+        _wr32(out + size, cython.cast(cython.uint, total))
+        _wr32(out + size + 4, cython.cast(cython.uint, count))
+        out += size + 8
+        for i in range(count):
+            body = bodies[i]
+            size = len(body)
+            start = body
+            _wr32(out, cython.cast(cython.uint, size))
+            memcpy(out + 4, start, size)
+            out += 4 + size
+        return command
+    # Two parts a message, put in place without a step of ours per message.
+    parts = [b""] * (2 * count)
+    sizes = list(map(len, bodies))
+    total += sum(sizes)
+    if total > 0xFFFFFFFF:
+        raise OverflowError("too much for one MPUB")
+    parts[::2] = map(_u32.pack, sizes)
+    parts[1::2] = bodies
+    return line + _u32.pack(total) + _u32.pack(count) + b"".join(parts)
 
 
 @cython.cclass
@@ -1330,6 +1405,50 @@ class Heap:
         for i in range(len(self._seq)):
             if first <= seqs[i] and seqs[i] < stop:
                 found.append((dues[i], seqs[i]))  # noqa: PERF401  # Cython makes no comprehension over views
+        return found
+
+    def earliest(self, count: cython.Py_ssize_t, due: cython.longlong, seq: cython.longlong) -> list:
+        """The ``count`` earliest pairs after ``(due, seq)``, in order."""
+        i: cython.Py_ssize_t
+        dues: cython.longlong[::1] = self._due
+        seqs: cython.longlong[::1] = self._seq
+        found: list = []
+        # Beyond this one nothing is wanted any more, because there are enough before it.
+        last: cython.longlong = (1 << 63) - 1
+        for i in range(len(self._seq)):
+            if dues[i] > last or dues[i] < due or (dues[i] == due and seqs[i] <= seq):
+                continue
+            found.append((dues[i], seqs[i]))
+            if len(found) >= 2 * count + 64:
+                found.sort()
+                del found[count:]
+                if found:
+                    last = found[-1][0]
+        found.sort()
+        return found[:count]
+
+    def remove(self, seq: cython.longlong) -> int:
+        """Take this seq out, wherever it stands; when it was due, or -1 if it is not there."""
+        i: cython.Py_ssize_t
+        at: cython.Py_ssize_t = -1
+        dues: cython.longlong[::1] = self._due
+        seqs: cython.longlong[::1] = self._seq
+        for i in range(len(self._seq)):
+            if seqs[i] == seq:
+                at = i
+                break
+        if at < 0:
+            return -1
+        found: cython.longlong = dues[at]
+        # It becomes the earliest of all, and goes first.
+        while at > 0:
+            i = (at - 1) >> 1
+            dues[at] = dues[i]
+            seqs[at] = seqs[i]
+            at = i
+        # An array that somebody looks at cannot shrink.
+        del dues, seqs
+        self.pop()
         return found
 
     @cython.ccall
