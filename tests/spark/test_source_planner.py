@@ -277,7 +277,8 @@ def test_a_node_that_is_down_stands_still(planner, start_node, topic):
     with pytest.raises(ConnectError, match="is not there: start it, and the query goes on where it stopped"):
         read(fresh, start, end)
     two.start()
-    assert sorted(read(found, start, end)) == [*range(10), *range(100, 110)]
+    patient = planner(one, two, subscribe=topic)
+    assert sorted(read(patient, start, end)) == [*range(10), *range(100, 110)]
 
 
 def test_damage_is_told_or_skipped(planner, start_node, topic):

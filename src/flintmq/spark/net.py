@@ -111,6 +111,8 @@ class Connection:
         if network.deflate and self.features.get("deflate"):
             self._inflate = zlib.decompressobj(-15)
             self._deflate = zlib.compressobj(6, zlib.DEFLATED, -15)
+            # What follows the answer to IDENTIFY is compressed, and may have come together with it.
+            self._received = bytearray(self._inflate.decompress(self.leftover()))
             self._answer("deflate")
         if self.features.get("auth_required"):
             if not network.auth_secret:
@@ -318,6 +320,9 @@ class Cluster:
     def __init__(self, network: Network, web: Web | None = None) -> None:
         self._network = network
         self._web = web or Web(network)
+
+    def close(self) -> None:
+        self._web.close()
 
     def brokers(self, strict: bool = False) -> list[Broker]:
         """Everybody who answers; ConnectError if nobody does, or with ``strict`` if somebody does not."""

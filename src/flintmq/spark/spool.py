@@ -355,6 +355,7 @@ class Spooler:
             feed.close()
         if self._thread.ident is not None and self._thread is not threading.current_thread():
             self._thread.join(10)
+        self._cluster.close()
 
     def check(self) -> None:
         if self._failure is not None:
