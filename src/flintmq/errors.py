@@ -16,6 +16,8 @@ FlintError
 ├── FullError          one more than we can keep; the text says of what
 ├── OptionError        a flag, a config file key or a value is wrong
 ├── StartError         a daemon cannot start: the data path is locked, an address is taken, …
+├── DataLossError      messages that were still to be read are gone; carries where
+├── SpoolError         a spool of Spark's source cannot be used, or is not the one it should be
 ├── BackupError        a backup cannot be made, is damaged, or cannot be restored
 └── StorageError       a file is not what it should be
     ├── FormatError    written by a newer or an unknown version
@@ -31,6 +33,7 @@ __all__ = [
     "ClusterError",
     "ConnectError",
     "DamageError",
+    "DataLossError",
     "FlintError",
     "FormatError",
     "FullError",
@@ -43,6 +46,7 @@ __all__ = [
     "PublishError",
     "PublishUnknownError",
     "RateError",
+    "SpoolError",
     "StartError",
     "StorageError",
 ]
@@ -155,6 +159,19 @@ class OptionError(FlintError):
 
 class StartError(FlintError):
     """A daemon cannot start; the text says why."""
+
+
+class DataLossError(FlintError):
+    """Messages that were still to be read are gone, or cannot be read; the text says which and what to do."""
+
+    def __init__(self, text: str, *, topic: str = "", node: str = "") -> None:
+        self.topic = topic
+        self.node = node
+        super().__init__(text)
+
+
+class SpoolError(FlintError):
+    """A spool cannot be used: it is not where it should be, belongs to another query, or cannot be written."""
 
 
 class BackupError(FlintError):
