@@ -15,6 +15,7 @@ FlintError
 ├── FullError          one more than we can keep; the text says of what
 ├── OptionError        a flag, a config file key or a value is wrong
 ├── StartError         a daemon cannot start: the data path is locked, an address is taken, …
+├── PipelineError      a Spark pipeline cannot run; the text says what is missing or wrong
 ├── BackupError        a backup cannot be made, is damaged, or cannot be restored
 └── StorageError       a file is not what it should be
     ├── FormatError    written by a newer or an unknown version
@@ -37,6 +38,7 @@ __all__ = [
     "LimitError",
     "NotFoundError",
     "OptionError",
+    "PipelineError",
     "ProtocolError",
     "PublishError",
     "PublishUnknownError",
@@ -142,6 +144,10 @@ class OptionError(FlintError):
 
 class StartError(FlintError):
     """A daemon cannot start; the text says why."""
+
+
+class PipelineError(FlintError):
+    """A Spark pipeline cannot run, or Spark itself cannot start; the text says what to do about it."""
 
 
 class BackupError(FlintError):
