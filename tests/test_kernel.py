@@ -866,3 +866,87 @@ def test_a_frame_that_cannot_be_is_refused(kernel: Any, size: int, kind: int) ->
 def test_messages_must_be_deliveries(kernel: Any) -> None:
     with pytest.raises(TypeError):
         kernel.split_frames(b"", 1000, dict, None, 0.0, [], [])
+
+
+# --- Frames to columns
+
+
+def columns_of(found: tuple[Any, ...]) -> dict[str, list[Any]]:
+    """The columns as lists of Python's own values."""
+    rows, _, seqs, stamps, micros, attempts, ids, begins, bodies = found
+    ends = array("i", bytes(begins)).tolist()
+    assert len(ends) == rows + 1
+    return {
+        "seq": array("q", bytes(seqs)).tolist(),
+        "ns": array("q", bytes(stamps)).tolist(),
+        "us": array("q", bytes(micros)).tolist(),
+        "attempts": array("i", bytes(attempts)).tolist(),
+        "id": [bytes(ids)[16 * n : 16 * n + 16] for n in range(rows)],
+        "body": [bytes(bodies)[ends[n] : ends[n + 1]] for n in range(rows)],
+    }
+
+
+@given(
+    st.lists(
+        st.tuples(st.integers(0, (1 << 54) - 1), st.binary(max_size=40), st.integers(0, 2**62), st.integers(0, 65535)),
+        max_size=50,
+    ),
+    st.integers(1, 60),
+    st.integers(0, 400),
+    st.integers(0, 80),
+)
+def test_frames_become_columns(
+    kernel: Any, messages: list[tuple[int, bytes, int, int]], max_rows: int, max_bytes: int, cut: int
+) -> None:
+    whole = b"".join(frame(seq, body, stamp, tries) for seq, body, stamp, tries in messages)
+    data = b"xyz" + whole
+    stop = max(3, len(data) - cut)
+    expected = []
+    at, total = 3, 0
+    for message in messages:
+        size = len(message[1])
+        if at + 34 + size > stop or len(expected) == max_rows or (expected and total + size > max_bytes):
+            break
+        expected.append(message)
+        at += 34 + size
+        total += size
+    for buffer in (data, bytearray(data), memoryview(data)):
+        found = kernel.frame_columns(buffer, 3, stop, max_rows, max_bytes)
+        assert found[:2] == (len(expected), at)
+        assert columns_of(found) == {
+            "seq": [seq for seq, _, _, _ in expected],
+            "ns": [stamp for _, _, stamp, _ in expected],
+            "us": [stamp // 1000 for _, _, stamp, _ in expected],
+            "attempts": [tries for _, _, _, tries in expected],
+            "id": [b"%016x" % (PREFIX | seq) for seq, _, _, _ in expected],
+            "body": [body for _, body, _, _ in expected],
+        }
+
+
+def test_columns_end_where_another_frame_stands(kernel: Any) -> None:
+    heartbeat = bytes.fromhex("0000000f 00000000") + b"_heartbeat_"
+    data = frame(7, b"one") + heartbeat + frame(8, b"two")
+    rows, pos, *_ = kernel.frame_columns(data, 0, len(data), 10, 100)
+    assert (rows, pos) == (1, len(frame(7, b"one")))
+    assert kernel.frame_columns(data, pos, len(data), 10, 100)[:2] == (0, pos)
+
+
+def test_columns_of_ids_that_are_not_ours_and_of_times_before_the_epoch(kernel: Any) -> None:
+    head = (31).to_bytes(4, "big") + (2).to_bytes(4, "big") + (-1500).to_bytes(8, "big", signed=True) + bytes(2)
+    ids = [b"0123456789ABCDEF", b"0123456789abcdeg", b"0x23456789abcdef", b"ffffffffffffffff", b"________________"]
+    found = columns_of(kernel.frame_columns(b"".join(head + id + b"b" for id in ids), 0, 35 * 5, 10, 100))
+    assert found["seq"] == [-1, -1, -1, (1 << 54) - 1, -1]
+    assert (found["id"], found["ns"][0], found["us"][0]) == (ids, -1500, -2)
+
+
+@pytest.mark.parametrize(("size", "kind"), [(3, 0), (29, 2), (0x80000000, 2), (0xFFFFFFFF, 0), (0, 0)])
+def test_a_frame_that_cannot_be_has_no_columns(kernel: Any, size: int, kind: int) -> None:
+    data = frame(7, b"one") + size.to_bytes(4, "big") + kind.to_bytes(4, "big")
+    with pytest.raises(ValueError, match=f"a frame of {size} bytes"):
+        kernel.frame_columns(data, 0, len(data), 10, 100)
+
+
+@pytest.mark.parametrize(("pos", "stop", "rows", "size"), [(-1, 3, 1, 1), (0, 4, 1, 1), (2, 1, 1, 1), (0, 3, 0, 1)])
+def test_columns_outside_the_buffer_are_refused(kernel: Any, pos: int, stop: int, rows: int, size: int) -> None:
+    with pytest.raises(ValueError, match="does not lie in the buffer"):
+        kernel.frame_columns(b"abc", pos, stop, rows, size)

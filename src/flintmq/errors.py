@@ -16,6 +16,8 @@ FlintError
 ├── OptionError        a flag, a config file key or a value is wrong
 ├── StartError         a daemon cannot start: the data path is locked, an address is taken, …
 ├── PipelineError      a Spark pipeline cannot run; the text says what is missing or wrong
+├── DataLossError      messages that were still to be read are gone; carries where
+├── SpoolError         a spool of Spark's source cannot be used, or is not the one it should be
 ├── BackupError        a backup cannot be made, is damaged, or cannot be restored
 └── StorageError       a file is not what it should be
     ├── FormatError    written by a newer or an unknown version
@@ -31,6 +33,7 @@ __all__ = [
     "ClusterError",
     "ConnectError",
     "DamageError",
+    "DataLossError",
     "FlintError",
     "FormatError",
     "FullError",
@@ -43,6 +46,7 @@ __all__ = [
     "PublishError",
     "PublishUnknownError",
     "RateError",
+    "SpoolError",
     "StartError",
     "StorageError",
 ]
@@ -126,11 +130,15 @@ class NotFoundError(FlintError):
 
 
 class HttpError(FlintError):
-    """A request over HTTP is refused. The code goes into the answer, as in ``{"message":"MISSING_ARG_TOPIC"}``."""
+    """A request over HTTP is refused. The code goes into the answer, as in ``{"message":"MISSING_ARG_TOPIC"}``.
 
-    def __init__(self, status: int, code: str) -> None:
+    ``details`` stand beside it, for those who go on by them.
+    """
+
+    def __init__(self, status: int, code: str, **details: object) -> None:
         self.status = status
         self.code = code
+        self.details = details
         super().__init__(f"{status} {code}")
 
 
@@ -148,6 +156,19 @@ class StartError(FlintError):
 
 class PipelineError(FlintError):
     """A Spark pipeline cannot run, or Spark itself cannot start; the text says what to do about it."""
+
+
+class DataLossError(FlintError):
+    """Messages that were still to be read are gone, or cannot be read; the text says which and what to do."""
+
+    def __init__(self, text: str, *, topic: str = "", node: str = "") -> None:
+        self.topic = topic
+        self.node = node
+        super().__init__(text)
+
+
+class SpoolError(FlintError):
+    """A spool cannot be used: it is not where it should be, belongs to another query, or cannot be written."""
 
 
 class BackupError(FlintError):

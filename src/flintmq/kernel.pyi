@@ -1,9 +1,11 @@
 """The kernel's interface, for type checkers: its source speaks Cython's types."""
 
+from array import array
 from mmap import mmap
 from typing import Any, TypeVar
 
 _D = TypeVar("_D", bound="Delivery")
+Buffer = bytes | bytearray | array[int]
 
 COMPILED: bool
 FRAME_OVERHEAD: int
@@ -140,3 +142,6 @@ def split_frames(
     messages: list[_D],
     others: list[tuple[int, bytes]],
 ) -> int: ...
+def frame_columns(
+    data: bytes | bytearray | memoryview, pos: int, stop: int, max_rows: int, max_bytes: int
+) -> tuple[int, int, Buffer, Buffer, Buffer, Buffer, Buffer, Buffer, Buffer]: ...

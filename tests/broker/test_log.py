@@ -17,6 +17,7 @@ from pathlib import Path
 from typing import Any
 
 import google_crc32c
+import msgspec
 import pytest
 from conftest import StartBroker
 from fakes import SECOND, Client, FakeClock, dpub, pub
@@ -992,3 +993,128 @@ async def test_a_publish_after_the_last_ephemeral_channel_waits_until_the_backlo
     disk.release()
     await settled(broker)
     assert client.responses == [b"OK"]
+
+
+# --- Which message was the first at a time ---------------------------------------------------------------------------
+
+
+def seq_at(rig: Rig, time: int) -> int:
+    found: list[int] = []
+
+    def then(seq: int, error: BaseException | None) -> None:
+        assert error is None
+        found.append(seq)
+
+    rig.log.seq_at(time, then)
+    rig.run()
+    (seq,) = found
+    return seq
+
+
+def timed(rig: Rig) -> dict[int, int]:
+    """Batches a second apart, some of them of several records; when each message was published."""
+    times = {}
+    for number in range(60):
+        first = rig.publish(*numbered(1 + number % 7, 3_000 if number % 5 else 30_000))
+        times.update({seq: rig.clock.wall() for seq in range(first, rig.log.end)})
+        rig.clock.advance(1)
+    return times
+
+
+@pytest.mark.parametrize("where", ["memory", "files", "both", "sealed files", "salvaged files"])
+def test_the_first_message_at_a_time_is_found_wherever_it_is(where: str) -> None:
+    rig = Rig(max_bytes_per_file=900_000)
+    times = timed(rig)
+    assert len(rig.files) > 2 and any(len(segment.index_seqs) > 1 for segment in rig.log.segments)
+    if where == "files":
+        rig.forget()
+        assert not rig.log.blocks
+    elif where == "both":
+        middle = list(times)[len(times) // 2]
+        rig.log.trim(1 << 60, 1 << 60, lambda first, stop: stop > middle, lambda first, stop: False)
+        assert BASE < rig.log.blocks[0].base < rig.log.end
+    elif where == "sealed files":
+        rig.stop()
+        rig = rig.reopened(durable=rig.log.durable)
+    elif where == "salvaged files":
+        rig.log.sync_now()
+        rig = rig.reopened(durable=BASE + 30)
+    begun, ended = min(times.values()), max(times.values())
+    for time in range(begun - SECOND, ended + 2 * SECOND, SECOND // 2):
+        expected = min((seq for seq, published in times.items() if published >= time), default=rig.log.end)
+        assert seq_at(rig, time) == expected, (time - begun) / SECOND
+
+
+def test_the_first_message_at_a_time_may_come_after_a_gap_or_be_damaged() -> None:
+    rig = Rig()
+    rig.publish(*numbered(10))
+    rig.log.sync_now()
+    after_gap = rig.reopened(durable=rig.log.end, after=BASE + 5_000)
+    assert seq_at(after_gap, 0) == BASE
+    assert seq_at(after_gap, rig.clock.wall() + 1) == BASE + 5_000
+    rig.clock.advance(1)
+    after_gap.publish(b"later")
+    after_gap.forget()
+    assert seq_at(after_gap, rig.clock.wall()) == BASE + 5_000
+    content = bytearray(after_gap.disk.content(after_gap.files[0]))
+    content[FILE_HEADER + RECORD_HEADER + 40] ^= 1
+    after_gap.disk.replace(after_gap.files[0], bytes(content))
+    after_gap = after_gap.reopened(after_gap.disk, durable=after_gap.log.end)
+    assert seq_at(after_gap, 0) == after_gap.log.first, "what cannot be read has no time"
+
+
+def test_a_clock_that_was_set_back_gives_the_first_place_that_reaches_a_time() -> None:
+    rig = Rig(max_bytes_per_file=10_000)
+    for _ in range(20):
+        rig.publish(*numbered(10, 300))
+        rig.clock.advance(60)
+    noon = rig.clock.wall()
+    rig.clock.step_wall(-600)
+    for _ in range(20):
+        rig.publish(*numbered(10, 300))
+        rig.clock.advance(60)
+    rig.forget()
+    assert seq_at(rig, noon - 300 * SECOND) == BASE + 150
+    assert seq_at(rig, noon) == BASE + 300
+
+
+def test_a_footer_without_times_gets_them_at_the_next_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig(max_bytes_per_file=900_000)
+    encode = msgspec.msgpack.encode
+    with monkeypatch.context() as patch:
+        patch.setattr(
+            "flintmq.broker.segment.msgspec.msgpack.encode",
+            lambda footer: encode({key: value for key, value in footer.items() if key != "times"}),
+        )
+        times = timed(rig)
+        rig.stop()
+    again = rig.reopened(durable=rig.log.end)
+    some = list(times)[40]
+    assert times[some - 1] == times[some], "in the middle of a batch"
+    assert seq_at(again, times[some]) < some
+    again.stop()
+    size = sum(len(again.disk.content(path)) for path in again.files)
+    third = again.reopened(durable=rig.log.end)
+    assert third.bodies() == again.reopened(durable=rig.log.end).bodies() and len(third.seqs()) == len(times)
+    assert sum(len(third.disk.content(path)) for path in third.files) == size, "and only once"
+
+
+def test_what_a_thread_is_still_writing_is_not_taken_for_damaged(monkeypatch: pytest.MonkeyPatch) -> None:
+    rig = Rig(inline=False)
+    rig.publish(*numbered(50))
+    rig.forget()
+    monkeypatch.setattr(log_module, "WRITE_IN_THREAD_AT", 0)
+    rig.disk.hold()
+    rig.append(*numbered(50, start=50))
+    rig.log.flush()
+    assert rig.log.written == BASE + 50
+    # Both are under way: the write, and a read of the place that it writes to.
+    assert rig.log.frame(BASE) is None
+    rig.disk._queue.reverse()
+    for *_, work, done in list(rig.disk._queue):
+        rig.disk._finish(work, done, 0)
+    rig.disk._queue.clear()
+    rig.disk.release()
+    rig.run()
+    rig.forget()
+    assert list(rig.bodies().values()) == numbered(100) and rig.log.damaged == []

@@ -68,7 +68,7 @@ def query_of(route: Route) -> str:
         topic = "made"
     elif route.path == "/channel/create":
         channel = "made"
-    return f"topic={topic}&channel={channel}&seconds=1&rate=1"
+    return f"topic={topic}&channel={channel}&seconds=1&rate=1&time=1&from=earliest&to=latest"
 
 
 #: A message, a level of logging, and of no interest to the others.

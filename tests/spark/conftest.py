@@ -117,6 +117,8 @@ def small_session(master: str, scratch: Path, **conf: str) -> SparkSession:
         "spark.local.dir": str(scratch / "local"),
         # A lost task is tried again soon.
         "spark.task.maxFailures": "4",
+        # A busy machine is slow to start a Python.
+        "spark.python.authenticate.socketTimeout": "180s",
         **conf,
     }
     for key, value in settings.items():

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from flintmq.broker import stats
+from flintmq.broker import log_api, stats
 from flintmq.broker.http_lane import IDLE_SECONDS, HttpLane, Publishing, refusal
 from flintmq.broker.sockets import Poller, SocketTransport
 from flintmq.broker.topic import Topic
@@ -186,6 +186,8 @@ class Api:
             Route("POST", "/channel/empty", self._empty_channel, ADMIN),
             Route("POST", "/channel/pause", self._pause_channel(True), ADMIN),
             Route("POST", "/channel/unpause", self._pause_channel(False), ADMIN),
+            # What lies in the files.
+            *log_api.routes(self._broker),
             # The end of the node.
             Route("POST", "/drain", self._drain, ADMIN),
             # Settings.

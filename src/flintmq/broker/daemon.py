@@ -850,7 +850,7 @@ class Broker:
                 topic.noted_durable = topic.log.durable
                 self.journal.note("durable", topic.incarnation, topic.log.durable)
         self._free()
-        self.store.idle()
+        self.store.tidy()
 
     def _free(self) -> None:
         freeable = []

@@ -13,12 +13,13 @@ import functools
 import logging
 import os
 import sys
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import OrderedDict, deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from mmap import MAP_ANON, MAP_PRIVATE, mmap
 from pathlib import Path
+from typing import Any
 
 from flintmq.broker.disk import BACKGROUND, COMMIT, READ, SPARE, Clock, Disk
 from flintmq.broker.segment import (
@@ -41,6 +42,7 @@ from flintmq.broker.segment import (
     read_footer,
     read_header,
     read_records,
+    seq_in_chunk,
     timestamp_of,
 )
 from flintmq.errors import DamageError, StorageError
@@ -61,8 +63,6 @@ SYNC_AT, WRITE_IN_THREAD_AT, PAUSE_AT = 16 << 20, 64 << 20, 128 << 20
 WRITE_AT = 32 << 10
 #: What is taken from sockets, written and answered before the loop does anything else.
 TAKE_AT_ONCE = 256 << 10
-#: The same for a topic with channels, whose consumers wait for their turn.
-TAKE_SHARED = 64 << 10
 #: What a block must have left for that; so much of it may stay empty.
 TAKE_ROOM = 64 << 10
 #: take_in() read nothing, because there is no block to read into.
@@ -74,6 +74,10 @@ READ_TRIES, READ_PAUSE = 10, 1.0
 _POOL_BLOCKS = 8
 _SPARE_BLOCKS = 8
 _MOST_FILES = 400
+
+
+#: Runs the first in a thread, then calls the second with its result or its error, as ``Disk.submit`` does.
+Submit = Callable[[Callable[[], Any], Callable[[Any, BaseException | None], None]], None]
 
 
 def _fresh_memory() -> list[mmap]:
@@ -132,9 +136,11 @@ class Store:
         self._blocks: list[Block] = []
         self._spare: list[mmap] = []
         self._preparing = False
+        self._busy = False
         self._cold: OrderedDict[Segment, dict[int, Block]] = OrderedDict()
         self._cold_order: OrderedDict[tuple[Segment, int], int] = OrderedDict()
         self._cold_bytes = 0
+        self._lent = 0
 
     @property
     def congested(self) -> bool:
@@ -150,6 +156,7 @@ class Store:
 
     def new_block(self, size: int, base: int) -> Block:
         if size == LARGEST_BLOCK:
+            self._busy = True
             while self._blocks:
                 block = self._blocks.pop()
                 if block.recycle(base):
@@ -170,14 +177,19 @@ class Store:
         if block.size == LARGEST_BLOCK and len(self._blocks) < _POOL_BLOCKS:
             self._blocks.append(block)
 
-    def idle(self) -> None:
-        """Nothing happened for a while: give the spare blocks back to the system."""
+    def tidy(self) -> None:
+        """Called now and then: if no large block was needed since, give the spare ones back to the system."""
+        if not self._busy:
+            self._drop_spare()
+        self._busy = False
+
+    def _drop_spare(self) -> None:
         self._blocks.clear()
         self._spare.clear()
 
     def close(self) -> None:
         """The broker has stopped: give all memory back now, not when the garbage collector comes by."""
-        self.idle()
+        self._drop_spare()
         self._cold.clear()
         self._cold_order.clear()
         self._cold_bytes = 0
@@ -242,12 +254,27 @@ class Store:
         self._cold_order[segment, chunk] = block.size
         self._cold_order.move_to_end((segment, chunk))
         self._cold_bytes += block.size
-        while self._cold_bytes > self.options.cold_cache_bytes and len(self._cold_order) > 2:
+        self._shrink_cold()
+
+    def _shrink_cold(self) -> None:
+        while self._cold_bytes + self._lent > self.options.cold_cache_bytes and len(self._cold_order) > 2:
             (other, number), size = self._cold_order.popitem(last=False)
             del self._cold[other][number]
             if not self._cold[other]:
                 del self._cold[other]
             self._cold_bytes -= size
+
+    def lend(self, before: int, size: int) -> bool:
+        """May a log hold ``size`` bytes, more than its own limit? ``before``: what it was lent so far.
+
+        What one log is lent another cannot have, nor the cache.
+        """
+        lent = self._lent - before + size
+        if lent > self.options.cold_cache_bytes:
+            return False
+        self._lent = lent
+        self._shrink_cold()
+        return True
 
     def forget_cold(self, segment: Segment) -> None:
         for chunk in self._cold.pop(segment, {}):
@@ -285,6 +312,8 @@ class Log:
         self._bases: list[int] = []
         self.memory_count = 0
         self.memory_bytes = 0
+        #: What the store lets it hold beyond its limit.
+        self._lent = 0
         self._block_size = SMALLEST_BLOCK
         # Deferred messages that channels have not seen yet: (seq, when due), in seq order.
         self.deferred: deque[tuple[int, int]] = deque()
@@ -308,6 +337,8 @@ class Log:
         self._reading: set[tuple[Segment, int]] = set()
         self._failed_reads: dict[tuple[Segment, int], int] = {}
         self.damaged: list[tuple[int, int]] = []
+        # What stood in files that could not be made sense of at all.
+        self._set_aside: list[tuple[int, int]] = []
         # Syncing.
         self._unsynced: list[Segment] = []
         self._unsynced_bytes = 0
@@ -474,7 +505,7 @@ class Log:
         if not count:
             return status, answer
         if file >= 0 and segment is not None:
-            self._taken_in(segment, block, count, intake, status == FAILED)
+            self._taken_in(segment, block, used, count, intake, status == FAILED)
         else:
             record = self._open_record
             if record is not None and record.block is block and record.stop - record.start < RECORD_BYTES:
@@ -487,8 +518,8 @@ class Log:
         self.last_bytes = block.used - used
         return status, answer
 
-    def _taken_in(self, segment: Segment, block: Block, count: int, intake: Intake, failed: bool) -> None:
-        """The frames that were made are in the file, less those of a write that failed."""
+    def _taken_in(self, segment: Segment, block: Block, start: int, count: int, intake: Intake, failed: bool) -> None:
+        """The frames that were made, from ``start`` on, are in the file, less those of a write that failed."""
         seq, size = self.end, intake.wrote
         self._advance(count)
         if failed:
@@ -496,7 +527,7 @@ class Log:
             lost = Record(block, intake.unwritten, block.used, seq + written, count - written)
             count = written
         if count:
-            segment.note(seq, count, segment.size, size)
+            segment.note(seq, count, segment.size, size, block.view, start)
             if not self._unsynced or self._unsynced[-1] is not segment:
                 self._note_unsynced(segment)
             self._unsynced_bytes += size
@@ -616,7 +647,7 @@ class Log:
         self._open_record = None
         offset = segment.size
         head, frames = encode_record(record, segment.salt)
-        segment.note(record.seq, record.count, offset, size)
+        segment.note(record.seq, record.count, offset, size, frames)
         try:
             self._disk.write(store.file(segment), (head, frames), offset)
         except OSError as exc:
@@ -655,7 +686,7 @@ class Log:
     def _written_in_thread(self, pieces: list[_Piece], _: None, error: BaseException | None) -> None:
         self._writing = False
         for piece in pieces:
-            self._unpin(piece.segment)
+            self.unpin(piece.segment)
         if self.closed:
             return
         if error is None:
@@ -698,7 +729,7 @@ class Log:
             piece.buffers.append(frames)
             piece.records.append(record)
             piece.size += size
-            segment.note(record.seq, record.count, segment.size, size)
+            segment.note(record.seq, record.count, segment.size, size, frames)
             if record.flags & DEFERRED:
                 segment.deferrals.extend(
                     (record.seq, record.count, record.started, record.delay * 1_000_000, timestamp_of(frames))
@@ -843,7 +874,7 @@ class Log:
             self._syncing = False
             for segment, _fd in files:
                 segment.folder_synced = True
-                self._unpin(segment)
+                self.unpin(segment)
             if self.closed:
                 # The topic was deleted meanwhile, and its folder with it: whatever went wrong, nobody minds.
                 self._store.synced(size)
@@ -869,7 +900,15 @@ class Log:
             self._disk.sync_folder(folder.parent)
             self._entered = True
 
-    def _unpin(self, segment: Segment) -> None:
+    def pin(self, segment: Segment) -> int:
+        """A thread is going to use the segment's file: it stays until ``unpin``. StorageError if it is too late."""
+        if self.closed or self._disk.closing:
+            raise StorageError(f"LOG({self.name}): closed")
+        fd = self._store.file(segment)
+        segment.pins += 1
+        return fd
+
+    def unpin(self, segment: Segment) -> None:
         """A thread no longer uses the segment's file."""
         segment.pins -= 1
         if segment.pins:
@@ -918,6 +957,7 @@ class Log:
                 self._store.close_file(segment)
         self.blocks.clear()
         self._bases.clear()
+        self._give_up_loan()
 
     # --- Reading ---------------------------------------------------------------------------------------------------
 
@@ -951,6 +991,160 @@ class Log:
             return None
         block.find(seq)
         return bytearray(block.view[block.start : block.stop])
+
+    def seq_at(self, time: int, then: Callable[[int, BaseException | None], None]) -> None:
+        """Call ``then`` with the first seq that was published at or after ``time``, ``end`` if there is none.
+
+        At once if memory knows it, else when a thread has read the place; the error, if there is one, says why it
+        could not. ``time`` is in ns since 1970. If the clock was set back, the first place counts that reaches it.
+        """
+        blocks = self._tail()
+        start = blocks[0].base if blocks else self.end
+        # The chunk of the files that begins too early, right before one that does not or that is in memory.
+        before: tuple[Segment, int] | None = None
+        for segment in self.segments:
+            cold = bisect_left(segment.index_seqs, start)
+            late = bisect_left(segment.index_times, time, 0, cold)
+            if late:
+                before = segment, late - 1
+            if late < cold:
+                start = segment.index_seqs[late]
+                break
+        else:
+            if blocks and (before is None or timestamp_of(blocks[0].view) < time):
+                then(self._seq_in_memory(blocks, time), None)
+                return
+        if before is None:
+            then(start, None)
+            return
+        segment, chunk = before
+        offset, size, first, after = self.extent(segment, chunk)
+        try:
+            fd = self.pin(segment)
+        except (OSError, StorageError) as exc:
+            then(start, exc)
+            return
+
+        def work() -> int:
+            seq = seq_in_chunk(self._disk.read(fd, size, offset), segment.salt, first, after, time)
+            return seq if seq < min(after, start) else start
+
+        def done(seq: int | None, error: BaseException | None) -> None:
+            self.unpin(segment)
+            then(start if seq is None else seq, error)
+
+        self._disk.submit(work, done, READ)
+
+    def _tail(self) -> list[Block]:
+        """The blocks in memory that lead up to the end without a hole."""
+        i = len(self.blocks)
+        base = self.end
+        while i and self.blocks[i - 1].base + self.blocks[i - 1].count == base:
+            i -= 1
+            base = self.blocks[i].base
+        return [block for block in self.blocks[i:] if block.count]
+
+    def _seq_in_memory(self, blocks: list[Block], time: int) -> int:
+        i = bisect_left(blocks, time, key=lambda block: timestamp_of(block.view)) - 1
+        if i < 0:
+            return blocks[0].base
+        block = blocks[i]
+        seqs = range(block.base, block.base + block.count)
+        return block.base + bisect_left(seqs, time, key=lambda seq: timestamp_of(block.view, block.find(seq)))
+
+    def extent(self, segment: Segment, chunk: int) -> tuple[int, int, int, int]:
+        """Where a chunk stands: its offset and size; and its seqs: the first, and the one after its last."""
+        offset = segment.index_offsets[chunk]
+        first = segment.index_seqs[chunk]
+        if chunk + 1 == len(segment.index_offsets):
+            return offset, segment.size - offset, first, segment.end
+        return offset, segment.index_offsets[chunk + 1] - offset, first, segment.index_seqs[chunk + 1]
+
+    def place_from(self, seq: int, stop: int) -> tuple[int, Segment, int] | None:
+        """The first message from ``seq`` on and before ``stop``: its seq, segment and chunk. None if there is none.
+
+        Seqs that no message ever had are passed over. DamageError if messages there are known to be lost, StorageError
+        if the log is closed.
+        """
+        if self.closed:
+            raise StorageError(f"LOG({self.name}): closed")
+        found: tuple[int, Segment, int] | None = None
+        for segment in self.segments[self._index(seq) :]:
+            if segment.base >= stop:
+                break
+            k = bisect_right(segment.spans, seq)
+            if k < len(segment.spans):
+                first = seq if k % 2 else segment.spans[k]
+                if first < stop:
+                    found = first, segment, bisect_right(segment.index_seqs, first) - 1
+                break
+        lost = self.first_lost(seq, found[0] + 1 if found is not None else stop)
+        if lost is not None:
+            raise self._damage_error(lost[0], min(lost[1], stop))
+        return found
+
+    def _index(self, seq: int) -> int:
+        """Which segment holds ``seq``, if any does."""
+        return max(0, bisect_right(self.segments, seq, key=lambda segment: segment.base) - 1)
+
+    def first_lost(self, first: int, stop: int) -> tuple[int, int] | None:
+        """Of ``first`` … ``stop - 1`` the first messages that are known to be lost."""
+        lost = list(self._set_aside)
+        for segment in self.segments[self._index(first) :]:
+            if segment.base >= stop:
+                break
+            if segment.damaged or segment.lost:
+                lost += segment.damaged + segment.lost
+        met = [(max(a, first), b) for a, b in lost if a < stop and b > first]
+        return min(met) if met else None
+
+    def _damage_error(self, first: int, stop: int) -> DamageError:
+        return DamageError(f"LOG({self.name}): seqs {first} to {stop - 1} cannot be read", first, stop)
+
+    def read_from(
+        self,
+        place: tuple[int, Segment, int],
+        stop: int,
+        submit: Submit,
+        then: Callable[[Block | None, BaseException | None], None],
+    ) -> None:
+        """Read what ``place_from`` found, and what follows it in its chunk, checked, for somebody who is no channel.
+
+        ``submit`` runs it in a thread. ``then`` gets a block that holds the message, or the error: a DamageError if
+        it cannot be read. Nothing from ``stop`` on is looked at. OSError, StorageError: the file cannot be read now.
+        """
+        seq, segment, chunk = place
+        offset, size, first, after = self.extent(segment, chunk)
+        fd = self.pin(segment)
+
+        def work() -> tuple[Block | None, list[tuple[int, int]]]:
+            return decode_chunk(self._disk.read(fd, size, offset), segment.salt, first, after, seq)
+
+        def done(result: tuple[Block | None, list[tuple[int, int]]] | None, error: BaseException | None) -> None:
+            self.unpin(segment)
+            if result is None:
+                then(None, error)
+                return
+            block, damage = result
+            self._note_damage(segment, damage, stop)
+            if block is None or not block.base <= seq < block.base + block.count:
+                last = next((b for a, b in damage if a <= seq < b), seq + 1)
+                then(None, self._damage_error(seq, min(last, stop)))
+            else:
+                then(block, None)
+
+        submit(work, done)
+
+    def _note_damage(self, segment: Segment, damage: list[tuple[int, int]], stop: int) -> None:
+        """These seqs, as far as they lie before ``stop``, could not be read: say so, and remember it."""
+        for first, last in damage:
+            for a, b in segment.present(first, min(last, stop)):
+                if (a, b) not in segment.damaged:
+                    log.error(
+                        "LOG(%s): seqs %d to %d in %s do not match their checksum", self.name, a, b - 1, segment.path
+                    )
+                    segment.damaged.append((a, b))
+                    self.damaged.append((a, b))
 
     def _place(self, seq: int) -> tuple[Segment, int]:
         """In which segment and chunk ``seq`` is written; DamageError if in none."""
@@ -992,11 +1186,9 @@ class Log:
         """Read the chunk, of which ``seq`` is wanted, in a thread."""
         if (segment, chunk) in self._reading or self.closed or self._disk.closing:
             return
-        start = segment.index_offsets[chunk]
-        last = chunk + 1 == len(segment.index_offsets)
-        stop = segment.size if last else segment.index_offsets[chunk + 1]
-        first = segment.index_seqs[chunk]
-        after = segment.end if last else segment.index_seqs[chunk + 1]
+        offset, size, first, after = self.extent(segment, chunk)
+        # What a thread is still writing is not there yet, and is not damaged.
+        written = self.written
         try:
             fd = self._store.file(segment)
         except OSError as exc:
@@ -1009,7 +1201,7 @@ class Log:
         segment.pins += 1
 
         def work() -> tuple[Block | None, list[tuple[int, int]]]:
-            return decode_chunk(self._disk.read(fd, stop - start, start), segment.salt, first, after, seq)
+            return decode_chunk(self._disk.read(fd, size, offset), segment.salt, first, after, seq)
 
         def done(result: tuple[Block | None, list[tuple[int, int]]] | None, error: BaseException | None) -> None:
             self._reading.discard((segment, chunk))
@@ -1035,14 +1227,7 @@ class Log:
                 self._failed_reads.pop((segment, chunk), None)
                 if block is not None:
                     self._store.keep_cold(segment, chunk, block)
-                for a, b in damage:
-                    if (a, b) in segment.damaged:
-                        continue
-                    log.error(
-                        "LOG(%s): seqs %d to %d in %s do not match their checksum", self.name, a, b - 1, segment.path
-                    )
-                    segment.damaged.append((a, b))
-                    self.damaged.append((a, b))
+                self._note_damage(segment, damage, written)
             self._arrived()
 
         self._disk.submit(work, done, READ)
@@ -1055,15 +1240,23 @@ class Log:
     # --- Letting go ------------------------------------------------------------------------------------------------
 
     def trim(
-        self, limit: int, cap: int, needed: Callable[[int, int], bool], pinned: Callable[[int, int], bool]
+        self,
+        limit: int,
+        cap: int,
+        needed: Callable[[int, int], bool],
+        pinned: Callable[[int, int], bool],
+        awaited: Callable[[int, int], bool] = lambda first, stop: False,
     ) -> None:
         """Let blocks leave the memory: those nobody needs, and the oldest beyond ``limit`` messages or ``cap`` bytes.
 
         ``needed(first, stop)``: does anybody still want one of these? ``pinned``: is memory the only place to get it
-        from, because the one who wants it is ephemeral?
+        from, because the one who wants it is ephemeral? ``awaited``: are these the next that a consumer gets? Then
+        they stay a little longer, if the store has memory to lend: a consumer that was held up for a moment would
+        have to read everything from files from there on.
         """
         blocks = self.blocks
         drop = 0
+        lent = 0
         keep: list[Block] = []
         while drop < len(blocks):
             block = blocks[drop]
@@ -1072,6 +1265,10 @@ class Log:
             if wanted or (drop == len(blocks) - 1 and self.end > self.committed):
                 over = self.memory_count > limit or self.memory_bytes > cap
                 if not over or stop > self.written or self.folder is None or self._in_group:
+                    break
+                size = self.memory_bytes
+                if limit and size <= cap and awaited(block.base, stop) and self._store.lend(self._lent, size):
+                    self._lent = lent = size
                     break
                 if pinned(block.base, stop):
                     keep.append(block)
@@ -1090,12 +1287,18 @@ class Log:
             self.memory_bytes -= block.size
             self._store.give_back(block)
             drop += 1
+        if self._lent > lent:
+            self._give_up_loan()
         if drop:
             blocks[:drop] = keep
             self._bases[:drop] = [block.base for block in keep]
             self._open_record = None if not blocks else self._open_record
             if not blocks:
                 self._block_size = max(SMALLEST_BLOCK, self._block_size // 2)
+
+    def _give_up_loan(self) -> None:
+        self._store.lend(self._lent, 0)
+        self._lent = 0
 
     def free(self, seq: int) -> None:
         """Remove the segment files that lie wholly before ``seq``. Call it only when durable state allows it."""
@@ -1161,6 +1364,11 @@ class Log:
                 paths.append(path)
         for i, path in enumerate(paths):
             self._recover_segment(path, paths[i + 1] if i + 1 < len(paths) else None, durable)
+        for name in self._disk.names(self.folder):
+            if name.endswith(".bad"):
+                first = int(name.removesuffix(".bad"), 16)
+                stop = min((segment.base for segment in self.segments if segment.base > first), default=durable)
+                self._set_aside.append((first, stop))
         for segment, later in zip(self.segments, self.segments[1:], strict=False):
             # A segment that could not be cut back is hidden by the one that was begun after it.
             if segment.end > later.base:
@@ -1203,6 +1411,8 @@ class Log:
     def _settle(self, segment: Segment, fd: int, salvage: Salvage, durable: int) -> None:
         """Seal a segment that has no footer. What may be in the page cache only goes to a new file first."""
         known = [entry for entry in salvage.entries if entry.seq + entry.count <= durable]
+        # Of durability `memory` much never reaches a file.
+        lost = salvage.lost if self.durability != "memory" else []
         unknown = salvage.entries[len(known) :]
         copy: Segment | None = None
         if unknown:
@@ -1220,9 +1430,11 @@ class Log:
                 record, frames = salvage.record(entry, copy.salt)
                 offset = copy.size
                 self._disk.write(out, [record, frames], offset)
-                copy.note(entry.seq, entry.count, offset, len(record) + len(frames))
+                copy.note(entry.seq, entry.count, offset, len(record) + len(frames), frames)
                 if entry.flags & DEFERRED:
                     copy.deferrals.extend((entry.seq, entry.count, entry.started, entry.delay, timestamp_of(frames)))
+            if not known:
+                copy.lost = lost
             self._disk.write(out, [copy.footer()], copy.size)
             self._disk.sync(out)
             self._disk.rename(temporary, path)
@@ -1231,11 +1443,12 @@ class Log:
             copy.sealed = copy.folder_synced = True
         if known or copy is None:
             for entry in known:
-                segment.note(entry.seq, entry.count, entry.offset, entry.size)
+                frames = salvage.frames(entry, FRAME_OVERHEAD)
+                segment.note(entry.seq, entry.count, entry.offset, entry.size, frames)
                 if entry.flags & DEFERRED:
-                    frames = salvage.frames(entry)
                     segment.deferrals.extend((entry.seq, entry.count, entry.started, entry.delay, timestamp_of(frames)))
             if known:
+                segment.lost = lost
                 self._disk.truncate(fd, segment.size)
                 self._disk.write(fd, [segment.footer()], segment.size)
                 self._disk.sync(fd)
@@ -1243,7 +1456,11 @@ class Log:
                 self.segments.append(segment)
             else:
                 self._store.close_file(segment)
-                self._disk.remove(segment.path)
+                if lost:
+                    log.error("LOG(%s): nothing in %s can be read, it is set aside", self.name, segment.path)
+                    self._disk.rename(segment.path, segment.path.with_suffix(".bad"))
+                else:
+                    self._disk.remove(segment.path)
         else:
             self._store.close_file(segment)
         if copy is not None:

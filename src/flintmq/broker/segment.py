@@ -12,8 +12,8 @@ A segment file is a header, records, and, once it is full or the broker stops, a
 All numbers are big-endian. ``mark`` and both checksums (CRC-32C) are salted with a random value of the file, so that
 nothing inside a message body can pass for a record. ``started`` is the clock's now() of a deferred publish. A record
 is at most about 64 KiB of frames; a batch that needs more is a group: all its records but the last carry MORE, all
-but the first CONTINUES, and recovery drops a group that is not whole. A footer holds the sparse index, the spans of
-seqs and the deferrals, so that a start reads only the files that have none.
+but the first CONTINUES, and recovery drops a group that is not whole. A footer holds the sparse index with its times,
+the spans of seqs, the deferrals and what was lost, so that a start reads only the files that have none.
 
 Version 1. A later version must read every earlier one, and a file of a later version is refused, never guessed at.
 """
@@ -21,9 +21,11 @@ Version 1. A later version must read every earlier one, and a file of a later ve
 from __future__ import annotations
 
 import os
+import sys
 from array import array
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from struct import Struct
 
@@ -68,6 +70,8 @@ class Segment:
         "folder_synced",
         "index_offsets",
         "index_seqs",
+        "index_times",
+        "lost",
         "path",
         "pins",
         "salt",
@@ -85,24 +89,28 @@ class Segment:
         self.end = base
         self.size = FILE_HEADER
         self.sealed = False
-        # Sparse index: at which offset the record with this base seq starts.
+        # Sparse index: at which offset the record with this base seq starts, and when its first message was published.
         self.index_seqs = array("q")
         self.index_offsets = array("q")
+        self.index_times = array("q")
         # Which seqs it holds: pairs (first, stop); nearly always one.
         self.spans = array("q")
         # Of each deferred record: first seq, count, started, delay in ns, timestamp.
         self.deferrals = array("q")
+        # What of them was found to be unreadable, and what was missing already when the file was last salvaged.
         self.damaged: list[tuple[int, int]] = []
+        self.lost: list[tuple[int, int]] = []
         # The open file, how many threads use it, and whether its name is on the device.
         self.fd = -1
         self.pins = 0
         self.folder_synced = False
 
-    def note(self, seq: int, count: int, offset: int, size: int) -> None:
-        """A record of ``count`` messages from ``seq`` on stands at ``offset``."""
+    def note(self, seq: int, count: int, offset: int, size: int, frames: bytes | memoryview, at: int = 0) -> None:
+        """A record of ``count`` messages from ``seq`` on stands at ``offset``; the first one is at ``frames[at:]``."""
         if not self.index_offsets or offset + size - self.index_offsets[-1] > CHUNK_BYTES:
             self.index_seqs.append(seq)
             self.index_offsets.append(offset)
+            self.index_times.append(timestamp_of(frames, at))
         if self.spans and self.spans[-1] == seq:
             self.spans[-1] = seq + count
         else:
@@ -110,14 +118,23 @@ class Segment:
         self.end = seq + count
         self.size = offset + size
 
+    def present(self, first: int, stop: int) -> Iterator[tuple[int, int]]:
+        """What of ``first`` … ``stop - 1`` it holds."""
+        for i in range(0, len(self.spans), 2):
+            a, b = max(first, self.spans[i]), min(stop, self.spans[i + 1])
+            if a < b:
+                yield a, b
+
     def footer(self) -> bytes:
         body = msgspec.msgpack.encode(
             {
                 "end": self.end,
                 "seqs": pack_numbers(self.index_seqs),
                 "offsets": pack_numbers(self.index_offsets),
+                "times": pack_numbers(self.index_times),
                 "spans": pack_numbers(self.spans),
                 "deferrals": pack_numbers(self.deferrals),
+                "lost": pack_numbers(array("q", chain.from_iterable(self.lost))),
                 "size": self.size,
             }
         )
@@ -146,8 +163,9 @@ def new_salt() -> int:
     return int.from_bytes(os.urandom(4), "big") or 1
 
 
-def timestamp_of(frames: bytes | bytearray | memoryview) -> int:
-    return int.from_bytes(frames[8:16], "big")
+def timestamp_of(frames: bytes | bytearray | memoryview, at: int = 0) -> int:
+    """When the message whose frame begins at ``at`` was published."""
+    return int.from_bytes(frames[at + 8 : at + 16], "big")
 
 
 def file_header(segment: Segment) -> bytes:
@@ -304,6 +322,28 @@ def decode_chunk(
     return block, damage
 
 
+def seq_in_chunk(data: bytes, salt: int, first: int, after: int, time: int) -> int:
+    """The first seq of a chunk that was published at or after ``time``; ``after`` if none was."""
+    earlier: Entry | None = None
+    found = after
+    for entry in read_records(data, salt, 0, 0, True):
+        if isinstance(entry, int) or entry.seq < first or entry.seq + entry.count > after:
+            continue
+        if timestamp_of(data, entry.frames_at) >= time:
+            found = entry.seq
+            break
+        earlier = entry
+    if earlier is None:
+        return found
+    # Its first message is too early; another one of it may not be.
+    at = earlier.frames_at
+    for seq in range(earlier.seq, earlier.seq + earlier.count):
+        if timestamp_of(data, at) >= time:
+            return seq
+        at += 4 + _crc.unpack_from(data, at)[0]
+    return found
+
+
 def read_footer(disk: Disk, fd: int, size: int, segment: Segment) -> bool:
     if size < FILE_HEADER + _footer_end.size:
         return False
@@ -315,12 +355,18 @@ def read_footer(disk: Disk, fd: int, size: int, segment: Segment) -> bool:
     if google_crc32c.extend(segment.salt, body) != crc:
         return False
     footer = msgspec.msgpack.decode(body)
+    if "times" not in footer or "lost" not in footer:
+        # Of a version that did not write them: it is read as if it had no footer, and gets a new one.
+        return False
     segment.end = footer["end"]
     segment.size = footer["size"]
     segment.index_seqs = unpack_numbers(footer["seqs"])
     segment.index_offsets = unpack_numbers(footer["offsets"])
+    segment.index_times = unpack_numbers(footer["times"])
     segment.spans = unpack_numbers(footer["spans"])
     segment.deferrals = unpack_numbers(footer["deferrals"])
+    lost = unpack_numbers(footer["lost"])
+    segment.lost = list(zip(lost[::2], lost[1::2], strict=True))
     segment.sealed = True
     return True
 
@@ -330,6 +376,7 @@ def hide_after(segment: Segment, seq: int) -> None:
     while segment.index_seqs and segment.index_seqs[-1] >= seq:
         segment.index_seqs.pop()
         segment.index_offsets.pop()
+        segment.index_times.pop()
     while segment.spans and segment.spans[-2] >= seq:
         del segment.spans[-2:]
     if segment.spans and segment.spans[-1] > seq:
@@ -395,9 +442,17 @@ class Salvage:
         if group >= 0:
             del self.entries[group:]
 
-    def frames(self, entry: Entry) -> bytes:
+    @property
+    def lost(self) -> list[tuple[int, int]]:
+        """What was on the device and is not there any more. What never was may just have come too late."""
+        end = self.entries[-1].seq + self.entries[-1].count if self.entries else self._segment.base
+        missing = [*self.damage, (end, self._limit)]
+        return [(first, min(stop, self._durable)) for first, stop in missing if first < min(stop, self._durable)]
+
+    def frames(self, entry: Entry, most: int = sys.maxsize) -> bytes:
+        """The entry's frames, or so many bytes of them."""
         skip = RECORD_HEADER + len(entry.extra)
-        return self._disk.read(self._fd, entry.size - skip, entry.offset + skip)
+        return self._disk.read(self._fd, min(entry.size - skip, most), entry.offset + skip)
 
     def record(self, entry: Entry, salt: int) -> tuple[bytes, bytes]:
         """The record again, for a file with another salt."""

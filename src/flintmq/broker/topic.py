@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 from flintmq.broker.channel import Channel
 from flintmq.broker.journal import NEVER, SIDE
 from flintmq.broker.limits import TopicLimits
-from flintmq.broker.log import TAKE_AT_ONCE, TAKE_SHARED, WRITE_AT, Log
+from flintmq.broker.log import TAKE_AT_ONCE, WRITE_AT, Log
 from flintmq.broker.mover import Mover
 from flintmq.broker.settings import TopicSettings
 from flintmq.errors import NotFoundError, PublishError
@@ -165,6 +165,16 @@ class Topic:
         return sum(stop - first for first, stop in self.gaps)
 
     @property
+    def durable(self) -> int:
+        """What lies before it will be there whatever happens, with these seqs: so much those get who read the log."""
+        return min(self.log.durable, self._usable)
+
+    @property
+    def epoch(self) -> str:
+        """Another one says that the log has begun anew: the topic was deleted, or the node is a restored copy."""
+        return f"{self.broker.node.hex()}-{self.incarnation}"
+
+    @property
     def frozen(self) -> bool:
         return self.paused or self.gated or not self.channels
 
@@ -308,12 +318,10 @@ class Topic:
 
     def _budget(self) -> int:
         """How much to take from publishers before consumers have their turn: less where they fall behind."""
-        if not self.channels:
-            return TAKE_AT_ONCE
         for channel in self.channels.values():
             if channel.sessions and channel.waiting.total + self.pumped - channel.seen > BEHIND:
                 return WRITE_AT
-        return TAKE_SHARED
+        return TAKE_AT_ONCE
 
     def _reserve(self) -> None:
         """Say which seqs may be used from now on, and use none of them before that is on the device."""
@@ -561,13 +569,16 @@ class Topic:
         limit = options.mem_queue_size
         if self.log.durability == "memory" and not self.ephemeral:
             self.log.spill(limit, options.mem_queue_bytes)
-        self.log.trim(limit, options.mem_queue_bytes, self._needs, self._pins)
+        self.log.trim(limit, options.mem_queue_bytes, self._needs, self._pins, self._awaits)
 
     def _needs(self, first: int, stop: int) -> bool:
         return self.pumped < stop or any(channel.needs(first, stop) for channel in self.channels.values())
 
     def _pins(self, first: int, stop: int) -> bool:
         return any(c.ephemeral and c.needs(first, stop) for c in self.channels.values())
+
+    def _awaits(self, first: int, stop: int) -> bool:
+        return any(c.sessions and not c.paused and first <= c.first_unsent < stop for c in self.channels.values())
 
     def first_needed(self) -> int:
         """The lowest seq that any channel, or the backlog for the first one, still needs from the files."""

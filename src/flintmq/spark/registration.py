@@ -1,0 +1,72 @@
+"""Making ``format("nsq")`` known to a session, also where flintmq is not installed on the executors."""
+
+from __future__ import annotations
+
+import json
+from typing import TYPE_CHECKING, Any
+
+from flintmq.spark.offsets import log_offset
+
+if TYPE_CHECKING:
+    from pyspark.sql import SparkSession
+
+__all__ = ["lag", "register"]
+
+
+def register(spark: SparkSession, *, ship: bool = False) -> None:
+    """Make ``format("nsq")`` known to a session, classic or Connect.
+
+    Where flintmq is installed on every machine this is not needed: Spark finds the source by itself. With ``ship`` the
+    code goes along with every query, and executors need nothing but pyspark and pyarrow. Spark's own ways of shipping
+    (``addPyFile``, ``--py-files``) do not reach the process of a streaming source.
+    """
+    from flintmq.spark.source import NsqDataSource
+
+    if not ship:
+        spark.dataSource.register(NsqDataSource)
+        return
+    from pyspark import cloudpickle
+
+    import flintmq.errors
+    import flintmq.spark
+
+    modules = [flintmq.spark, flintmq.errors]
+    for module in modules:
+        cloudpickle.register_pickle_by_value(module)
+    try:
+        # Pickled here and now: afterwards nobody else's pickles need to know.
+        spark.dataSource.register(NsqDataSource)
+    finally:
+        for module in modules:
+            cloudpickle.unregister_pickle_by_value(module)
+
+
+def lag(progress: Any) -> dict[tuple[str, str], int]:
+    """How many messages a query is behind, by topic and node, from one of its progress reports.
+
+    Numbers that no message has count too, so it is an upper bound after a crash of a broker. In spool mode the key is
+    ``("", "")`` and what still waits in the channel is not counted.
+    """
+    found: dict[tuple[str, str], int] = {}
+    for source in progress.sources:
+        latest, end = _offset(source.latestOffset), _offset(source.endOffset)
+        if latest is None or end is None or latest.get("mode") != end.get("mode"):
+            continue
+        if latest["mode"] == "spool":
+            found["", ""] = found.get(("", ""), 0) + max(0, latest["o"] - end["o"])
+            continue
+        read = log_offset(end).marks
+        for key, mark in log_offset(latest).marks.items():
+            at = read.get(key)
+            if at is not None and at.epoch == mark.epoch:
+                found[key] = max(0, mark.seq - at.seq)
+    return found
+
+
+def _offset(text: Any) -> dict[str, Any] | None:
+    """An offset as progress reports hold it; None for another source's."""
+    try:
+        read = json.loads(text) if isinstance(text, str) else text
+    except ValueError:
+        return None
+    return read if isinstance(read, dict) and read.get("mode") in ("log", "spool") and read.get("v") == 1 else None

@@ -1,0 +1,326 @@
+"""``format("nsq")``: the data source that Spark knows, and its readers.
+
+Spark makes readers in several processes and pickles them around. So a reader holds nothing but options until it is
+asked for offsets; what it then opens (a Planner or a Spooler) stays in that process. What an executor needs is in the
+partition. Planning a batch read asks and changes nothing: Spark does it again for a mere ``explain()``.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+from pyspark.sql.datasource import DataSource, DataSourceReader, DataSourceStreamReader, InputPartition
+from pyspark.sql.streaming.datasource import (
+    ReadAllAvailable,
+    ReadLimit,
+    ReadMaxBytes,
+    ReadMaxRows,
+    ReadMinRows,
+    SupportsTriggerAvailableNow,
+)
+
+from flintmq.errors import OptionError, SpoolError
+from flintmq.spark.columns import SCHEMA
+from flintmq.spark.net import Cluster, Web
+from flintmq.spark.offsets import Range, cut, read_offset
+from flintmq.spark.options import SourceOptions, check_names, read_sink_options, read_source_options
+from flintmq.spark.sink import BatchWriter, StreamWriter
+from flintmq.spark.spool import Spool, Spooler, default_location, plan_rows, read_pieces, spool_rows
+from flintmq.spark.topic_log import Limits, Planner, fetch
+
+if TYPE_CHECKING:
+    import pyarrow as pa
+    from pyspark.sql.types import StructType
+
+__all__ = ["NsqDataSource"]
+
+log = logging.getLogger("flintmq.spark")
+
+#: With trigger AvailableNow a channel counts as empty when nothing has come for so long; waiting for that has an end.
+_IDLE_SECONDS = 2.0
+_DRAIN_SECONDS = 600.0
+
+
+class NsqDataSource(DataSource):
+    """Topics as tables: ``spark.readStream.format("nsq")``, ``spark.read``, ``df.write``, ``df.writeStream``."""
+
+    @classmethod
+    def name(cls) -> str:
+        return "nsq"
+
+    def schema(self) -> str:
+        # Asked for when a table is loaded: the first moment at which a misspelt option can be told.
+        check_names(self.options)
+        return SCHEMA
+
+    def reader(self, schema: StructType) -> DataSourceReader:
+        _check_schema(schema)
+        return BatchReader(read_source_options(self.options, streaming=False))
+
+    def streamReader(self, schema: StructType) -> DataSourceStreamReader:
+        _check_schema(schema)
+        return StreamReader(read_source_options(self.options, streaming=True))
+
+    def writer(self, schema: StructType, overwrite: bool) -> BatchWriter:
+        return BatchWriter(read_sink_options(self.options), _columns(schema), overwrite)
+
+    def streamWriter(self, schema: StructType, overwrite: bool) -> StreamWriter:
+        return StreamWriter(read_sink_options(self.options), _columns(schema), overwrite)
+
+
+def _columns(schema: StructType) -> dict[str, str]:
+    return {field.name: field.dataType.simpleString() for field in schema.fields}
+
+
+def _check_schema(schema: StructType) -> None:
+    found = ", ".join(f"{name} {kind}" for name, kind in _columns(schema).items())
+    if found.lower() != SCHEMA.lower():
+        raise OptionError(f'format "nsq" has one schema, {SCHEMA}: take away the one that was given, and select()')
+
+
+class LogPartition(InputPartition):
+    """A range, and where to fetch it."""
+
+    def __init__(self, range: Range, address: str, reader: str) -> None:
+        self.range = range
+        self.address = address
+        self.reader = reader
+
+
+class SpoolPartition(InputPartition):
+    """Rows of a spool, and the machine that planned it."""
+
+    def __init__(self, pieces: list[Any], planned_on: str) -> None:
+        self.pieces = pieces
+        self.planned_on = planned_on
+
+
+def _read(partition: InputPartition, options: SourceOptions) -> Iterator[pa.RecordBatch]:
+    if isinstance(partition, LogPartition):
+        yield from fetch(partition.range, partition.address, options, partition.reader)
+    elif isinstance(partition, SpoolPartition):
+        yield from read_pieces(partition.pieces, options.batch_rows, partition.planned_on)
+    # Where there is nothing to read, Spark makes a partition of its own that stands for nothing.
+
+
+def _log_partitions(planned: list[tuple[Range, str]], reader: str = "") -> list[InputPartition]:
+    return [LogPartition(found, address, reader) for found, address in planned]
+
+
+def _spool_partitions(location: str, first: int, stop: int, options: SourceOptions) -> list[InputPartition]:
+    if first >= stop:
+        return []
+    here = socket.gethostname()
+    return [
+        SpoolPartition(plan_rows(location, piece.first, piece.stop), here)
+        for piece in cut([Range("", "", "", first, stop)], options.min_partitions, options.max_records)
+    ]
+
+
+def _find_mode(options: SourceOptions) -> str:
+    """``mode=auto``: log, if every broker has one."""
+    if options.mode != "auto":
+        return options.mode
+    web = Web(options.network)
+    try:
+        plain = [broker for broker in Cluster(options.network, web).brokers() if not broker.has_log]
+    finally:
+        web.close()
+    if not plain:
+        return "log"
+    if not options.channel:
+        raise OptionError(
+            f"nsqd {plain[0].tcp or plain[0].http} keeps no log that can be read by offsets, so it is consumed into a "
+            "spool: name a channel by the option channel"
+        )
+    return "spool"
+
+
+# --- Batches ----------------------------------------------------------------------------------------------------------
+
+
+class BatchReader(DataSourceReader):
+    """``spark.read``: everything between two offsets, as it is when the query is planned."""
+
+    def __init__(self, options: SourceOptions) -> None:
+        self._options = options
+
+    def partitions(self) -> list[InputPartition]:
+        options = self._options
+        if options.mode == "spool":
+            first, stop = spool_rows(options.spool_location)
+            return _spool_partitions(options.spool_location, first, stop, options)
+        planner = Planner(options)
+        try:
+            return _log_partitions(planner.snapshot())
+        finally:
+            planner.close()
+
+    def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
+        return _read(partition, self._options)
+
+
+# --- Streams ----------------------------------------------------------------------------------------------------------
+
+
+class SpoolReader:
+    """The stream of a spool, in the process that fills it."""
+
+    def __init__(self, options: SourceOptions) -> None:
+        if not options.channel:
+            raise OptionError("spool mode consumes a channel: name it by the option channel")
+        if options.starting is not None:
+            raise OptionError("spool mode has no startingOffsets: a channel knows where it stands")
+        self._options = options
+        self._location = options.spool_location or default_location(options)
+        self._spool = Spool(self._location)
+        self._spooler = Spooler(options, self._spool)
+        self._spooler.start()
+        self._target: int | None = None
+        self._last_batch = time.monotonic()
+
+    def initial_offset(self) -> dict[str, Any]:
+        self._spooler.wait_connected(self._options.network.timeout)
+        return self._offset(self._spool.done)
+
+    def fix_target(self) -> None:
+        if self._target is None:
+            self._spooler.wait_connected(self._options.network.timeout)
+            self._spooler.wait_idle(max(_IDLE_SECONDS, 2 * self._options.spool_flush_interval), _DRAIN_SECONDS)
+            self._target = self._spool.end
+
+    def latest_offset(self, start: dict[str, Any], limits: Limits | None) -> dict[str, Any]:
+        at = self._row(start)
+        self._spooler.check()
+        end = self._spool.end if self._target is None else min(self._spool.end, self._target)
+        if self._spooler.is_full and at == end:
+            # Spark commits a batch when it plans the next one, and there will be none: the spool takes nothing more
+            # until something goes. But who asks for the next batch has finished the last.
+            self._spooler.forget(at)
+        if limits is not None:
+            waited = time.monotonic() - self._last_batch
+            if self._target is None and end - at < limits.least and waited < self._options.max_delay:
+                return start
+            if limits.rows:
+                end = min(end, at + limits.rows)
+            if limits.bytes and self._spool.end > self._spool.done:
+                mean = max(1.0, self._spool.size / (self._spool.end - self._spool.done))
+                end = min(end, at + max(1, int(limits.bytes / mean)))
+        if end <= at:
+            return start
+        self._last_batch = time.monotonic()
+        return self._offset(end)
+
+    def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> list[InputPartition]:
+        return _spool_partitions(self._location, self._row(start), self._row(end), self._options)
+
+    def commit(self, end: dict[str, Any]) -> None:
+        self._spooler.forget(self._row(end))
+
+    def report(self) -> dict[str, Any] | None:
+        return self._offset(self._spool.end)
+
+    def close(self) -> None:
+        self._spooler.close()
+        self._spool.close()
+
+    def _offset(self, row: int) -> dict[str, Any]:
+        return {"v": 1, "mode": "spool", "spool": self._spool.id, "o": row}
+
+    def _row(self, offset: Mapping[str, Any]) -> int:
+        read = read_offset(offset, "spool")
+        if read["spool"] != self._spool.id:
+            raise SpoolError(
+                f"the checkpoint belongs to another spool than the one in {self._location}: set spoolLocation to that "
+                "one, or start with a new checkpoint"
+            )
+        return int(read["o"])
+
+
+class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
+    """``spark.readStream``: one of these answers Spark's questions, others of its kind read partitions."""
+
+    def __init__(self, options: SourceOptions) -> None:
+        self._options = options
+        self._engine: Planner | SpoolReader | None = None
+        self._available_now = False
+        self._owner = os.getpid()
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**self.__dict__, "_engine": None}
+
+    def getDefaultReadLimit(self) -> ReadLimit:
+        # Spark ends this process by SIGTERM and calls nobody. This is the first it asks for, in the main thread.
+        _stop_on_sigterm()
+        options = self._options
+        if options.max_messages:
+            return ReadMaxRows(options.max_messages)
+        if options.max_bytes:
+            return ReadMaxBytes(options.max_bytes)
+        return ReadMinRows(options.min_messages) if options.min_messages else ReadAllAvailable()
+
+    def prepareForTriggerAvailableNow(self) -> None:
+        # The checkpoint, which Spark shows later, says what kind of source it is: the target is set then.
+        self._available_now = True
+
+    def initialOffset(self) -> dict[str, Any]:
+        return self._open(None).initial_offset()
+
+    def latestOffset(self, start: dict[str, Any], limit: ReadLimit) -> dict[str, Any]:
+        engine = self._open(start)
+        if isinstance(limit, ReadAllAvailable):
+            return engine.latest_offset(start, None)
+        options = self._options
+        # Spark knows one limit at a time; the options may set several.
+        rows = limit.max_rows if isinstance(limit, ReadMaxRows) else options.max_messages
+        size = limit.max_bytes if isinstance(limit, ReadMaxBytes) else options.max_bytes
+        return engine.latest_offset(start, Limits(rows, size, options.min_messages))
+
+    def reportLatestOffset(self) -> dict[str, Any] | None:
+        return None if self._engine is None else self._engine.report()
+
+    def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> list[InputPartition]:
+        engine = self._open(end)
+        if isinstance(engine, Planner):
+            return _log_partitions(engine.partitions(start, end), engine.reader)
+        return engine.partitions(start, end)
+
+    def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
+        return _read(partition, self._options)
+
+    def commit(self, end: dict[str, Any]) -> None:
+        self._open(end).commit(end)
+
+    def stop(self) -> None:
+        engine, self._engine = self._engine, None
+        if engine is not None:
+            engine.close()
+
+    def _open(self, offset: Mapping[str, Any] | None) -> Planner | SpoolReader:
+        """What answers for this query, opened at the first question; its kind is the checkpoint's, if there is one."""
+        if self._engine is None:
+            mode = str(offset.get("mode")) if offset and self._options.mode == "auto" else _find_mode(self._options)
+            self._engine = SpoolReader(self._options) if mode == "spool" else Planner(self._options)
+        if self._available_now:
+            self._available_now = False
+            self._engine.fix_target()
+        return self._engine
+
+
+def _stop_on_sigterm() -> None:
+    """Have Spark's worker run its ``finally`` when it is told to end, so that ``stop()`` is called."""
+    if threading.current_thread() is threading.main_thread():
+        signal.signal(signal.SIGTERM, _raise_exit)
+
+
+def _raise_exit(number: int, frame: object) -> None:
+    # Once is enough: the second must not break off what the first has begun.
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    raise SystemExit(0)

@@ -1,0 +1,188 @@
+"""The sink on real brokers: every row arrives, where and when it should, and once where the broker can help."""
+
+from __future__ import annotations
+
+import socket
+import threading
+
+import pytest
+
+pytest.importorskip("pyspark")
+
+from flintmq.spark.net import Connection
+from flintmq.spark.options import read_sink_options
+
+BROKERS = ["go_broker", "broker"]
+
+
+@pytest.fixture(params=BROKERS)
+def nsqd(request):
+    return request.getfixturevalue(request.param)
+
+
+def to(nsqd, **more):
+    return {"nsq.nsqd.addresses": nsqd.tcp, **more}
+
+
+def write(frame, options):
+    frame.write.format("nsq").options(**options).mode("append").save()
+
+
+def consume(nsqd, topic, count, channel="test"):
+    """So many messages of a topic; those that come beyond it fail the test when they are there."""
+    options = read_sink_options({"nsq.nsqd.addresses": nsqd.tcp, "topic": topic})
+    connection = Connection(nsqd.tcp, options.network)
+    try:
+        connection.subscribe(topic, channel)
+        connection.send(b"RDY 2500\n")
+        bodies = []
+        while len(bodies) < count:
+            kind, data = connection.next_frame()
+            assert kind == 2, data
+            bodies.append(data[26:])
+            connection.send(b"FIN %b\n" % data[10:26])
+        return bodies
+    finally:
+        connection.close()
+
+
+def count_of(nsqd, topic):
+    """How many messages were ever published to a topic."""
+    stats = nsqd.get("/stats", format="json", topic=topic)
+    return stats["topics"][0]["message_count"] if stats["topics"] else 0
+
+
+def test_rows_become_messages(spark, nsqd, topic):
+    frame = spark.range(2500).selectExpr("cast(id as string) as value").repartition(3)
+    write(frame, to(nsqd, topic=topic, mpubMaxMessages="300"))
+    assert count_of(nsqd, topic) == 2500
+    assert sorted(map(int, consume(nsqd, topic, 2500))) == list(range(2500))
+
+
+def test_a_column_says_where_and_the_option_where_it_does_not(spark, nsqd, topic):
+    frame = spark.range(100).selectExpr("cast(id as binary) as value", f"if(id % 2 = 0, '{topic}-even', null) as topic")
+    write(frame, to(nsqd, topic=f"{topic}-odd"))
+    assert (count_of(nsqd, f"{topic}-even"), count_of(nsqd, f"{topic}-odd")) == (50, 50)
+    assert {int.from_bytes(body, "big") % 2 for body in consume(nsqd, f"{topic}-odd", 50)} == {1}
+
+
+def test_rows_may_be_deferred(spark, nsqd, topic):
+    frame = spark.range(20).selectExpr("cast(id as string) as value", "if(id < 5, 3600000L, 0L) as defer_ms")
+    nsqd.post("/topic/create", topic=topic)
+    nsqd.post("/channel/create", topic=topic, channel="test")
+    write(frame, to(nsqd, topic=topic))
+    assert sorted(map(int, consume(nsqd, topic, 15))) == list(range(5, 20))
+    stats = nsqd.get("/stats", format="json", topic=topic)
+    assert stats["topics"][0]["channels"][0]["deferred_count"] == 5
+
+
+def test_a_stream_is_published(spark, nsqd, topic, tmp_path):
+    source = tmp_path / "in"
+    spark.range(700).selectExpr("cast(id as string) as value").write.parquet(str(source))
+    query = (
+        spark.readStream.schema("value string")
+        .parquet(str(source))
+        .writeStream.format("nsq")
+        .options(**to(nsqd, topic=topic))
+        .option("checkpointLocation", str(tmp_path / "checkpoint"))
+        .trigger(availableNow=True)
+        .start()
+    )
+    assert query.awaitTermination(180)
+    assert query.exception() is None
+    assert count_of(nsqd, topic) == 700
+
+
+@pytest.mark.parametrize(
+    ("select", "options", "sentence"),
+    [
+        ("id as value", {"topic": "t"}, "the column value is bigint, and must be binary or string"),
+        ("'a' as body", {"topic": "t"}, 'no column "value"'),
+        ("'a' as value", {}, "say where rows go: by the option topic"),
+        ("'a' as value, 5 as topic", {}, "the column topic is int"),
+        ("'a' as value, 'later' as defer_ms", {"topic": "t"}, "the column defer_ms is string"),
+        ("'a' as value, 1 as priority", {"topic": "t"}, "the column priority would be lost"),
+        ("cast(null as string) as value", {"topic": "t"}, "a value that is null"),
+        ("'' as value", {"topic": "t"}, "a value that is empty"),
+        ("'a' as value, 'no topic' as topic", {}, "no name of a topic"),
+        ("'a' as value, cast(null as string) as topic", {}, "a row has no topic"),
+        ("'a' as value, -5 as defer_ms", {"topic": "t"}, "defer_ms = -5"),
+        ("'a' as value", {"topic": "t", "mpubMaxByte": "5"}, "did you mean mpubMaxBytes"),
+        ("'a' as value", {"topic": "t", "nsq.nsqd.addresses": "127.0.0.1:1"}, "127.0.0.1:1 cannot be reached"),
+    ],
+)
+def test_a_wrong_write_is_told_in_one_sentence(spark, broker, select, options, sentence):
+    with pytest.raises(Exception) as caught:
+        write(spark.range(1).selectExpr(select), to(broker, **{"fetch.numRetries": "0", **options}))
+    assert sentence in str(caught.value)
+
+
+def test_a_topic_cannot_be_overwritten(spark, broker, topic):
+    frame = spark.range(1).selectExpr("'a' as value")
+    with pytest.raises(Exception, match="a topic cannot be overwritten"):
+        frame.write.format("nsq").options(**to(broker, topic=topic)).mode("overwrite").save()
+    assert count_of(broker, topic) == 0
+
+
+class Cutter:
+    """A way to a broker that is cut after so many answers, each time; it counts what it let through."""
+
+    def __init__(self, address, answers, cuts):
+        host, _, port = address.rpartition(":")
+        self._target = (host, int(port))
+        self._answers = answers
+        self.cuts_left = cuts
+        self._server = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self._server.getsockname()[1]}"
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self):
+        while True:
+            try:
+                client, _ = self._server.accept()
+            except OSError:
+                return
+            threading.Thread(target=self._carry, args=(client,), daemon=True).start()
+
+    def _carry(self, client):
+        broker = socket.create_connection(self._target)
+
+        def up():
+            try:
+                while data := client.recv(65536):
+                    broker.sendall(data)
+            except OSError:
+                pass
+            broker.close()
+
+        threading.Thread(target=up, daemon=True).start()
+        seen = 0
+        try:
+            while data := broker.recv(65536):
+                if self.cuts_left and seen >= self._answers:
+                    # The broker has stored it, and nobody hears of it.
+                    self.cuts_left -= 1
+                    break
+                seen += 1
+                client.sendall(data)
+        except OSError:
+            pass
+        client.close()
+        broker.close()
+
+    def close(self):
+        self._server.close()
+
+
+def test_a_lost_answer_is_asked_for_again_and_nothing_is_lost(spark, nsqd, topic):
+    cutter = Cutter(nsqd.tcp, answers=3, cuts=3)
+    try:
+        frame = spark.range(3000).selectExpr("cast(id as string) as value").coalesce(1)
+        options = to(nsqd, topic=topic, mpubMaxMessages="100")
+        write(frame, {**options, "nsq.nsqd.addresses": cutter.address, "fetch.numRetries": "5"})
+    finally:
+        cutter.close()
+    assert cutter.cuts_left == 0
+    published = count_of(nsqd, topic)
+    assert {int(body) for body in consume(nsqd, topic, published)} == set(range(3000))
+    assert published >= 3000
