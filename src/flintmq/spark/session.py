@@ -40,6 +40,9 @@ rootLogger.level = {level}
 rootLogger.appenderRef.stderr.ref = stderr
 logger.python.name = org.apache.spark.api.python.PythonGatewayServer
 logger.python.level = {level}
+# Why a query ended is in the exception that it ended with, for whoever waits for it.
+logger.query.name = org.apache.spark.sql.execution.streaming.runtime.MicroBatchExecution
+logger.query.level = {query_level}
 appender.console.type = Console
 appender.console.name = stderr
 appender.console.target = SYSTEM_ERR
@@ -126,7 +129,7 @@ def _own_jvm(master: str) -> dict[str, str]:
     logging = java.cache_folder() / f"log4j2-{level}.properties"
     with contextlib.suppress(OSError):
         logging.parent.mkdir(parents=True, exist_ok=True)
-        _write_if_changed(logging, _LOGGING.format(level=level))
+        _write_if_changed(logging, _LOGGING.format(level=level, query_level="off" if level == "error" else level))
         settings["spark.driver.extraJavaOptions"] = f"-Dlog4j2.configurationFile={logging.as_uri()}"
     if master.startswith("local"):
         cores = os.cpu_count() or 1

@@ -19,6 +19,10 @@ __all__ = ["PIPELINES", "main"]
 PIPELINES = {
     "archive": ("archive", "topics into files, each message exactly once"),
     "audit": ("audit", "what was published against what was archived"),
+    "metrics": ("metrics", "rates, sizes, delays and frequent values of topics"),
+    "replay": ("replay", "publish again what was archived or is still in a log"),
+    "dead-letters": ("dead_letters", "why messages died, and sending them back by a filter"),
+    "sql": ("sql", "a query over topics, to a topic, a table or the screen"),
 }
 
 

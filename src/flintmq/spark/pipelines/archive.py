@@ -25,7 +25,17 @@ if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
     from pyspark.sql.types import StructType
 
-__all__ = ["add_arguments", "archive", "compact", "open_archive", "read", "read_files", "run"]
+__all__ = [
+    "BatchWriter",
+    "add_arguments",
+    "archive",
+    "check_schema",
+    "compact",
+    "open_archive",
+    "read",
+    "read_files",
+    "run",
+]
 
 FORMATS = ("parquet", "delta", "iceberg")
 _MEBIBYTE = 1 << 20
@@ -54,8 +64,8 @@ def archive(
     gone on with from the checkpoint that they came from, unless `new_query` says that this is another one.
     """
     if schema is not None:
-        _check_schema(schema)
-    writer = _BatchWriter(
+        check_schema(schema)
+    writer = _MessageWriter(
         root=str(local_path(to)),
         checkpoint=str(checkpoint or local_path(to) / "_checkpoint"),
         format=format,
@@ -78,16 +88,17 @@ def archive(
 
 
 @dataclass
-class _BatchWriter:
-    """What Spark calls for each batch. It is pickled to the server where the session is a Connect one."""
+class BatchWriter:
+    """What Spark calls for each batch of a stream: brings its rows into a folder of the `store`, exactly once.
+
+    It is pickled to the server where the session is a Connect one. This one writes the rows as they are.
+    """
 
     root: str
     checkpoint: str
-    format: str
-    staging: str | None
-    catalog: str | None
-    decode: bool
-    schema: str | None
+    format: str = "parquet"
+    staging: str | None = None
+    catalog: str | None = None
     #: Rows of each batch that this run brought in.
     written: list[int] = field(default_factory=list)
 
@@ -111,6 +122,26 @@ class _BatchWriter:
         staged = archive.begin(query, batch)
         if staged is None:
             return
+        self._write(archive, messages, staged)
+        self.written.append(sum(file.rows for file in archive.commit(query, batch, staged)))
+
+    def _write(self, archive: Archive, messages: DataFrame, staged: Path) -> None:
+        messages.write.parquet(str(staged))
+
+    def _query(self) -> str:
+        """Spark's lasting name of this query: with a new checkpoint, batches count from 0 again under another name."""
+        text = (local_path(self.checkpoint) / "metadata").read_text()
+        return str(json.loads(text.splitlines()[-1])["id"])
+
+
+@dataclass
+class _MessageWriter(BatchWriter):
+    """Writes messages to folders by topic, date and hour, with what their JSON says if that is wanted."""
+
+    decode: bool = False
+    schema: str | None = None
+
+    def _write(self, archive: Archive, messages: DataFrame, staged: Path) -> None:
         if self.decode:
             messages = common.decode_json(messages, self._json_schema(archive, messages))
         folders = common.hour_columns()
@@ -124,12 +155,6 @@ class _BatchWriter:
         else:
             laid_out = messages.select("*", *folders)
             laid_out.write.partitionBy("topic", "date", "hour").parquet(str(staged))
-        self.written.append(sum(file.rows for file in archive.commit(query, batch, staged)))
-
-    def _query(self) -> str:
-        """Spark's lasting name of this query: with a new checkpoint, batches count from 0 again under another name."""
-        text = (local_path(self.checkpoint) / "metadata").read_text()
-        return str(json.loads(text.splitlines()[-1])["id"])
 
     def _json_schema(self, archive: Archive, messages: DataFrame) -> StructType | str | None:
         if self.schema is not None:
@@ -225,7 +250,7 @@ def compact(
     return folder.merge(target_bytes, closed, progress)
 
 
-def _check_schema(schema: str) -> None:
+def check_schema(schema: str) -> None:
     from pyspark.sql.types import StructType
 
     try:

@@ -32,10 +32,13 @@ if TYPE_CHECKING:
 
 __all__ = [
     "Display",
+    "Silent",
     "Source",
     "Summary",
     "Topics",
+    "asked_to_stop",
     "batch_reader",
+    "broker_arguments",
     "decode_json",
     "duration",
     "explain",
@@ -43,8 +46,11 @@ __all__ = [
     "hour_columns",
     "infer_schema",
     "is_remote",
+    "network_options",
     "open_session",
+    "pair",
     "print_summary",
+    "register",
     "say",
     "ship",
     "source_arguments",
@@ -57,6 +63,9 @@ __all__ = [
 
 #: Gives a DataFrame with the columns of `format("nsq")`.
 Source = Callable[["SparkSession"], "DataFrame"]
+
+#: Where `flintmq up` puts it.
+DEFAULT_NSQD = "127.0.0.1:4150"
 
 # How often a query is asked how it stands; how often a line is written where nobody watches a terminal.
 _POLL_SECONDS = 0.5
@@ -91,6 +100,7 @@ class Topics:
         options = {"subscribe": ",".join(self.names), **self.options, **more}
         if "subscribePattern" in options:
             del options["subscribe"]
+        register(spark)
         return reader.format("nsq").options(**options).load()
 
 
@@ -105,6 +115,25 @@ def source_arguments(parser: argparse.ArgumentParser, *, nargs: str = "+", flag:
         group.add_argument(
             "topics", metavar="TOPIC", nargs=nargs, help="topics; a pattern with --option subscribePattern=…"
         )
+    _broker_arguments(group)
+    group.add_argument(
+        "--channel", metavar="NAME", help="consume this channel of brokers that keep no log (NSQ's own nsqd)"
+    )
+    group.add_argument(
+        "--from",
+        dest="start",
+        metavar="WHERE",
+        default="earliest",
+        help="where a first run begins: earliest (default), latest, a time (2026-11-16T00:00:00Z), offsets in JSON",
+    )
+
+
+def broker_arguments(parser: argparse.ArgumentParser) -> None:
+    """Which brokers."""
+    _broker_arguments(parser.add_argument_group("where the brokers are"))
+
+
+def _broker_arguments(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--lookupd",
         metavar="ADDRESS",
@@ -116,19 +145,9 @@ def source_arguments(parser: argparse.ArgumentParser, *, nargs: str = "+", flag:
         "--nsqd", metavar="ADDRESS", action="append", default=[], help="TCP address of a broker; may be repeated"
     )
     group.add_argument(
-        "--channel", metavar="NAME", help="consume this channel of brokers that keep no log (NSQ's own nsqd)"
-    )
-    group.add_argument(
-        "--from",
-        dest="start",
-        metavar="WHERE",
-        default="earliest",
-        help="where a first run begins: earliest (default), latest, a time (2026-11-16T00:00:00Z), offsets in JSON",
-    )
-    group.add_argument(
         "--option",
         metavar="KEY=VALUE",
-        type=_pair,
+        type=pair,
         action="append",
         default=[],
         help="any option of the source, see docs/spark.md; may be repeated",
@@ -137,14 +156,7 @@ def source_arguments(parser: argparse.ArgumentParser, *, nargs: str = "+", flag:
 
 def topics_of(arguments: argparse.Namespace) -> Topics:
     """The source that a command line asks for."""
-    if not arguments.lookupd and not arguments.nsqd and not any(key.startswith("nsq.") for key, _ in arguments.option):
-        # Where `flintmq up` puts it.
-        arguments.nsqd = ["127.0.0.1:4150"]
-    options: dict[str, str] = {}
-    if arguments.lookupd:
-        options["nsq.lookupd.http.addresses"] = ",".join(arguments.lookupd)
-    if arguments.nsqd:
-        options["nsq.nsqd.addresses"] = ",".join(arguments.nsqd)
+    options = network_options(arguments)
     if arguments.channel:
         options["channel"] = arguments.channel
     if re.match(r"\d{4}-", arguments.start):
@@ -173,7 +185,7 @@ def spark_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--conf",
         metavar="KEY=VALUE",
-        type=_pair,
+        type=pair,
         action="append",
         default=[],
         help="a setting of Spark; may be repeated",
@@ -195,7 +207,7 @@ def stream_arguments(parser: argparse.ArgumentParser) -> None:
     )
 
 
-def _pair(text: str) -> tuple[str, str]:
+def pair(text: str) -> tuple[str, str]:
     key, equals, value = text.partition("=")
     if not equals or not key:
         raise argparse.ArgumentTypeError(f"{text!r} is not KEY=VALUE")
@@ -282,6 +294,19 @@ class Display:
             say(f"{self._pipeline}: {text}")
 
 
+class Silent(Display):
+    """For programs, which show what they like."""
+
+    def __init__(self) -> None:
+        super().__init__("")
+
+    def __enter__(self) -> Display:
+        return self
+
+    def show(self, text: str) -> None:
+        pass
+
+
 def follow(query: StreamingQuery, pipeline: str, *, quiet: bool = True) -> Summary:
     """Wait for the end of a stream, showing how it goes. SIGINT and SIGTERM end it after its batch.
 
@@ -302,15 +327,15 @@ def follow(query: StreamingQuery, pipeline: str, *, quiet: bool = True) -> Summa
                     summary.batches += 1
                 summary.rows += rows
                 seen = progress.batchId
-            summary.lag = _lag(progress.sources)
+            summary.lag = _lag(progress)
             text = _progress_line(progress, summary)
         return text
 
-    with _asked_to_stop() as asked, contextlib.nullcontext() if quiet else Display(pipeline) as display:
+    with asked_to_stop() as asked, Silent() if quiet else Display(pipeline) as display:
         try:
             while not query.awaitTermination(_POLL_SECONDS):
                 text = look()
-                if display is not None and text:
+                if text:
                     display.show(text)
                 if asked.is_set():
                     _stop(query)
@@ -319,7 +344,7 @@ def follow(query: StreamingQuery, pipeline: str, *, quiet: bool = True) -> Summa
         except Exception as exc:
             with contextlib.suppress(Exception):
                 query.stop()
-            raise PipelineError(f"{pipeline}: {explain(exc)}") from exc
+            raise PipelineError(explain(exc)) from exc
     summary.seconds = time.monotonic() - started
     return summary
 
@@ -344,25 +369,16 @@ def _progress_line(progress: Any, summary: Summary) -> str:
     return " · ".join(parts)
 
 
-def _lag(sources: Sequence[Any]) -> int | None:
+def _lag(progress: Any) -> int | None:
     """How many messages lie between what was read and what there is; None where the source does not tell."""
-    behind = None
-    for source in sources:
-        if source.latestOffset in (None, "null") or source.endOffset in (None, "null"):
-            continue
-        try:
-            latest, end = json.loads(source.latestOffset), json.loads(source.endOffset)
-        except ValueError:
-            continue
-        for topic, nodes in latest.get("p", {}).items() if isinstance(latest, dict) else ():
-            for node, place in nodes.items():
-                read = end.get("p", {}).get(topic, {}).get(node, place)
-                behind = (behind or 0) + max(0, place["o"] - read["o"])
-    return behind
+    from flintmq.spark.registration import lag
+
+    behind = lag(progress)
+    return sum(behind.values()) if behind else None
 
 
 @contextlib.contextmanager
-def _asked_to_stop() -> Iterator[threading.Event]:
+def asked_to_stop() -> Iterator[threading.Event]:
     """Set when a signal asks for the end. Outside of the main thread there are no signals to hear."""
     asked = threading.Event()
     if threading.current_thread() is not threading.main_thread():
@@ -401,6 +417,27 @@ def ship(spark: SparkSession) -> None:
 
     for name in _SHIPPED:
         cloudpickle.register_pickle_by_value(importlib.import_module(name))
+
+
+def register(spark: SparkSession) -> None:
+    """Make `format("nsq")` known; with its code where executors or the server may not have it."""
+    from flintmq.spark.registration import register as make_known
+
+    elsewhere = is_remote(spark) or not spark.conf.get("spark.master", "").startswith(("local[", "local,"))
+    make_known(spark, ship=elsewhere)
+
+
+def network_options(arguments: argparse.Namespace, *, prefix: str = "") -> dict[str, str]:
+    """Where the brokers are, as options of `format("nsq")`."""
+    lookupd, nsqd = getattr(arguments, f"{prefix}lookupd"), getattr(arguments, f"{prefix}nsqd")
+    options = {key: value for key, value in getattr(arguments, f"{prefix}option") if key.startswith("nsq.")}
+    if lookupd:
+        options["nsq.lookupd.http.addresses"] = ",".join(lookupd)
+    if nsqd:
+        options["nsq.nsqd.addresses"] = ",".join(nsqd)
+    if not any(key.endswith(".addresses") for key in options):
+        options["nsq.nsqd.addresses"] = DEFAULT_NSQD
+    return options
 
 
 def print_summary(summary: Summary, *, as_json: bool) -> None:

@@ -260,7 +260,7 @@ class Archive:
 
     def has_batches(self) -> bool:
         """Was anything archived here before?"""
-        return any(path.is_dir() for path in self.root.glob("topic=*"))
+        return any(not path.name.startswith(("_", ".")) for path in self.root.iterdir())
 
     # --- Batches -----------------------------------------------------------------------------------------------------
 
