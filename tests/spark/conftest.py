@@ -25,6 +25,7 @@ from .daemons import Lookupd, Node
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
+    from pyspark.sql.streaming import StreamingQuery
 
 HERE = Path(__file__).parent
 SOURCE = Path(flintmq.__file__).resolve().parent.parent
@@ -197,3 +198,35 @@ def wait_for(condition: Callable[[], Any], what: str = "", patience: float = PAT
         if time.monotonic() > give_up:
             raise AssertionError(f"after {patience:g} s still not: {what or condition}")
         time.sleep(0.1)
+
+
+#: Spark gives a new Python ten seconds to call back, and no setting changes that: not enough on a machine that stands
+#: still for a moment. The query has not begun then, and is simply started again.
+_NOT_STARTED = "failed to connect back"
+
+
+def start_query(start: Callable[[], StreamingQuery]) -> StreamingQuery:
+    """Start a query; it is past its beginning, or has failed, when this returns."""
+    while True:
+        query = start()
+        wait_for(
+            lambda query=query: query.exception() or "nitializing" not in query.status["message"], "the query starts"
+        )
+        if _NOT_STARTED not in str(query.exception()):
+            return query
+        query.stop()
+
+
+def run_query(start: Callable[[], StreamingQuery]) -> StreamingQuery:
+    """Run a query that ends by itself (trigger AvailableNow) to its end; raises what it failed of."""
+    while True:
+        query = start()
+        try:
+            assert query.awaitTermination(PATIENCE), f"the query did not end: {query.status}"
+        except Exception as exc:
+            if _NOT_STARTED not in str(exc):
+                raise
+        else:
+            return query
+        finally:
+            query.stop()

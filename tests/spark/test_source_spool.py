@@ -14,7 +14,7 @@ import pytest
 
 pytest.importorskip("pyarrow")
 
-from .conftest import wait_for
+from .conftest import run_query, start_query, wait_for
 
 BROKERS = ["go_broker", "broker"]
 
@@ -46,17 +46,16 @@ def rows_of(spark, path):
 
 def run_available(spark, given, folder):
     """Everything that is there, into Parquet."""
-    query = (
-        stream(spark, given)
-        .writeStream.format("parquet")
-        .option("checkpointLocation", str(folder / "checkpoint"))
-        .option("path", str(folder / "out"))
-        .trigger(availableNow=True)
-        .start()
+    return run_query(
+        lambda: (
+            stream(spark, given)
+            .writeStream.format("parquet")
+            .option("checkpointLocation", str(folder / "checkpoint"))
+            .option("path", str(folder / "out"))
+            .trigger(availableNow=True)
+            .start()
+        )
     )
-    assert query.awaitTermination(180)
-    assert query.exception() is None
-    return query
 
 
 def test_a_channel_becomes_rows(spark, nsqd, topic, tmp_path):
@@ -82,12 +81,14 @@ def test_a_channel_becomes_rows(spark, nsqd, topic, tmp_path):
 
 def test_messages_stream_in_bounded_batches_and_files_go_after_the_commit(spark, nsqd, topic, tmp_path):
     given = options(nsqd, topic, tmp_path, maxMessagesPerTrigger="700", minPartitions="2")
-    query = (
-        stream(spark, given)
-        .writeStream.format("memory")
-        .queryName("bounded_" + nsqd.kind)
-        .option("checkpointLocation", str(tmp_path / "checkpoint"))
-        .start()
+    query = start_query(
+        lambda: (
+            stream(spark, given)
+            .writeStream.format("memory")
+            .queryName("bounded_" + nsqd.kind)
+            .option("checkpointLocation", str(tmp_path / "checkpoint"))
+            .start()
+        )
     )
     try:
         for part in range(4):
@@ -112,12 +113,14 @@ def test_a_full_spool_stops_the_channel_and_goes_on_by_itself(spark, nsqd, topic
     # Each batch takes all there is; Spark commits one only when it plans the next, which a full spool must not prevent.
     given = options(nsqd, topic, tmp_path, spoolMaxBytes="200k", **{"spool.maxInFlight": "100"})
     nsqd.publish(topic, (b"%06d" % n * 20 for n in range(10_000)))
-    query = (
-        stream(spark, given)
-        .writeStream.format("parquet")
-        .option("checkpointLocation", str(tmp_path / "checkpoint"))
-        .option("path", str(tmp_path / "out"))
-        .start()
+    query = start_query(
+        lambda: (
+            stream(spark, given)
+            .writeStream.format("parquet")
+            .option("checkpointLocation", str(tmp_path / "checkpoint"))
+            .option("path", str(tmp_path / "out"))
+            .start()
+        )
     )
     largest = 0
 
@@ -180,10 +183,10 @@ DRIVER = """
     import os, sys
     sys.path.insert(0, sys.argv[4])
     from pathlib import Path
-    from spark.conftest import small_session
+    from spark.conftest import small_session, start_query
     folder, tcp, topic = Path(sys.argv[1]), sys.argv[2], sys.argv[3]
     spark = small_session("local[2,4]", folder / "scratch")
-    query = (
+    start = lambda: (
         spark.readStream.format("nsq")
         .options(**{
             "nsq.nsqd.addresses": tcp, "subscribe": topic, "channel": "spark", "mode": "spool",
@@ -193,7 +196,7 @@ DRIVER = """
         .option("checkpointLocation", str(folder / "checkpoint")).option("path", str(folder / "out"))
         .start()
     )
-    query.awaitTermination()
+    start_query(start).awaitTermination()
 """
 
 
