@@ -103,21 +103,21 @@ def test_a_stream_is_published(spark, nsqd, topic, tmp_path):
         ("id as value", {"topic": "t"}, "the column value is bigint, and must be binary or string"),
         ("'a' as body", {"topic": "t"}, 'no column "value"'),
         ("'a' as value", {}, "say where rows go: by the option topic"),
-        ("'a' as value, 5 as topic", {}, "the column topic is int"),
-        ("'a' as value, 'later' as defer_ms", {"topic": "t"}, "the column defer_ms is string"),
-        ("'a' as value, 1 as priority", {"topic": "t"}, "the column priority would be lost"),
+        ("'a' as value; 5 as topic", {}, "the column topic is int"),
+        ("'a' as value; 'later' as defer_ms", {"topic": "t"}, "the column defer_ms is string"),
+        ("'a' as value; 1 as priority", {"topic": "t"}, "the column priority would be lost"),
         ("cast(null as string) as value", {"topic": "t"}, "a value that is null"),
         ("'' as value", {"topic": "t"}, "a value that is empty"),
-        ("'a' as value, 'no topic' as topic", {}, "no name of a topic"),
-        ("'a' as value, cast(null as string) as topic", {}, "a row has no topic"),
-        ("'a' as value, -5 as defer_ms", {"topic": "t"}, "defer_ms = -5"),
+        ("'a' as value; 'no topic' as topic", {}, "no name of a topic"),
+        ("'a' as value; cast(null as string) as topic", {}, "a row has no topic"),
+        ("'a' as value; -5 as defer_ms", {"topic": "t"}, "defer_ms = -5"),
         ("'a' as value", {"topic": "t", "mpubMaxByte": "5"}, "did you mean mpubMaxBytes"),
         ("'a' as value", {"topic": "t", "nsq.nsqd.addresses": "127.0.0.1:1"}, "127.0.0.1:1 cannot be reached"),
     ],
 )
 def test_a_wrong_write_is_told_in_one_sentence(spark, broker, select, options, sentence):
     with pytest.raises(Exception) as caught:
-        write(spark.range(1).selectExpr(select), to(broker, **{"fetch.numRetries": "0", **options}))
+        write(spark.range(1).selectExpr(*select.split("; ")), to(broker, **{"fetch.numRetries": "0", **options}))
     assert sentence in str(caught.value)
 
 
@@ -195,25 +195,29 @@ def test_a_lost_answer_is_asked_for_again_and_nothing_is_lost(spark, nsqd, topic
         assert published == 3000
 
 
-def fail_once(batches):
-    """Hand rows on, and fail at the end of a task's first try."""
-    from pyspark import TaskContext
+def failing_once(frame):
+    """The same rows, in tasks that fail at the end of their first try."""
 
-    yield from batches
-    if TaskContext.get().attemptNumber() == 0:
-        raise RuntimeError("the first try fails")
+    def fail_once(batches):
+        from pyspark import TaskContext
+
+        yield from batches
+        if TaskContext.get().attemptNumber() == 0:
+            raise RuntimeError("the first try fails")
+
+    return frame.mapInArrow(fail_once, "value string")
 
 
 def test_a_task_that_is_tried_again_stores_its_rows_once(spark, broker, topic):
     frame = spark.range(4000).selectExpr("cast(id as string) as value").repartition(2)
-    write(frame.mapInArrow(fail_once, "value string"), to(broker, topic=topic, mpubMaxMessages="50"))
+    write(failing_once(frame), to(broker, topic=topic, mpubMaxMessages="50"))
     assert count_of(broker, topic) == 4000
     assert sorted(map(int, consume(broker, topic, 4000))) == list(range(4000))
 
 
 def test_on_other_brokers_a_task_that_is_tried_again_publishes_again(spark, go_broker, topic):
     frame = spark.range(100).selectExpr("cast(id as string) as value").coalesce(1)
-    write(frame.mapInArrow(fail_once, "value string"), to(go_broker, topic=topic, mpubMaxMessages="10"))
+    write(failing_once(frame), to(go_broker, topic=topic, mpubMaxMessages="10"))
     assert count_of(go_broker, topic) > 100
     with pytest.raises(Exception, match="knows no idempotent publish: set idempotent=auto"):
         write(frame, to(go_broker, topic=topic, idempotent="true"))

@@ -28,7 +28,6 @@ def test_defaults_are_those_of_the_documents():
     assert (found.network.retries, found.network.timeout, found.batch_rows) == (3, 30.0, 10_000)
 
 
-@pytest.mark.skipif(not DOCS.exists(), reason="the documents are not there")
 def test_every_option_is_in_the_documents_with_its_default():
     text = DOCS.read_text()
     for option in OPTIONS:

@@ -92,6 +92,8 @@ OPTIONS = (
 )
 
 _NAMES = {option.name.lower(): option for option in OPTIONS}
+#: Spark hands a stream's own options to its sink, too.
+_OF_SPARK = {"checkpointlocation", "queryname", "outputmode"}
 
 
 class Start(NamedTuple):
@@ -166,6 +168,8 @@ class SinkOptions:
 def check_names(options: Mapping[str, str], side: str = "") -> None:
     """Is every key one that we know, and of this side? OptionError names the nearest right one."""
     for key in options:
+        if key.lower() in _OF_SPARK:
+            continue
         known = _NAMES.get(key.lower())
         if key.lower() == "path":
             raise OptionError('format "nsq" takes no path: say load() or save() alone, and name topics by an option')

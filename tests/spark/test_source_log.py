@@ -1,0 +1,270 @@
+"""Log mode through Spark: the same offsets are the same rows, across restarts, lost commits and lost connections."""
+
+from __future__ import annotations
+
+import json
+import time
+from datetime import UTC, datetime
+
+import pytest
+
+pytest.importorskip("pyspark")
+
+from .conftest import run_query, start_query, wait_for
+
+
+def options(node, topic, **more):
+    return {"nsq.nsqd.addresses": node.tcp, "subscribe": topic, **more}
+
+
+def batch(spark, given):
+    return spark.read.format("nsq").options(**given).load()
+
+
+def numbers(rows):
+    return [int(bytes(row.value)) for row in rows]
+
+
+def publish(node, topic, numbers):
+    """Published and durable: only such messages are offered."""
+    node.publish(topic, (b"%d" % n for n in numbers))
+    durable(node, topic)
+
+
+def durable(node, topic):
+    def is_durable():
+        info = node.get("/log/info", topic=topic)
+        return info["durable"] == info["end"] and info
+
+    return wait_for(is_durable, "what was published is durable")
+
+
+def to_parquet(spark, given, folder, **trigger):
+    return (
+        spark.readStream.format("nsq")
+        .options(**given)
+        .load()
+        .writeStream.format("parquet")
+        .option("checkpointLocation", str(folder / "checkpoint"))
+        .option("path", str(folder / "out"))
+        .trigger(**(trigger or {"availableNow": True}))
+        .start()
+    )
+
+
+def parquet(spark, folder):
+    return spark.read.parquet(str(folder / "out")).collect()
+
+
+# --- Batches ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_topic_is_a_table(spark, broker, topic):
+    before = time.time_ns()
+    publish(broker, topic, range(25_000))
+    info = broker.get("/log/info", topic=topic)
+    frame = batch(spark, options(broker, topic))
+    assert frame.schema.simpleString() == (
+        "struct<value:binary,topic:string,node:string,offset:bigint,id:string,timestamp:timestamp,"
+        "timestamp_ns:bigint,attempts:int>"
+    )
+    rows = sorted(frame.collect(), key=lambda row: row.offset)
+    assert numbers(rows) == list(range(25_000))
+    assert [row.offset for row in rows] == list(range(info["first"], info["durable"]))
+    assert {(row.topic, row.node, row.attempts) for row in rows} == {(topic, info["node"], None)}
+    assert all(int(row.id, 16) & ((1 << 54) - 1) == row.offset for row in rows)
+    assert all(before <= row.timestamp_ns <= time.time_ns() for row in rows)
+    naive = datetime.fromtimestamp(rows[0].timestamp_ns // 10**9, UTC).replace(tzinfo=None)
+    seen = frame.selectExpr("date_format(min(timestamp), 'yyyy-MM-dd HH:mm:ss') as t").first().t
+    assert seen == f"{naive:%Y-%m-%d %H:%M:%S}"
+    # Reading makes no channel and moves nothing.
+    stats = broker.get("/stats", format="json", topic=topic)["topics"][0]
+    assert (stats["channels"], stats["depth"]) == ([], 25_000)
+
+
+def test_a_range_is_cut_into_partitions(spark, broker, topic):
+    publish(broker, topic, range(1000))
+    whole = batch(spark, options(broker, topic))
+    assert whole.rdd.getNumPartitions() == 1
+    for more, expected in (({"minPartitions": "4"}, 4), ({"maxRecordsPerPartition": "150"}, 7)):
+        frame = batch(spark, options(broker, topic, **more))
+        assert frame.rdd.getNumPartitions() == expected
+        assert sorted(numbers(frame.collect())) == list(range(1000))
+
+
+def test_offsets_and_times_say_where_a_batch_begins_and_ends(spark, broker, topic):
+    publish(broker, topic, range(100))
+    wait_for(lambda: time.time_ns() // 1_000_000 > broker_time(broker, topic), "the next millisecond")
+    between = time.time_ns() // 1_000_000
+    wait_for(lambda: time.time_ns() // 1_000_000 > between, "the next millisecond")
+    publish(broker, topic, range(100, 250))
+    info = broker.get("/log/info", topic=topic)
+    node, first = info["node"], info["first"]
+
+    def read(**more):
+        return sorted(numbers(batch(spark, options(broker, topic, **more)).collect()))
+
+    def at(offset):
+        return json.dumps({topic: {node: offset}})
+
+    assert read(startingOffsets=at(first + 10), endingOffsets=at(first + 20)) == list(range(10, 20))
+    assert read(startingOffsets="latest") == []
+    assert read(startingOffsets=at(-2), endingOffsets=at(-1)) == list(range(250))
+    assert read(startingTimestamp=str(between)) == list(range(100, 250))
+    text = datetime.fromtimestamp(between / 1000, UTC).isoformat()
+    assert read(endingTimestamp=text) == list(range(100))
+
+
+def broker_time(broker, topic):
+    """When the newest message was published, in ms."""
+    return time.time_ns() // 1_000_000 if broker.get("/log/info", topic=topic) else 0
+
+
+@pytest.mark.parametrize(
+    ("more", "sentence"),
+    [
+        ({"subscribe": "no-such-topic"}, "no broker has the topic no-such-topic"),
+        ({"nsq.nsqd.addresses": "127.0.0.1:1"}, "nsqd 127.0.0.1:1 cannot be reached"),
+        ({"startingoffset": "latest"}, "did you mean startingOffsets"),
+        ({"startingOffsets": '{"t": {"0123": 5}}', "subscribe": "here"}, "names t on node 0123, and no broker"),
+        ({"subscribe": "gone#ephemeral"}, "an ephemeral topic keeps nothing in files"),
+    ],
+)
+def test_what_cannot_be_read_is_told_in_one_sentence(spark, broker, more, sentence):
+    broker.post("/topic/create", topic="here")
+    broker.post("/topic/create", topic="gone#ephemeral")
+    with pytest.raises(Exception) as caught:
+        batch(spark, {**options(broker, "t"), **more}).collect()
+    assert sentence in str(caught.value)
+
+
+def test_another_schema_is_refused(spark, broker, topic):
+    with pytest.raises(Exception, match="has one schema"):
+        spark.read.format("nsq").schema("body string").options(**options(broker, topic)).load().collect()
+
+
+# --- Streams ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_stream_goes_on_where_it_stopped(spark, broker, topic, tmp_path):
+    publish(broker, topic, range(2000))
+    given = options(broker, topic, startingOffsets="earliest", maxMessagesPerTrigger="300", minPartitions="2")
+    query = run_query(lambda: to_parquet(spark, given, tmp_path))
+    sizes = [progress.numInputRows for progress in query.recentProgress]
+    assert sum(sizes) == 2000
+    assert max(sizes) <= 300
+    publish(broker, topic, range(2000, 2500))
+    run_query(lambda: to_parquet(spark, given, tmp_path))
+    assert sorted(numbers(parquet(spark, tmp_path))) == list(range(2500))
+    # The last batch is committed by the run after it: so is its position.
+    run_query(lambda: to_parquet(spark, given, tmp_path))
+    (position,) = broker.get("/log/position", topic=topic)["positions"]
+    assert position["reader"].startswith("spark-")
+    end = json.loads((tmp_path / "checkpoint" / "offsets" / newest(tmp_path)).read_text().splitlines()[-1])
+    assert end["reader"] == position["reader"]
+
+
+def newest(folder):
+    return str(max(int(path.name) for path in (folder / "checkpoint" / "offsets").iterdir() if path.name.isdigit()))
+
+
+def test_the_first_batch_is_the_same_when_it_is_run_again(spark, broker, topic, tmp_path):
+    """Where "latest" was is known from the batch's end alone: Spark asks for it again, and by then it is elsewhere."""
+    publish(broker, topic, range(50))
+    query = start_query(lambda: to_parquet(spark, options(broker, topic), tmp_path, processingTime="0 seconds"))
+    try:
+        wait_for(lambda: query.exception() or broker.get("/log/position", topic=topic)["positions"], "the query began")
+        publish(broker, topic, range(50, 80))
+        wait_for(lambda: query.exception() or (tmp_path / "checkpoint" / "commits" / "0").exists(), "the first batch")
+    finally:
+        query.stop()
+    assert query.exception() is None
+    before = sorted(numbers(parquet(spark, tmp_path)))
+    assert before[0] == 50
+    # As after a crash before the batch was done; what it wrote is gone, too.
+    for name in ("0", ".0.crc"):
+        (tmp_path / "checkpoint" / "commits" / name).unlink(missing_ok=True)
+    for path in sorted((tmp_path / "out").rglob("*"), reverse=True):
+        path.unlink() if path.is_file() else path.rmdir()
+    run_query(lambda: to_parquet(spark, options(broker, topic), tmp_path))
+    assert sorted(numbers(parquet(spark, tmp_path))) == list(range(50, 80))
+
+
+def test_a_node_that_is_down_waits_for_nobody_else(spark, start_node, topic, tmp_path):
+    from flintmq.spark import lag
+
+    one, two = start_node(), start_node()
+    publish(one, topic, range(100))
+    publish(two, topic, range(1000, 1100))
+    given = {
+        "nsq.nsqd.addresses": f"{one.tcp},{two.tcp}",
+        "subscribe": topic,
+        "startingOffsets": "earliest",
+        "fetch.timeoutMs": "5000",
+    }
+    query = start_query(lambda: to_parquet(spark, given, tmp_path, processingTime="0 seconds"))
+    try:
+
+        def seen(expected):
+            if query.exception():
+                raise query.exception()
+            return (tmp_path / "out" / "_spark_metadata").exists() and set(
+                numbers(parquet(spark, tmp_path))
+            ) == expected
+
+        first = {*range(100), *range(1000, 1100)}
+        wait_for(lambda: seen(first), "both nodes")
+        two.kill()
+        publish(one, topic, range(100, 150))
+        wait_for(lambda: seen(first | {*range(100, 150)}), "the node that is up")
+        two.start()
+        publish(two, topic, range(1100, 1200))
+        wait_for(lambda: seen(first | {*range(100, 150), *range(1100, 1200)}), "the node that came back")
+        rows = numbers(parquet(spark, tmp_path))
+        assert len(rows) == len(set(rows))
+        behind = lag(query.lastProgress)
+        assert {key[0] for key in behind} == {topic}
+        assert len(behind) == 2
+    finally:
+        query.stop()
+
+
+def test_available_now_ends_while_others_go_on_publishing(spark, broker, topic, tmp_path):
+    import threading
+
+    publish(broker, topic, range(500))
+    stop = threading.Event()
+
+    def go_on():
+        n = 500
+        while not stop.is_set():
+            broker.publish(topic, [b"%d" % n])
+            n += 1
+
+    thread = threading.Thread(target=go_on)
+    thread.start()
+    try:
+        given = options(broker, topic, startingOffsets="earliest", maxMessagesPerTrigger="100")
+        run_query(lambda: to_parquet(spark, given, tmp_path))
+    finally:
+        stop.set()
+        thread.join()
+    rows = sorted(numbers(parquet(spark, tmp_path)))
+    assert rows == list(range(len(rows)))
+    assert len(rows) >= 500
+
+
+def test_a_query_that_never_read_leaves_no_position(spark, broker, topic, tmp_path):
+    """Spark ends the source by a signal and calls nobody: it cleans up all the same."""
+    publish(broker, topic, range(5))
+    query = start_query(lambda: to_parquet(spark, options(broker, topic), tmp_path, processingTime="0 seconds"))
+    try:
+        wait_for(lambda: query.exception() or broker.get("/log/position", topic=topic)["positions"], "a position")
+    finally:
+        query.stop()
+    wait_for(lambda: not broker.get("/log/position", topic=topic)["positions"], "the position is gone")
+
+
+def test_continuous_triggers_are_refused_by_spark_itself(spark, broker, topic, tmp_path):
+    with pytest.raises(Exception, match="continuous"):
+        to_parquet(spark, options(broker, topic), tmp_path, continuous="1 second").awaitTermination(60)
