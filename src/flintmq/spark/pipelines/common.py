@@ -401,7 +401,9 @@ def explain(exc: BaseException) -> str:
     # Spark puts the class of error in front, and the last line of a Python traceback says most.
     if raised := re.findall(r"^(?:\w+\.)*(\w+(?:Error|Exception): .+)$", text, re.MULTILINE):
         return str(raised[-1]).strip()
-    return lines[0] if lines else type(exc).__name__
+    # [STREAM_FAILED] Query [id = …] terminated with exception: [REASON] why. SQLSTATE: 12345
+    first = re.sub(r"^.*? terminated with exception: ", "", lines[0]) if lines else type(exc).__name__
+    return re.sub(r"^\[[A-Z_.]+\] |\s*SQLSTATE: \w+.*$", "", first)
 
 
 def is_remote(spark: SparkSession) -> bool:
