@@ -23,6 +23,7 @@ PIPELINES = {
     "replay": ("replay", "publish again what was archived or is still in a log"),
     "dead-letters": ("dead_letters", "why messages died, and sending them back by a filter"),
     "sql": ("sql", "a query over topics, to a topic, a table or the screen"),
+    "sample": ("sample", "sample messages, archived and measured, to have something to look at"),
 }
 
 
