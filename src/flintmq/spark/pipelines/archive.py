@@ -101,6 +101,8 @@ class BatchWriter:
     catalog: str | None = None
     #: Rows of each batch that this run brought in.
     written: list[int] = field(default_factory=list)
+    #: Opened with the first batch, in the process that Spark calls it in.
+    archive: Archive | None = None
 
     def open(self) -> Archive:
         return open_archive(self.root, format=self.format, staging=self.staging, catalog=self.catalog)
@@ -117,7 +119,9 @@ class BatchWriter:
         return archive
 
     def __call__(self, messages: DataFrame, batch: int) -> None:
-        archive = self.prepare()
+        if self.archive is None:
+            self.archive = self.prepare()
+        archive = self.archive
         query = self._query()
         staged = archive.begin(query, batch)
         if staged is None:
@@ -299,8 +303,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     if arguments.compact:
         return _run_compact(arguments)
-    if not arguments.topics and not any(key == "subscribePattern" for key, _ in arguments.option):
-        raise PipelineError("say which topics to archive, or --compact to merge the files of an archive")
+    common.need_topics(arguments)
     spark = common.open_session(arguments, "flintmq archive")
     summary = archive(
         spark,

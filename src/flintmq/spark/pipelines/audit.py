@@ -25,6 +25,7 @@ from dataclasses import asdict, dataclass, field
 from functools import reduce
 from typing import TYPE_CHECKING, Any
 
+from flintmq.errors import PipelineError
 from flintmq.spark.pipelines import common
 from flintmq.spark.pipelines.archive import FORMATS, read
 
@@ -157,16 +158,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--complete", action="store_true", help="everything in the log must be archived, the oldest and the newest too"
     )
-    common.source_arguments(parser)
+    common.source_arguments(parser, nargs="*")
     common.spark_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
+    common.need_topics(arguments)
+    spark = common.open_session(arguments, "flintmq audit")
     from pyspark.sql import functions as f
 
-    from flintmq.errors import PipelineError
-
-    spark = common.open_session(arguments, "flintmq audit")
     topics = list(arguments.topics)
     try:
         archived = read(spark, arguments.archive, format=arguments.format, catalog=arguments.catalog)

@@ -46,6 +46,7 @@ __all__ = [
     "hour_columns",
     "infer_schema",
     "is_remote",
+    "need_topics",
     "network_options",
     "open_session",
     "pair",
@@ -126,6 +127,11 @@ def source_arguments(parser: argparse.ArgumentParser, *, nargs: str = "+", flag:
         default="earliest",
         help="where a first run begins: earliest (default), latest, a time (2026-11-16T00:00:00Z), offsets in JSON",
     )
+
+
+def need_topics(arguments: argparse.Namespace) -> None:
+    if not arguments.topics and not any(key == "subscribePattern" for key, _ in arguments.option):
+        raise PipelineError("say which topics, or a pattern: --option subscribePattern=REGEX")
 
 
 def broker_arguments(parser: argparse.ArgumentParser) -> None:

@@ -248,12 +248,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--plot", metavar="FILE", help="draw the windows to a .png, .svg or .html file after each batch"
     )
-    common.source_arguments(parser)
+    common.source_arguments(parser, nargs="*")
     common.stream_arguments(parser)
     common.spark_arguments(parser)
 
 
 def run(arguments: argparse.Namespace) -> int:
+    common.need_topics(arguments)
     if arguments.to_topic and arguments.to_table:
         raise PipelineError("give --to-topic or --to-table, not both")
     live = not arguments.to_topic and not arguments.to_table

@@ -50,6 +50,7 @@ __all__ = ["Archive", "DataFile", "Manifest", "Snapshot", "Table", "hour_of", "l
 _FORMAT = 1
 #: Every so many versions the whole list is written, so that readers need not begin at version 1.
 _FULL_EVERY = 50
+_HOUR = datetime.timedelta(hours=1)
 #: Of a merged file; also what merging takes of memory.
 _ROW_GROUP_BYTES = 64 << 20
 #: Nothing that is half done and still wanted is so old.
@@ -100,6 +101,9 @@ class Snapshot:
     def bytes(self) -> int:
         return sum(file.bytes for file in self.files.values())
 
+    def copy(self) -> Snapshot:
+        return Snapshot(self.version, dict(self.files), dict(self.batches), dict(self.facts))
+
     def apply(self, lines: Iterable[str]) -> None:
         for line in lines:
             change = json.loads(line)
@@ -146,20 +150,23 @@ class Manifest:
 
     def __init__(self, root: Path) -> None:
         self._folder = root / _MANIFEST
+        # The last one that was read: the next begins there.
+        self._known = Snapshot()
 
     def snapshot(self) -> Snapshot:
         """What is live now."""
-        names = sorted(os.listdir(self._folder)) if self._folder.is_dir() else []
-        full = [name for name in names if name.endswith(".full.jsonl")]
-        snapshot = Snapshot()
-        if full:
-            snapshot.apply((self._folder / full[-1]).read_text().splitlines())
+        if not (self._folder / _version_name(self._known.version)).exists():
+            # Nothing is known yet, or what is known is so old that its version was removed.
+            self._known = Snapshot()
+            full = sorted(self._folder.glob("*.full.jsonl"))
+            if full:
+                self._known.apply(full[-1].read_text().splitlines())
         while True:
             try:
-                text = (self._folder / _version_name(snapshot.version + 1)).read_text()
+                text = (self._folder / _version_name(self._known.version + 1)).read_text()
             except FileNotFoundError:
-                return snapshot
-            snapshot.apply(text.splitlines())
+                return self._known.copy()
+            self._known.apply(text.splitlines())
 
     def last_batch(self, query: str) -> int:
         return self.snapshot().batches.get(query, -1)
@@ -558,7 +565,8 @@ def _small_files(snapshot: Snapshot, target_bytes: int, closed_before: datetime.
     """Files of one hour that together fit into one of the target's size."""
     folders: dict[str, list[DataFile]] = {}
     for file in snapshot.files.values():
-        if file.bytes < target_bytes // 2 and hour_of(file) + datetime.timedelta(hours=1) <= closed_before:
+        is_of_an_hour = file.partition.keys() >= {"date", "hour"}
+        if is_of_an_hour and file.bytes < target_bytes // 2 and hour_of(file) + _HOUR <= closed_before:
             folders.setdefault(file.folder, []).append(file)
     for _, files in sorted(folders.items()):
         group: list[DataFile] = []
