@@ -556,7 +556,7 @@ def test_a_checksum_is_crc_32c(kernel: Any, size: int) -> None:
 
 def test_new_memory_stays_zero_when_pages_are_put_behind_it(kernel: Any) -> None:
     memory = mmap(-1, 65_536)
-    kernel.populate(memory)
+    kernel.populate([memory])
     assert bytes(memory) == bytes(65_536)
 
 
@@ -773,8 +773,34 @@ def test_a_heap_gives_the_earliest_first(kernel: Any, steps: list[tuple[int, int
     assert len(heap) == 0
 
 
+@given(
+    st.dictionaries(st.integers(0, 10_000), st.integers(0, 20), max_size=300),
+    st.randoms(use_true_random=False),
+    st.integers(0, 40),
+)
+def test_any_message_can_be_taken_out_of_a_heap(kernel: Any, dues: dict[int, int], random: Any, count: int) -> None:
+    heap = kernel.Heap()
+    for seq, due in dues.items():
+        heap.push(due, seq)
+    seqs = sorted(dues)
+    random.shuffle(seqs)
+    for seq in seqs:
+        left = sorted((due, number) for number, due in dues.items())
+        after = random.choice([(-1, -1), *left])
+        assert heap.earliest(count, *after) == [pair for pair in left if pair > after][:count]
+        if left and random.random() < 0.2:
+            # In between the earliest goes as usual: the order was kept.
+            assert heap.pop() == left[0][1]
+            del dues[left[0][1]]
+        assert heap.remove(seq) == dues.pop(seq, -1)
+        assert heap.remove(seq) == -1
+        assert sorted(heap.items()) == sorted((due, number) for number, due in dues.items())
+    assert len(heap) == 0
+
+
 def test_an_empty_heap_has_nothing_to_give(kernel: Any) -> None:
     heap = kernel.Heap()
+    assert (heap.remove(1), heap.earliest(10, -1, -1)) == (-1, [])
     assert (heap.first_seq(), heap.count_between(0, 100), heap.between(0, 100)) == (-1, 0, [])
     for ask in (heap.pop, heap.first_due):
         with pytest.raises(IndexError):

@@ -409,12 +409,13 @@ def test_the_example_file_is_read():
 
 def test_the_example_file_shows_known_keys_and_true_defaults(config):
     """With every commented setting switched on it stays valid, and only what must be an example is not the default."""
-    text = re.sub(r"^# (?=\w+ = )", "", EXAMPLE.read_text(), flags=re.MULTILINE)
-    assert set(tomllib.loads(text)) <= {entry.key for entry in option_table(NsqdOptions).values()}
+    text = re.sub(r"^# (?=[\w-]+ = |\[)", "", EXAMPLE.read_text(), flags=re.MULTILINE)
+    assert set(tomllib.loads(text)) <= {entry.key for entry in option_table(NsqdOptions).values()} | {"topic"}
     options = config(text)
     examples = {
         "data_path", "id", "broadcast_address", "nsqlookupd_tcp_addresses", "tls_cert", "tls_key", "tls_required",
         "tls_client_auth_policy", "tls_root_ca_file", "statsd_address", "e2e_processing_latency_percentiles",
+        "topic", "config",
     }  # fmt: skip
     defaults = NsqdOptions()
     changed = {key for key in vars(defaults) if getattr(options, key) != getattr(defaults, key)}
@@ -440,6 +441,7 @@ INVALID = [
     ({"lookupd_tls_root_ca_file": "c"}, "--lookupd-tls-cert and --lookupd-tls-root-ca-file need --lookupd-tls"),
     ({"durability": "paper"}, "--durability must be one of memory, os, fsync"),
     ({"mem_queue_size": -1}, "--mem-queue-size must be at least 0"),
+    ({"max_req_timeout": 1194 * HOUR}, "--max-req-timeout must be at most 1193h2m47.295s"),
     ({"queue_scan_interval": 0}, "--queue-scan-interval must be at least 1ns"),
     ({"queue_scan_dirty_percent": -0.1}, "--queue-scan-dirty-percent must be at least 0"),
 ]

@@ -45,6 +45,11 @@ usage: flintmq COMMAND [ARGUMENTS]
   nsqlookupd    where consumers find brokers, with the flags of NSQ's nsqlookupd
   pub           publish messages
   sub           print the messages of a channel
+  peek          look at messages without taking them; finish, put back or defer single ones
+  seek          have a channel go on from another place of its topic's log
+  log           a topic's log: how far it reaches, its messages, who reads it
+  redrive       send the dead letters of a channel back to it
+  settings      what a topic or channel does differently; show it, change it
   backup        copy the data path of a broker, while it runs
   restore       make a data path from a backup
   pipeline      archive, measure, replay or query topics with Spark
@@ -61,6 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "up": _up,
         "pub": _tool("pub"),
         "sub": _tool("sub"),
+        **{name: _tool(name) for name in ("peek", "seek", "log", "redrive", "settings")},
         "backup": _backup,
         "restore": _restore,
         "pipeline": _pipeline,
@@ -131,9 +137,9 @@ def _daemon(
         log.info("ID: %d", options.id)
     try:
         return _run(serve(options), loop_factory)
-    except StartError as exc:
-        # Go's daemons name the step that failed, and for all but this one the step is their constructor.
-        if str(exc).startswith("failed to load metadata"):
+    except (StartError, OptionError) as exc:
+        # Go's daemons name the step that failed, and for all but loading something the step is their constructor.
+        if str(exc).startswith("failed to load "):
             log.critical("%s", exc)
         else:
             log.critical("failed to instantiate %s - %s", program, exc)

@@ -121,22 +121,37 @@ def send_each(fds: list, frame: bytes) -> list:
     return left
 
 
-def populate(memory: object) -> None:
+def populate(memory: list) -> None:
     """Have the system put pages behind new memory, which is all zeros; for a thread, the others go on meanwhile."""
     if cython.compiled:
-        whole: cython.uchar[::1] = memory
-        p: cython.p_uchar = cython.address(whole[0])
-        size: cython.Py_ssize_t = whole.shape[0]
-        at: cython.Py_ssize_t = 0
+        # All in one go: coming back to the interpreter in between would mean to wait for a busy loop each time.
+        starts: list = []
+        sizes: list = []
+        whole: cython.uchar[::1]
+        for piece in memory:
+            whole = piece
+            starts.append(cython.cast(cython.size_t, cython.address(whole[0])))
+            sizes.append(whole.shape[0])
+        table: cython.size_t[::1] = array("L", [*starts, *sizes])
+        count: cython.Py_ssize_t = len(starts)
+        i: cython.Py_ssize_t
+        p: cython.p_uchar
+        size: cython.Py_ssize_t
+        at: cython.Py_ssize_t
         with cython.nogil:
-            # Linux since 5.14 (MADV_POPULATE_WRITE); elsewhere each page is touched.
-            if madvise(p, size, 23) != 0:
-                while at < size:
-                    p[at] = 0
-                    at += 4096
+            for i in range(count):
+                p = cython.cast(cython.p_uchar, table[i])
+                size = table[count + i]
+                # Linux since 5.14 (MADV_POPULATE_WRITE); elsewhere each page is touched.
+                if madvise(p, size, 23) != 0:
+                    at = 0
+                    while at < size:
+                        p[at] = 0
+                        at += 4096
     else:
         with open("/dev/zero", "rb", buffering=0) as zero:
-            zero.readinto(memory)
+            for piece in memory:
+                zero.readinto(piece)
 
 
 def line_records(data: bytearray, pos: cython.Py_ssize_t, stop: cython.Py_ssize_t) -> tuple:
@@ -1330,6 +1345,50 @@ class Heap:
         for i in range(len(self._seq)):
             if first <= seqs[i] and seqs[i] < stop:
                 found.append((dues[i], seqs[i]))  # noqa: PERF401  # Cython makes no comprehension over views
+        return found
+
+    def earliest(self, count: cython.Py_ssize_t, due: cython.longlong, seq: cython.longlong) -> list:
+        """The ``count`` earliest pairs after ``(due, seq)``, in order."""
+        i: cython.Py_ssize_t
+        dues: cython.longlong[::1] = self._due
+        seqs: cython.longlong[::1] = self._seq
+        found: list = []
+        # Beyond this one nothing is wanted any more, because there are enough before it.
+        last: cython.longlong = (1 << 63) - 1
+        for i in range(len(self._seq)):
+            if dues[i] > last or dues[i] < due or (dues[i] == due and seqs[i] <= seq):
+                continue
+            found.append((dues[i], seqs[i]))
+            if len(found) >= 2 * count + 64:
+                found.sort()
+                del found[count:]
+                if found:
+                    last = found[-1][0]
+        found.sort()
+        return found[:count]
+
+    def remove(self, seq: cython.longlong) -> int:
+        """Take this seq out, wherever it stands; when it was due, or -1 if it is not there."""
+        i: cython.Py_ssize_t
+        at: cython.Py_ssize_t = -1
+        dues: cython.longlong[::1] = self._due
+        seqs: cython.longlong[::1] = self._seq
+        for i in range(len(self._seq)):
+            if seqs[i] == seq:
+                at = i
+                break
+        if at < 0:
+            return -1
+        found: cython.longlong = dues[at]
+        # It becomes the earliest of all, and goes first.
+        while at > 0:
+            i = (at - 1) >> 1
+            dues[at] = dues[i]
+            seqs[at] = seqs[i]
+            at = i
+        # An array that somebody looks at cannot shrink.
+        del dues, seqs
+        self.pop()
         return found
 
     @cython.ccall

@@ -38,6 +38,7 @@ __all__ = [
     "parse",
     "parse_duration",
     "read_flags",
+    "read_tables",
     "resolve",
 ]
 
@@ -46,6 +47,8 @@ MILLISECOND = 1_000_000
 SECOND = 1_000_000_000
 MINUTE = 60 * SECOND
 HOUR = 60 * MINUTE
+#: The log keeps the delay of a deferred message in 32 bits of milliseconds.
+LONGEST_DEFER = (2**32 - 1) * MILLISECOND
 
 
 # --- Durations, as Go writes them -------------------------------------------------------------------------------------
@@ -136,6 +139,15 @@ class Kind:
     repeatable: bool = False
     #: The words allowed, each with the number `/config` shows for it (None: the word itself).
     words: Mapping[str, int | None] | None = None
+
+    def read(self, found: Any) -> Any:
+        """The value that a TOML file or a JSON object gives. ValueError with the reason."""
+        try:
+            if not isinstance(found, str):
+                return self.from_toml(found)
+        except TypeError:
+            raise ValueError(f"a {type(found).__name__} cannot be its value") from None
+        return tuple(_split(found)) if self is STRINGS else self.from_text(found)
 
 
 _BOOLEANS = {word: True for word in ("1", "t", "T", "TRUE", "true", "True")} | {
@@ -252,6 +264,8 @@ EVENT_LOOP = _words({"auto": None, "asyncio": None, "uvloop": None})
 LOG_FORMAT = _words({"text": None, "json": None})
 TOPIC_LIMIT_POLICY = _words({"refuse": None, "drop-oldest": None})
 SIGTERM = _words({"stop": None, "drain": None})
+TTL_ACTION = _words({"drop": None, "dead-letter": None})
+NEW_CHANNEL = _words({"backlog": None, "earliest": None, "latest": None})
 
 
 # --- The table --------------------------------------------------------------------------------------------------------
@@ -320,6 +334,8 @@ def option_table(options_class: type[Options]) -> Mapping[str, Option]:
     """Every flag of a program by name: its settings in the order of the class, then what is no setting."""
     table = {}
     for field in dataclasses.fields(options_class):
+        if "kind" not in field.metadata:
+            continue  # no option, but what else a config file says
         default = field.default
         if field.default_factory is not dataclasses.MISSING:
             default = field.default_factory()
@@ -464,6 +480,9 @@ class NsqdOptions(Options):
         DURATION, 250 * MILLISECOND, "longest wait before output is sent, unless a client asks for another", minimum=0
     )
     max_channel_consumers: int = option(INT, 0, "most consumers of one channel; 0: no limit", minimum=0)
+    requeue_on_disconnect: bool = option(
+        BOOL, False, "put what a client held back at once when its connection ends, instead of at its timeout"
+    )
 
     # Limits of the node, which NSQ does not have.
     max_connections: int = option(INT, 0, "most client connections; 0: no limit", minimum=0)
@@ -526,6 +545,11 @@ class NsqdOptions(Options):
     )
     auth_http_request_method: str = option(STRING, "get", "how an auth server is asked: get or post")
 
+    # No options: the config file, and its tables of what single topics and channels do differently, as they stand
+    # there. What they mean is the broker's business (broker/settings.py).
+    config: str = dataclasses.field(default="", compare=False)
+    topic: Mapping[str, Any] = dataclasses.field(default_factory=dict, hash=False)
+
     def __post_init__(self) -> None:
         super().__post_init__()
         percentiles = tuple(sorted(self.e2e_processing_latency_percentiles, reverse=True))
@@ -540,6 +564,8 @@ class NsqdOptions(Options):
             raise OptionError("--max-deflate-level must be [1,9]")
         if not 0 <= self.id < 1024:
             raise OptionError("--node-id must be [0,1024)")
+        if self.max_req_timeout > LONGEST_DEFER:
+            raise OptionError(f"--max-req-timeout must be at most {format_duration(LONGEST_DEFER)}")
         if max(self.broadcast_tcp_port, self.broadcast_http_port) > 65535:
             raise OptionError("--broadcast-tcp-port and --broadcast-http-port must be [0,65535]")
         if self.tls_client_auth_policy not in ("", "require", "require-verify"):
@@ -654,15 +680,33 @@ def resolve(options_class: type[OptionsT], flags: Mapping[str, Any]) -> OptionsT
     return options_class(**values)
 
 
-def _read_file(options_class: type[Options], path: str) -> dict[str, Any]:
-    """The settings of a config file. Keys we do not know are ignored, as NSQ does: files outlive versions."""
+def _load(path: str) -> dict[str, Any]:
     try:
         with open(path, "rb") as file:
-            content = tomllib.load(file)
+            return tomllib.load(file)
     except (OSError, ValueError) as exc:
         reason = exc.strerror if isinstance(exc, OSError) else exc
         raise OptionError(f"failed to load config file {path} - {reason}") from exc
+
+
+def read_tables(path: str) -> Mapping[str, Any]:
+    """The tables `[topic."name"]` of a config file, as they stand there; raises OptionError."""
+    return _tables(_load(path), path)
+
+
+def _tables(content: Mapping[str, Any], path: str) -> Mapping[str, Any]:
+    tables = content.get("topic", {})
+    if not isinstance(tables, dict):
+        raise OptionError(f'failed to load config file {path} - topic: write a table, such as [topic."orders"]')
+    return tables
+
+
+def _read_file(options_class: type[Options], path: str) -> dict[str, Any]:
+    """The settings of a config file. Keys we do not know are ignored, as NSQ does: files outlive versions."""
+    content = _load(path)
     values: dict[str, Any] = {}
+    if issubclass(options_class, NsqdOptions):
+        values = {"config": path, "topic": _tables(content, path)}
     for entry in option_table(options_class).values():
         if entry.key is None or entry.key not in content:
             continue
@@ -670,21 +714,10 @@ def _read_file(options_class: type[Options], path: str) -> dict[str, Any]:
         if entry.kind.words is not None and found == "":
             continue  # an empty word leaves the default
         try:
-            values[entry.key] = _from_toml(entry.kind, found)
-        except TypeError:
-            problem = f"a {type(found).__name__} cannot be its value"
-            raise OptionError(f"failed to load config file {path} - {entry.key}: {problem}") from None
+            values[entry.key] = entry.kind.read(found)
         except ValueError as exc:
             raise OptionError(f"failed to load config file {path} - {entry.key}: {exc}") from exc
     return values
-
-
-def _from_toml(kind: Kind, found: Any) -> Any:
-    if not isinstance(found, str):
-        return kind.from_toml(found)
-    if kind is STRINGS:
-        return tuple(_split(found))
-    return kind.from_text(found)
 
 
 # --- Help -------------------------------------------------------------------------------------------------------------

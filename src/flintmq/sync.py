@@ -19,16 +19,18 @@ from __future__ import annotations
 import asyncio
 import os
 import threading
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Coroutine, Iterator, Mapping, Sequence
+from datetime import datetime
 from types import TracebackType
 from typing import Any, TypeVar
 
 from flintmq.client import consumer as _consumer
+from flintmq.client import node as _node
 from flintmq.client import producer as _producer
 from flintmq.client.connection import Message
 from flintmq.errors import ClosedError
 
-__all__ = ["Consumer", "Message", "Producer", "publish"]
+__all__ = ["Consumer", "Message", "NodeClient", "Producer", "publish"]
 
 _T = TypeVar("_T")
 
@@ -75,17 +77,17 @@ class Producer:
     def start(self) -> None:
         self._background.run(self._producer.start())
 
-    def publish(self, topic: str, body: bytes) -> None:
-        """Publish one message. Returns when a broker has stored it."""
-        self._background.run(self._producer.publish(topic, body))
+    def publish(self, topic: str, body: bytes, *, key: str | None = None) -> None:
+        """Publish one message. Returns when a broker has stored it; under a `key` it stores it once."""
+        self._background.run(self._producer.publish(topic, body, key=key))
 
-    def publish_many(self, topic: str, bodies: Sequence[bytes]) -> None:
-        """Publish messages together, in one command: all are stored or none."""
-        self._background.run(self._producer.publish_many(topic, bodies))
+    def publish_many(self, topic: str, bodies: Sequence[bytes], *, key: str | None = None) -> None:
+        """Publish messages together, in one command: all are stored or none. One `key` stands for all of them."""
+        self._background.run(self._producer.publish_many(topic, bodies, key=key))
 
-    def defer(self, topic: str, body: bytes, delay: float) -> None:
+    def defer(self, topic: str, body: bytes, delay: float, *, key: str | None = None) -> None:
         """Publish one message that is delivered only after `delay` seconds."""
-        self._background.run(self._producer.defer(topic, body, delay))
+        self._background.run(self._producer.defer(topic, body, delay, key=key))
 
     def close(self) -> None:
         self._background.run(self._producer.close())
@@ -153,6 +155,154 @@ class Consumer:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
+
+
+class NodeClient:
+    """As `flintmq.NodeClient`; takes the same arguments and has the same methods."""
+
+    def __init__(self, address: str = "127.0.0.1:4151", **options: Any) -> None:
+        self._background = _Background.get()
+        self._node = _node.NodeClient(address, **options)
+
+    def close(self) -> None:
+        self._background.run(self._node.close())
+
+    def __enter__(self) -> NodeClient:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def ping(self) -> str:
+        return self._background.run(self._node.ping())
+
+    def info(self, *, extended: bool = False) -> dict[str, Any]:
+        return self._background.run(self._node.info(extended=extended))
+
+    def stats(
+        self, topic: str = "", channel: str = "", *, clients: bool = True, extended: bool = False
+    ) -> dict[str, Any]:
+        return self._background.run(self._node.stats(topic, channel, clients=clients, extended=extended))
+
+    def create_topic(self, topic: str) -> None:
+        self._background.run(self._node.create_topic(topic))
+
+    def delete_topic(self, topic: str) -> None:
+        self._background.run(self._node.delete_topic(topic))
+
+    def empty_topic(self, topic: str) -> None:
+        self._background.run(self._node.empty_topic(topic))
+
+    def pause_topic(self, topic: str) -> None:
+        self._background.run(self._node.pause_topic(topic))
+
+    def unpause_topic(self, topic: str) -> None:
+        self._background.run(self._node.unpause_topic(topic))
+
+    def create_channel(self, topic: str, channel: str) -> None:
+        self._background.run(self._node.create_channel(topic, channel))
+
+    def delete_channel(self, topic: str, channel: str) -> None:
+        self._background.run(self._node.delete_channel(topic, channel))
+
+    def empty_channel(self, topic: str, channel: str) -> None:
+        self._background.run(self._node.empty_channel(topic, channel))
+
+    def pause_channel(self, topic: str, channel: str) -> None:
+        self._background.run(self._node.pause_channel(topic, channel))
+
+    def unpause_channel(self, topic: str, channel: str) -> None:
+        self._background.run(self._node.unpause_channel(topic, channel))
+
+    def topic_settings(self, topic: str) -> _node.EffectiveSettings:
+        return self._background.run(self._node.topic_settings(topic))
+
+    def set_topic_settings(self, topic: str, settings: Mapping[str, Any]) -> _node.EffectiveSettings:
+        return self._background.run(self._node.set_topic_settings(topic, settings))
+
+    def channel_settings(self, topic: str, channel: str) -> _node.EffectiveSettings:
+        return self._background.run(self._node.channel_settings(topic, channel))
+
+    def set_channel_settings(self, topic: str, channel: str, settings: Mapping[str, Any]) -> _node.EffectiveSettings:
+        return self._background.run(self._node.set_channel_settings(topic, channel, settings))
+
+    def peek(
+        self,
+        topic: str,
+        channel: str,
+        state: _node.State = "ready",
+        *,
+        limit: int = 100,
+        after: str | None = None,
+        shown: int | None = 256,
+    ) -> _node.Page:
+        return self._background.run(self._node.peek(topic, channel, state, limit=limit, after=after, shown=shown))
+
+    def peek_topic(
+        self, topic: str, *, limit: int = 100, after: str | None = None, shown: int | None = 256
+    ) -> _node.Page:
+        return self._background.run(self._node.peek_topic(topic, limit=limit, after=after, shown=shown))
+
+    def finish(self, topic: str, channel: str, id: str) -> None:
+        self._background.run(self._node.finish(topic, channel, id))
+
+    def requeue(self, topic: str, channel: str, id: str, delay: float = 0) -> None:
+        self._background.run(self._node.requeue(topic, channel, id, delay))
+
+    def defer(self, topic: str, channel: str, id: str, delay: float) -> None:
+        self._background.run(self._node.defer(topic, channel, id, delay))
+
+    def redrive(
+        self, topic: str, channel: str, *, count: int | None = None, rate: float | None = None
+    ) -> _node.Redrive:
+        return self._background.run(self._node.redrive(topic, channel, count=count, rate=rate))
+
+    def redrive_progress(self, topic: str, channel: str) -> _node.Redrive:
+        return self._background.run(self._node.redrive_progress(topic, channel))
+
+    def seek(self, topic: str, channel: str, to: str | int | datetime) -> _node.Seek:
+        return self._background.run(self._node.seek(topic, channel, to))
+
+    def log_info(self, topic: str) -> _node.LogInfo:
+        return self._background.run(self._node.log_info(topic))
+
+    def log_offset(self, topic: str, time: datetime | int) -> int:
+        return self._background.run(self._node.log_offset(topic, time))
+
+    def positions(self, topic: str) -> list[_node.Position]:
+        return self._background.run(self._node.positions(topic))
+
+    def position(self, topic: str, reader: str) -> _node.Position:
+        return self._background.run(self._node.position(topic, reader))
+
+    def set_position(self, topic: str, reader: str, to: int | str) -> _node.Position:
+        return self._background.run(self._node.set_position(topic, reader, to))
+
+    def delete_position(self, topic: str, reader: str) -> None:
+        self._background.run(self._node.delete_position(topic, reader))
+
+    def log_messages(
+        self, topic: str, start: int, stop: int, *, epoch: str | None = None
+    ) -> Iterator[_node.LogMessage]:
+        messages = self._node.log_messages(topic, start, stop, epoch=epoch)
+
+        async def some() -> list[_node.LogMessage]:
+            # Many at a time: each call goes to another thread and back.
+            found: list[_node.LogMessage] = []
+            while len(found) < 500 and (message := await anext(messages, None)) is not None:
+                found.append(message)
+            return found
+
+        async def close() -> None:
+            await messages.aclose()
+
+        try:
+            while found := self._background.run(some()):
+                yield from found
+        finally:
+            self._background.run(close())
 
 
 def publish(topic: str, *bodies: bytes, nsqd: str | Sequence[str] = "127.0.0.1:4150", **options: Any) -> None:

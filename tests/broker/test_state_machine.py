@@ -6,7 +6,7 @@ time or is finished. After every step it checks that
 
 - what was delivered was waiting, or due, or timed out, and carries the right number of attempts;
 - nothing that could be delivered was held back;
-- the broker's own numbers agree;
+- the broker's own numbers agree, and its settings are what was set;
 - after a crash everything acknowledged is there, nothing comes early, and nothing that the journal knew to be finished
   comes again. What the journal had not yet written may come again: then the oracle follows the broker.
 
@@ -21,6 +21,7 @@ import shutil
 import tempfile
 from collections.abc import Coroutine
 from dataclasses import dataclass, field
+from fnmatch import fnmatchcase
 from typing import Any, TypeVar
 
 import pytest
@@ -39,6 +40,7 @@ from hypothesis.stateful import (
 from flintmq.broker import journal as journal_module
 from flintmq.broker.channel import Channel
 from flintmq.broker.daemon import Broker
+from flintmq.broker.peek import cursor_of, peek_channel, peek_topic
 from flintmq.broker.topic import Topic
 from flintmq.wire import SEQ_MASK, Message, encode_mpub
 
@@ -47,6 +49,8 @@ T = TypeVar("T")
 TOPICS = ["orders", "audit"]
 CHANNELS = ["a", "b", "c"]
 MSG_TIMEOUT, MAX_MSG_TIMEOUT = 10.5, 25.5
+#: Beyond every delay that is asked for.
+NO_LIMIT = 10_000_000
 
 WAITING, IN_FLIGHT, LATER, FINISHED = "waiting", "in flight", "later", "finished"
 
@@ -88,6 +92,8 @@ class TopicModel:
     #: Not handed to any channel yet: seq → when due, 0 if it was not deferred.
     backlog: dict[int, int] = field(default_factory=dict)
     bodies: dict[int, bytes] = field(default_factory=dict)
+    #: When those that were deferred by their publisher are due.
+    dues: dict[int, int] = field(default_factory=dict)
     channels: dict[str, ChannelModel] = field(default_factory=dict)
 
     @property
@@ -105,6 +111,9 @@ class Consumer:
 
 topics = st.sampled_from(TOPICS)
 channels = st.sampled_from(CHANNELS)
+#: Names and patterns that something is set live for, in the order in which they count.
+SET_FOR = [(name,) for name in (*TOPICS, "o*", "*")]
+SET_FOR += [(topic, channel) for topic in (*TOPICS, "o*", "*") for channel in (*CHANNELS, "*")]
 some = st.randoms(use_true_random=False)
 
 
@@ -121,14 +130,18 @@ class BrokerMachine(RuleBasedStateMachine):
         self.number = 0
         self.roll_at = journal_module.ROLL_AT
         self.mem_queue_size = 10_000
+        self.requeue_on_disconnect = False
+        #: What was set live: by name or pattern, a value of a setting that changes nothing here.
+        self.said: dict[tuple[str, ...], int] = {}
         # After a reboot delays go by the wall clock, and it must not have been set meanwhile.
         self.date_was_set = self.was_rebooted = False
 
-    @initialize(mem_queue_size=st.sampled_from([0, 3, 10_000]))
-    def begin(self, mem_queue_size: int) -> None:
+    @initialize(mem_queue_size=st.sampled_from([0, 3, 10_000]), requeue_on_disconnect=st.booleans())
+    def begin(self, mem_queue_size: int, requeue_on_disconnect: bool) -> None:
         # Small files, so that they roll and go: every way of reading a message back is taken.
         journal_module.ROLL_AT = 3_000
         self.mem_queue_size = mem_queue_size
+        self.requeue_on_disconnect = requeue_on_disconnect
         self.start()
 
     def teardown(self) -> None:
@@ -151,6 +164,7 @@ class BrokerMachine(RuleBasedStateMachine):
             max_bytes_per_file=1_000,
             msg_timeout=round(MSG_TIMEOUT * SECOND),
             max_msg_timeout=round(MAX_MSG_TIMEOUT * SECOND),
+            requeue_on_disconnect=self.requeue_on_disconnect,
             disk_reserve=0,
         )
         self.run(self.broker.start())
@@ -289,7 +303,7 @@ class BrokerMachine(RuleBasedStateMachine):
         for seq, body in enumerate(bodies, first):
             assert seq not in model.bodies, "a seq was used twice"
             model.bodies[seq] = body
-            model.backlog[seq] = due
+            model.backlog[seq] = model.dues[seq] = due
         self.hand_over(name)
         self.settle()
 
@@ -348,9 +362,12 @@ class BrokerMachine(RuleBasedStateMachine):
     @precondition(lambda self: self.consumers)
     @rule(random=some)
     def hang_up(self, random: Any) -> None:
-        """What it holds stays in flight until its deadline."""
+        """What it holds stays in flight until its deadline, or is put back at once."""
         consumer = self.some_consumer(random)
         self.consumers.remove(consumer)
+        if self.requeue_on_disconnect:
+            for seq in consumer.held:
+                self.model(consumer.topic, consumer.channel).entries[seq].put_back()
 
         async def lose() -> None:
             consumer.client.hang_up()
@@ -469,6 +486,7 @@ class BrokerMachine(RuleBasedStateMachine):
         gone = [c for c in self.consumers if (c.topic, c.channel) == (topic, channel)]
         self.consumers = [c for c in self.consumers if c not in gone]
         del self.models[topic].channels[channel]
+        self.said.pop((topic, channel), None)
 
         async def delete() -> None:
             self.topic(topic).delete_channel(channel)
@@ -486,6 +504,7 @@ class BrokerMachine(RuleBasedStateMachine):
         self.consumers = [c for c in self.consumers if c.topic != name]
         # Its messages are forgotten, but a seq must never come again.
         del self.models[name]
+        self.said = {names: value for names, value in self.said.items() if names[0] != name}
 
         async def delete() -> None:
             self.broker.delete_topic(name)
@@ -534,6 +553,36 @@ class BrokerMachine(RuleBasedStateMachine):
                 consumer.held.clear()
         self.operated()
 
+    @precondition(lambda self: self.all_channels())
+    @rule(random=some, where=st.sampled_from(["earliest", "latest", "somewhere"]))
+    def seek(self, random: Any, where: str) -> None:
+        """All that is in the files from there on comes again; from the very beginning, copies of older ones too."""
+        topic, channel = random.choice(self.all_channels())
+        log, model, pumped = self.topic(topic).log, self.model(topic, channel), self.topic(topic).pumped
+        places = {"earliest": log.first, "latest": log.end, "somewhere": random.randint(log.first, log.end)}
+        start = places[where]
+        there = {seq for first, stop in log.spans() for seq in range(first, stop)}
+
+        async def seek() -> None:
+            self.channel(topic, channel).seek(start)
+
+        for seq in self.models[topic].bodies.keys() - self.models[topic].backlog.keys():
+            entry = model.entries.get(seq)
+            if start < pumped and seq >= start and seq in there:
+                due = self.models[topic].dues[seq]
+                later = due > self.clock.now()
+                model.entries[seq] = Entry(LATER if later else WAITING, due=due if later else 0)
+            elif entry is not None and entry.place != FINISHED:
+                if start >= pumped or start > log.first:
+                    entry.place, entry.owner = FINISHED, None
+                elif entry.place == IN_FLIGHT:
+                    entry.put_back()
+        for consumer in self.consumers:
+            if (consumer.topic, consumer.channel) == (topic, channel):
+                consumer.held.clear()
+        self.run(seek())
+        self.operated()
+
     @precondition(lambda self: self.models)
     @rule(random=some)
     def empty_topic(self, random: Any) -> None:
@@ -545,6 +594,95 @@ class BrokerMachine(RuleBasedStateMachine):
         self.run(empty())
         self.models[name].backlog.clear()
         self.operated()
+
+    @precondition(lambda self: self.all_channels())
+    @rule(random=some, limit=st.integers(1, 40))
+    def peek(self, random: Any, limit: int) -> None:
+        """Page by page everything is seen once, with its deliveries; that nothing changed the invariants tell."""
+        topic, channel = random.choice(self.all_channels())
+        entries = self.model(topic, channel).entries
+        for state, place in (("ready", WAITING), ("in_flight", IN_FLIGHT), ("deferred", LATER)):
+
+            def look(after: Any, state: str = state) -> Coroutine[Any, Any, dict[str, Any]]:
+                return peek_channel(self.channel(topic, channel), state, limit, after, 1_000)
+
+            seen = self.leaf_through(topic, look)
+            assert seen == {seq: entry.attempts for seq, entry in entries.items() if entry.place == place}
+        seen = self.leaf_through(topic, lambda after: peek_topic(self.topic(topic), limit, after, 1_000))
+        assert {seq for seq, entry in entries.items() if entry.place == WAITING and not entry.attempts} <= set(seen)
+
+    def leaf_through(self, topic: str, look: Any) -> dict[int, int]:
+        """The messages of all pages and how often each was delivered."""
+        seen: dict[int, int] = {}
+        after: Any = (-1, -1)
+        while after is not None:
+            page = self.run(look(after))
+            for message in page["messages"]:
+                assert message["seq"] not in seen
+                assert message["body"] == self.models[topic].bodies[message["seq"]]
+                seen[message["seq"]] = message["attempts"]
+            after = None if page["next"] is None else cursor_of(page["next"])
+        return seen
+
+    @precondition(lambda self: any(self.model(*names).entries for names in self.all_channels()))
+    @rule(random=some, verb=st.sampled_from(["finish", "requeue", "defer"]), seconds=st.integers(0, 20))
+    def act_on_one(self, random: Any, verb: str, seconds: int) -> None:
+        """One message, whatever its state, by its id."""
+        topic, channel = random.choice([names for names in self.all_channels() if self.model(*names).entries])
+        seq, entry = random.choice(list(self.model(topic, channel).entries.items()))
+        delay = seconds * SECOND + SECOND // 2 if verb == "defer" else 0
+
+        async def act() -> bool:
+            real = self.channel(topic, channel)
+            return real.dismiss(seq) if verb == "finish" else real.reschedule(seq, delay)
+
+        assert self.run(act()) == (entry.place != FINISHED)
+        if entry.place == FINISHED:
+            return
+        for consumer in self.consumers:
+            if consumer.client is entry.owner:
+                del consumer.held[seq]
+        if verb == "finish":
+            entry.place, entry.owner = FINISHED, None
+        elif verb == "defer" or entry.place != WAITING:
+            entry.put_back(self.clock.now() + delay if delay else 0)
+        self.operated()
+
+    @rule(names=st.sampled_from(SET_FOR), value=st.none() | st.integers(1, 9))
+    def configure(self, names: tuple[str, ...], value: int | None) -> None:
+        """Set something live, or take it away; what has a name must be there."""
+        topic, channel = (*names, "*")[:2]
+        if "*" not in topic and (
+            topic not in self.models or ("*" not in channel and channel not in self.models[topic].channels)
+        ):
+            return
+
+        async def change() -> None:
+            key = "reader-bytes" if len(names) == 1 else "max-defer"
+            self.broker.settings.change(names, {key: value and value + NO_LIMIT})
+
+        self.run(change())
+        self.said.pop(names, None)
+        if value:
+            self.said[names] = value + NO_LIMIT
+        self.operated()
+
+    @invariant()
+    def settings_are_what_was_set(self) -> None:
+        def expected(*names: str) -> int:
+            counting = (
+                other
+                for other in SET_FOR
+                if len(other) == len(names) and all(map(fnmatchcase, names, other)) and other in self.said
+            )
+            return self.said.get(next(counting, ()), 0)
+
+        for name in self.models:
+            assert self.topic(name).settings.reader_bytes == expected(name)
+        for topic, channel in self.all_channels():
+            # A whole number is milliseconds; the default is an hour.
+            found = self.channel(topic, channel).settings.max_defer // 1_000_000
+            assert found == (expected(topic, channel) or 3_600_000)
 
     # --- The end, and a new beginning --------------------------------------------------------------------------------
 
@@ -586,6 +724,7 @@ class BrokerMachine(RuleBasedStateMachine):
             shift = self.clock.now() - before - seconds * SECOND
             for model in self.models.values():
                 model.backlog = {seq: due and due + shift for seq, due in model.backlog.items()}
+                model.dues = {seq: due and due + shift for seq, due in model.dues.items()}
                 for channel in model.channels.values():
                     for entry in channel.entries.values():
                         entry.due += shift if entry.due else 0

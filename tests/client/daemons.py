@@ -20,7 +20,7 @@ import pytest
 from flintmq.wire import encode_command
 from interop.processes import DEADLINE, PEERS, Output, end
 
-LISTENING = re.compile(r"(TCP|HTTP): listening on (\S+)")
+LISTENING = re.compile(r"(TCP|HTTPS?): listening on (\S+)")
 
 
 def command_of(kind: str, program: str) -> list[str]:

@@ -24,6 +24,7 @@ import pytest
 
 from flintmq.broker.daemon import Broker
 from flintmq.web import ADMIN, OPEN, PUBLISH, READ, Route
+from flintmq.wire import format_id
 from secure import PATIENCE, STRANGERS, Certificates, strangers, until
 
 AT_LEAST = 300
@@ -68,9 +69,12 @@ def query_of(route: Route) -> str:
         topic = "made"
     elif route.path == "/channel/create":
         channel = "made"
-    return f"topic={topic}&channel={channel}&seconds=1&rate=1&time=1&from=earliest&to=latest"
+    there = "time=1&from=earliest&to=latest&reader=kept"
+    return f"topic={topic}&channel={channel}&seconds=1&rate=1&id={AN_ID}&delay=60000&{there}"
 
 
+#: Stands for the id of a message, which only its broker knows.
+AN_ID = "AN-ID"
 #: A message, a level of logging, and of no interest to the others.
 BODY = b"debug"
 
@@ -587,7 +591,13 @@ class Target:
             )
             for name, topic in self.broker.topics.items()
         }
-        return {"topics": topics, "options": self.broker.options, "refusing": self.broker.refusing}
+        readers = {name: dict(topic.readers.positions) for name, topic in self.broker.topics.items() if topic.readers}
+        return {
+            "topics": topics,
+            "readers": readers,
+            "options": self.broker.options,
+            "refusing": self.broker.refusing,
+        }
 
     def hand_out(self, tokens: dict[str, str]) -> None:
         self.tokens.write_text("".join(f"{token} {rights}\n" for token, rights in tokens.items()))
@@ -629,6 +639,7 @@ async def target(certificates: Certificates, path: Path, **options: Any) -> Asyn
             topic.channel(name)
             topic.pause(name == "paused")
             topic.channels[name].pause(name == "paused")
+            topic.readers.move(name, topic.log.first)
             for body in (b"one", b"two"):
                 topic.publish(bytearray(len(body).to_bytes(4, "big") + body), 0, 7, 1)
         here = Target(broker, tokens, certificates)
@@ -819,7 +830,8 @@ async def test_the_same_requests_work_with_the_right(certificates: Certificates,
             before = here.state()
             token = next(token for token, rights in RIGHTS.items() if route.right in {*rights, OPEN})
             async with Client.connect(here.broker.http_address) as client:
-                client.send(request(route, bearer(token)))
+                id = format_id(here.broker.prefix, here.broker.topics["kept"].log.first)
+                client.send(request(route, bearer(token)).replace(AN_ID.encode(), id))
                 assert (await client.answer()).status == 200, route
             changed = here.state() != before
             assert changed == (route.right in (PUBLISH, ADMIN) and not WITHOUT_EFFECT.fullmatch(route.path)), route

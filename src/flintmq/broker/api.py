@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from flintmq.broker import log_api, stats
-from flintmq.broker.http_lane import IDLE_SECONDS, HttpLane, Publishing, refusal
+from flintmq.broker import log_api, peek, settings_api, stats
+from flintmq.broker.http_lane import IDLE_SECONDS, REPEATED, HttpLane, Publishing, refusal
 from flintmq.broker.sockets import Poller, SocketTransport
 from flintmq.broker.topic import Topic
 from flintmq.errors import HttpError, NotFoundError, OptionError, PublishError
@@ -186,6 +186,7 @@ class Api:
             Route("POST", "/channel/empty", self._empty_channel, ADMIN),
             Route("POST", "/channel/pause", self._pause_channel(True), ADMIN),
             Route("POST", "/channel/unpause", self._pause_channel(False), ADMIN),
+            *peek.routes(self._broker),
             # What lies in the files.
             *log_api.routes(self._broker),
             # The end of the node.
@@ -193,6 +194,7 @@ class Api:
             # Settings.
             Route("GET", "/config/:opt", self._get_config, READ),
             Route("PUT", "/config/:opt", self._put_config, ADMIN),
+            *settings_api.routes(self._broker),
             # A look inside. Paths are those of Go's profiler, what they show is Python's.
             Route("GET", "/debug/pprof/", self._debug_index, ADMIN, plain=True, unlogged=True),
             Route("GET", "/debug/pprof/cmdline", self._debug_cmdline, ADMIN, plain=True, unlogged=True),
@@ -215,7 +217,7 @@ class Api:
 
     async def _info(self, request: Request) -> dict[str, Any]:
         broker, options = self._broker, self._broker.options
-        return {
+        info: dict[str, Any] = {
             "version": NSQ_VERSION,
             "broadcast_address": options.broadcast_address,
             "hostname": socket.gethostname(),
@@ -229,6 +231,12 @@ class Api:
             "topology_zone": options.topology_zone,
             "topology_region": options.topology_region,
         }
+        # NSQ does not look at the query.
+        if "extended" in request.query and request.arguments().get("extended") == "true":
+            info["flintmq"] = broker.about()
+            if broker.http_port:
+                info["flintmq"]["http_address"] = f"{options.broadcast_address}:{broker.http_port}"
+        return info
 
     async def _drain(self, request: Request) -> str:
         """Draining goes on after the answer; the log and ``/stats`` tell how far it is."""
@@ -237,31 +245,37 @@ class Api:
 
     # --- Publishing ------------------------------------------------------------------------------------------------
 
-    async def _pub(self, request: Request) -> str:
+    async def _pub(self, request: Request) -> str | Answer:
         body = await request.body(self._broker.options.max_msg_size, "MSG_TOO_BIG")
         if not body:
             raise HttpError(400, "MSG_EMPTY")
         return await self._publish(request, body, batch=False)
 
-    async def _mpub(self, request: Request) -> str:
+    async def _mpub(self, request: Request) -> str | Answer:
         body = await request.body(self._broker.options.max_body_size, "BODY_TOO_BIG")
         return await self._publish(request, body, batch=True)
 
-    async def _publish(self, request: Request, body: bytearray, *, batch: bool) -> str:
+    async def _publish(self, request: Request, body: bytearray, *, batch: bool) -> str | Answer:
         publishing = self._publishing
+        header = request.headers.get("X-Flintmq-Key")
+        key = publishing.key(None if header is None else header.encode("utf-8", "surrogateescape"))
         order = publishing.order(request.query, batch=batch)
         topic = publishing.topic(order)
         while (obstacle := publishing.obstacle(topic)) is not None:
             await self._until(obstacle)
             topic = publishing.topic(order)
         data = bytearray(4) + body
-        publish = publishing.batch if batch else publishing.message
-        commit = publish(order, topic, data, 4, len(data))
+        is_repeat = False
+        if key:
+            commit, is_repeat = publishing.once(key, order, topic, data, 4, len(data), batch=batch)
+        else:
+            publish = publishing.batch if batch else publishing.message
+            commit = publish(order, topic, data, 4, len(data))
         if commit is not None:
             await self._until(commit.waiters.append)
             if commit.error is not None:
                 raise refusal(commit.error)
-        return "OK"
+        return REPEATED if is_repeat else "OK"
 
     async def _until(self, tell: Callable[[Callable[[], None]], None]) -> None:
         """Wait for something that takes a callback."""
@@ -280,7 +294,8 @@ class Api:
             "include_mem": arguments.get("include_mem") not in ("false", "0"),
         }
         if arguments.get("format") == "json":
-            return await stats.survey(self._broker, **wanted)
+            extended = arguments.get("extended") == "true"
+            return await stats.survey(self._broker, **wanted, extended=extended)
         return await stats.report(self._broker, **wanted)
 
     async def _metrics(self, request: Request) -> Answer:
@@ -294,49 +309,54 @@ class Api:
         if not valid_name(name):
             raise HttpError(400, "INVALID_TOPIC")
         try:
-            self._broker.topic(name)
+            topic = self._broker.topic(name)
         except PublishError as exc:
             log.error("TOPIC(%s): cannot be made - %s", name, exc)
             raise HttpError(500, "INTERNAL_ERROR") from exc
-        await self._noted()
+        await self._noted(topic)
 
     async def _delete_topic(self, request: Request) -> None:
-        self._broker.delete_topic(self._topic(request.arguments()).name)
-        await self._noted()
+        topic = self._topic(request.arguments())
+        self._broker.delete_topic(topic.name)
+        await self._noted(topic)
 
     async def _empty_topic(self, request: Request) -> None:
         arguments = request.arguments()
         # Deleting and pausing look the name up without asking whether there can be such a one.
         if not valid_name(_argument(arguments, "topic")):
             raise HttpError(400, "INVALID_TOPIC")
-        self._topic(arguments).empty()
-        await self._noted()
+        topic = self._topic(arguments)
+        topic.empty()
+        await self._noted(topic)
 
     def _pause_topic(self, paused: bool) -> Callable[[Request], Awaitable[None]]:
         async def handler(request: Request) -> None:
-            self._topic(request.arguments()).pause(paused)
-            await self._noted()
+            topic = self._topic(request.arguments())
+            topic.pause(paused)
+            await self._noted(topic)
 
         return handler
 
     async def _create_channel(self, request: Request) -> None:
         topic, name = self._channel_arguments(request)
         topic.channel(name)
-        await self._noted()
+        await self._noted(topic)
 
     async def _delete_channel(self, request: Request) -> None:
         channel = self._channel(request)
         channel.topic.delete_channel(channel.name)
-        await self._noted()
+        await self._noted(channel.topic)
 
     async def _empty_channel(self, request: Request) -> None:
-        self._channel(request).empty()
-        await self._noted()
+        channel = self._channel(request)
+        channel.empty()
+        await self._noted(channel.topic)
 
     def _pause_channel(self, paused: bool) -> Callable[[Request], Awaitable[None]]:
         async def handler(request: Request) -> None:
-            self._channel(request).pause(paused)
-            await self._noted()
+            channel = self._channel(request)
+            channel.pause(paused)
+            await self._noted(channel.topic)
 
         return handler
 
@@ -360,11 +380,11 @@ class Api:
         except NotFoundError as exc:
             raise HttpError(404, "CHANNEL_NOT_FOUND") from exc
 
-    async def _noted(self) -> None:
-        """What was changed is as safe as a publish would be."""
+    async def _noted(self, topic: Topic) -> None:
+        """What was changed is as safe as a publish to the topic would be."""
         journal = self._broker.journal
         journal.flush()
-        if self._broker.options.durability == "fsync":
+        if topic.settings.durability == "fsync":
             await self._until(lambda then: journal.when_synced(journal.noted, then))
 
     # --- Settings --------------------------------------------------------------------------------------------------

@@ -22,6 +22,7 @@ from heapq import heapify, heappop, heappush
 from itertools import chain
 from typing import TYPE_CHECKING
 
+from flintmq.broker.disk import pack_numbers
 from flintmq.broker.journal import NEVER, SIDE
 from flintmq.broker.latency import Latency, publish_time
 from flintmq.broker.limits import Pace
@@ -134,7 +135,7 @@ class Channel:
         self.paused = False
         self.exiting = False
         #: Replaced, never changed.
-        self.settings = ChannelSettings.of(topic.broker.options)
+        self.settings = topic.broker.settings.channel(topic.name, name)
         # Waiting: of what lies before ``seen``, the ranges; of what lies beyond, everything the topic has pumped.
         self.waiting = Ranges()
         self.seen = start
@@ -202,6 +203,23 @@ class Channel:
     def in_flight_count(self) -> int:
         return self.ring.count + len(self.unusual)
 
+    def owner(self, seq: int) -> int:
+        """Which session holds the message; 0 if none does. It may be gone, and its message in flight all the same."""
+        message = self.unusual.get(seq)
+        return message.owner if message is not None else self.ring.owner(seq)
+
+    def deadline(self, seq: int) -> int:
+        """Until when the owner of a message in flight may keep it."""
+        message = self.unusual.get(seq)
+        if message is not None:
+            return message.deadline
+        return next((found for runs in self._runs.values() if (found := runs.find(seq))), 0)
+
+    def is_ready(self, seq: int) -> bool:
+        """Would it be delivered next, or soon, to whoever can take it?"""
+        unsent = seq in self.waiting or self.seen <= seq < self.topic.pumped or seq in self.side
+        return unsent or seq in self.requeued
+
     # --- From the topic --------------------------------------------------------------------------------------------
 
     def catch_up(self, seq: int) -> None:
@@ -230,7 +248,7 @@ class Channel:
     def drop_excess(self) -> None:
         """An ephemeral channel holds no more than ``--mem-queue-size``: the newest are dropped."""
         self.catch_up(self.topic.pumped)
-        excess = self.depth - self.broker.options.mem_queue_size
+        excess = self.depth - self.topic.settings.mem_queue_size
         if excess <= 0 or (self._ready and not self.paused):
             return
         self.dropped_count += excess
@@ -280,14 +298,18 @@ class Channel:
 
     def add(self, session: Session) -> None:
         self.sessions[session.ident] = session
+        session.take_timeout(self.settings.msg_timeout)
 
     def remove(self, session: Session) -> None:
-        """The session is gone. What it holds stays in flight until its deadline, as in NSQ."""
+        """The session is gone. What it holds stays in flight until its deadline, as in NSQ, or is put back now."""
         if self.sessions.pop(session.ident, None) is None:
             return
         if session.listed:
             self._ready.remove(session)
             session.listed = False
+        # The end of the broker is no reason: it keeps what is in flight, with its attempts.
+        if session.in_flight and self.broker.options.requeue_on_disconnect and not self.broker.stopping:
+            self._give_back(session)
         if self.ephemeral and not self.sessions and not self.exiting:
             self.broker.later(self._vanish)
 
@@ -574,6 +596,20 @@ class Channel:
         self._put_back(seq, attempts, self.broker.clock.now() + delay if delay > 0 else 0)
         self.wake(session)
 
+    def _give_back(self, session: Session) -> None:
+        """All that a session holds is put back as if it had requeued it: the attempt counts, and there is no delay."""
+        if self.exiting:
+            return
+        ring = self.ring
+        held = [(seq, 1) for seq, owner in ring.held(ring.lo, ring.hi) if owner == session.ident]
+        held += [(seq, message.attempts) for seq, message in self.unusual.items() if message.owner == session.ident]
+        for seq, attempts in held:
+            self._take(session, seq, "REQ")
+            self.requeue_count += 1
+            session.requeue_count += 1
+            self._put_back(seq, attempts, 0)
+        self.broker.pump_later(self)
+
     def touch(self, session: Session, seq: int) -> None:
         message = self._owned(session, seq, "TOUCH") or self._make_unusual(seq)
         longest = message.delivered + self.broker.options.max_msg_timeout
@@ -600,10 +636,21 @@ class Channel:
         if message is not None:
             del self.unusual[seq]
             return message.attempts
+        self._release(seq)
+        return 1
+
+    def _release(self, seq: int) -> None:
+        """A first delivery is no longer in flight."""
         self.ring.release(seq)
         for runs in self._runs.values():
             runs.prune(self.ring.lo)
-        return 1
+
+    def _let_go(self, owner: int) -> None:
+        """A session has lost one that it held."""
+        session = self.sessions.get(owner)
+        if session is not None:
+            session.in_flight -= 1
+            self.wake(session)
 
     def _finished(self, first: int, stop: int) -> None:
         self.ring.add_done(first, stop)
@@ -678,10 +725,7 @@ class Channel:
 
     def _timed_out(self, seq: int, owner: int, attempts: int) -> None:
         self.timeout_count += 1
-        session = self.sessions.get(owner)
-        if session is not None:
-            session.in_flight -= 1
-            self.wake(session)
+        self._let_go(owner)
         self._put_back(seq, attempts, 0)
 
     # --- Operators -------------------------------------------------------------------------------------------------
@@ -697,12 +741,28 @@ class Channel:
                 self.wake(session)
             self.pump()
 
+    def change_settings(self, settings: ChannelSettings) -> None:
+        """Take other settings; they hold at once, for deliveries from now on."""
+        before, self.settings = self.settings, settings
+        if settings.delivery_rate != before.delivery_rate:
+            self.pace = Pace.of(self)
+            self.broker.pump_later(self)
+        if settings.msg_timeout != before.msg_timeout:
+            for session in self.sessions.values():
+                session.take_timeout(settings.msg_timeout)
+
     def empty(self) -> None:
         """Drop everything: waiting, in flight, deferred. Consumers stay."""
         self.catch_up(self.topic.pumped)
         self.broker.journal.note("empty", self.id, self.seen, self.topic.side_end)
-        self.waiting.clear()
         self.side.clear()
+        self._drop_all()
+        self.broker.journal.flush()
+        self.broker.soon(self)
+
+    def _drop_all(self) -> None:
+        """Forget everything of the log. The journal was told."""
+        self.waiting.clear()
         self.ring.reset(self.seen)
         self._runs.clear()
         self.unusual.clear()
@@ -711,11 +771,109 @@ class Channel:
         self.deferred.clear()
         self.attempts.clear()
         del self._back[:]
-        self.broker.journal.flush()
-        self.broker.soon(self)
         for session in self.sessions.values():
             session.in_flight = 0
             self.wake(session)
+
+    def seek(self, start: int) -> None:
+        """Deliver everything of the log from ``start`` on, for the first time or again, and nothing before it.
+
+        What is in flight is taken from its consumers, as by ``empty``, and that is what this is if ``start`` lies
+        behind all that the topic has handed on. Otherwise messages for this channel alone stay, and if it goes back
+        to the very beginning also older ones, of which only a copy is left.
+        """
+        self.catch_up(self.topic.pumped)
+        if start >= self.seen:
+            self.empty()
+            return
+        self.topic.mover.look_back()
+        earliest = start <= self.topic.log.first
+        kept = [single for single in self._put_back_state() if single[0] >= SIDE or earliest]
+        copies = array("q", sorted(seq for seq, _, _ in kept if seq < SIDE))
+        self.broker.journal.note("seek", self.id, start, pack_numbers(copies))
+        self._drop_all()
+        self._wait_for(start, self.seen)
+        self.ring.reset(self.waiting.first if self.waiting else self.seen)
+        for seq, attempts, due in kept:
+            if attempts < 0:
+                self.requeued.append(seq)
+            else:
+                self._put_back(seq, attempts, due)
+        self.broker.journal.flush()
+        self.broker.soon(self)
+        self._watch(self.next_deadline())
+        self.pump()
+
+    def _put_back_state(self) -> list[tuple[int, int, int]]:
+        """(seq, attempts, when due) of messages that are not waiting and cannot be read from the log.
+
+        Attempts are -1 for one that brings its own count. A deferred one never does: the journal knows its time.
+        """
+        below = self.topic.mover.below
+        found = [(seq, message.attempts, 0) for seq, message in self.unusual.items()]
+        found += [(seq, 1, 0) for seq, _ in self.ring.held(self.ring.lo, max(self.ring.lo, below))]
+        found += [(seq, self.attempts.get(seq, -1), 0) for seq in self.requeued]
+        found += [(seq, self.attempts.get(seq, 0), due) for due, seq in self.deferred.items()]
+        return [single for single in found if single[0] < below or single[0] >= SIDE]
+
+    def _wait_for(self, start: int, stop: int) -> None:
+        """The messages ``start`` … ``stop - 1`` that are in the log are waiting, or wait for their time."""
+        log = self.topic.log
+        now = self.broker.clock.now()
+        later = deque((seq, due) for seq, due in log.deferrals(NEVER) if start <= seq < stop and due > now)
+        for first, last in Ranges(log.spans()).within([(start, stop)]):
+            while later and later[0][0] < last:
+                seq, due = later.popleft()
+                self.deferred.push(due, seq)
+                self.waiting.add(first, seq)
+                first = seq + 1
+            self.waiting.add(first, last)
+
+    # One message, whatever its state. Who asks is no consumer: nobody has to hold it.
+
+    def dismiss(self, seq: int) -> bool:
+        """Finish a message; False if the channel does not have it. Its owner's FIN will find it no longer in flight."""
+        if self._withdraw(seq) is None:
+            return False
+        self._finished(seq, seq + 1)
+        self.pump()
+        return True
+
+    def reschedule(self, seq: int, delay: int) -> bool:
+        """A message is ready now, or after ``delay`` ns; False if the channel does not have it."""
+        if delay <= 0 and self.is_ready(seq):
+            return True
+        in_flight = self.owner(seq) != 0
+        attempts = self._withdraw(seq)
+        if attempts is None:
+            return False
+        self.requeue_count += in_flight
+        self._put_back(seq, attempts, self.broker.clock.now() + delay if delay > 0 else 0)
+        self.pump()
+        return True
+
+    def _withdraw(self, seq: int) -> int | None:
+        """Take a message out of its state; how often it was delivered so far. None: the channel does not have it.
+
+        -1 stands for a message of the side log that was not delivered here yet: its own frame says how often it was.
+        """
+        owner = self.owner(seq)
+        if owner:
+            message = self.unusual.pop(seq, None)
+            if message is None:
+                self._release(seq)
+            self._let_go(owner)
+            return 1 if message is None else message.attempts
+        self.catch_up(self.topic.pumped)
+        unsent, before = (self.waiting, 0) if seq < SIDE else (self.side, -1)
+        if unsent.remove(seq, seq + 1):
+            return before
+        if self.deferred.remove(seq) < 0:
+            try:
+                self.requeued.remove(seq)
+            except ValueError:
+                return None
+        return self.attempts.pop(seq, before)
 
     def close(self) -> list[Session]:
         """The channel is going: its consumers, to be disconnected by the caller."""
@@ -778,15 +936,15 @@ class Channel:
         rows = array("q")
         now, wall = self.broker.clock.now(), self.broker.clock.wall()
         for seq in self.requeued:
-            if self.attempts.get(seq):
+            # Also of one that was never delivered: its publisher may have wished it later than it is to come now.
+            if seq in self.attempts:
                 rows.extend((seq, self.attempts[seq], 0, 0))
         for due, seq in self.deferred.items():
             # A deferred publish is known from the log; one that was put back is known here alone.
             if seq in self.attempts:
                 rows.extend((seq, self.attempts[seq], due, wall + due - now))
         for seq, message in self.unusual.items():
-            if message.attempts > 1:
-                rows.extend((seq, message.attempts - 1, 0, 0))
+            rows.extend((seq, message.attempts - 1, 0, 0))
         return pairs.tobytes(), rows.tobytes()
 
     def restore(

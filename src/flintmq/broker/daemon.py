@@ -8,7 +8,8 @@ The data path holds, beside ``nsqd.dat`` for those who read it, one folder ``fli
 
     flintmq/format.json        format version, the node's random identity
     flintmq/journal/           what happened (journal.py)
-    flintmq/topics/NAME@N/     a topic's segment files (segment.py); N is its incarnation; ``side`` its side log
+    flintmq/topics/NAME@N/     a topic's segment files (segment.py); N is its incarnation; ``side`` its side log;
+                               keys of segments that are gone (keys.py)
     flintmq/topics/NAME@N.lost a topic that the journal does not know, after damage to it
     flintmq.restoring          a backup that is being put back: no broker starts beside it
 """
@@ -32,6 +33,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+import flintmq
 from flintmq.broker import sockets, stats, takeover
 from flintmq.broker.channel import Channel
 from flintmq.broker.disk import Clock, Disk, SystemClock
@@ -43,6 +45,7 @@ from flintmq.broker.mover import copies
 from flintmq.broker.peers import Peers
 from flintmq.broker.scan import Scan
 from flintmq.broker.session import FinishLane, Lane, Session
+from flintmq.broker.settings import Settings
 from flintmq.broker.topic import RESERVE, Topic
 from flintmq.errors import FlintError, FormatError, NotFoundError, OptionError, PublishError, StartError, StorageError
 from flintmq.options import NsqdOptions
@@ -120,6 +123,8 @@ class Broker:
         self._draining: asyncio.Task[DrainReport] | None = None
         #: Called by ``reload``: each reads again what it keeps in memory of a file, such as certificates.
         self.reloaders: list[Callable[[], None]] = [self.reload_certificates]
+        #: What single topics and channels do differently.
+        self.settings = Settings(self)
         # One buffer that every session receives into, one after the other.
         self.receive_buffer = bytearray(RECEIVE_BYTES)
         self.receive_view = memoryview(self.receive_buffer)
@@ -179,6 +184,7 @@ class Broker:
         self.now = self._loop.time
         self.disk.attach(self._loop.call_soon_threadsafe)
         self.path = Path(self.options.data_path or os.getcwd())
+        declared: list[Topic] = []
         self.journal = Journal(
             self.disk,
             self.clock,
@@ -193,6 +199,10 @@ class Broker:
         try:
             self._open_path()
             self.peers.load_tls()
+            # Before anybody can connect: no first message is missed.
+            declared = self.settings.declare()
+            for topic in declared if self.options.nsqlookupd_tcp_addresses else ():
+                topic.gate(True)
             await self._listen()
         except (OSError, FlintError) as exc:
             await self._abandon()
@@ -209,6 +219,8 @@ class Broker:
         self._look_at_space()
         self.structure_changed(False)
         self.peers.start()
+        for topic in declared:
+            self.peers.ask_for_channels(topic)
 
     def _set_up_security(self) -> None:
         if self.options.tls_cert:
@@ -299,6 +311,15 @@ class Broker:
     def _new_session(self) -> Session:
         return Session(self)
 
+    def about(self) -> dict[str, Any]:
+        """What a client is told that asks for more than NSQ says."""
+        return {"version": flintmq.__version__, "node": self.node.hex(), "log": True, "keys": True}
+
+    @property
+    def http_port(self) -> int:
+        """Where others reach our HTTP port; 0 if it is not served, or not on a port."""
+        return self.options.broadcast_http_port or split_address(self.http_address)[1] if self.http_address else 0
+
     @property
     def tcp_address(self) -> str:
         """Where clients connect: ``host:port`` as really bound, or the path of a unix socket."""
@@ -317,6 +338,7 @@ class Broker:
         """Replace the options by a copy with these changes, and tell who asked to know."""
         options = dataclasses.replace(self.options, **changes)
         options.validate()
+        Settings.check(options)
         self.options = options
         for changed in self.options_changed:
             changed()
@@ -354,6 +376,8 @@ class Broker:
                 topic.log.write_all()
                 topic.log.sync_now()
                 topic.log.close()
+                if topic.keys is not None:
+                    topic.keys.close()
                 if topic.side is not None:
                     topic.side.write_all()
                     topic.side.sync_now()
@@ -546,6 +570,7 @@ class Broker:
         self._floor = state.floor
         self._next_incarnation = state.next_incarnation
         self._next_channel = state.next_channel
+        self.settings.restore(state)
         clean = state.clean
         known = set()
         for topic_state in state.topics.values():
@@ -599,8 +624,10 @@ class Broker:
         if after is None and state.end is not None:
             # Messages that were finished before they were ever written leave no trace but the end.
             topic.log.end = topic.log.written = topic.log.durable = max(topic.log.end, state.end)
+        topic.restore_keys()
         topic.ceiling = state.ceiling
         topic.paused = state.paused
+        topic.readers.restore(state.readers)
         if self.disk.exists(folder / "side"):
             topic.side = topic._new_log(folder / "side", SIDE)
             topic.side.recover(state.side_end, None)
@@ -613,7 +640,7 @@ class Broker:
             behind = [first for first, stop in spans if stop > topic.pumped]
             topic.pumped = max(topic.pumped, behind[0]) if behind else end
             topic.gaps.extend(_between(spans, topic.pumped, end))
-        deferrals = list(topic.log.deferrals())
+        deferrals = list(topic.log.deferrals(topic.pumped))
         addressed = side_spans(topic.side) if topic.side is not None else {}
         copied = topic.mover.restore(copies(topic.side)) if topic.side is not None else []
         now, wall = self.clock.now(), self.clock.wall()
@@ -700,6 +727,7 @@ class Broker:
         for channel in list(topic.channels):
             topic.delete_channel(channel)
         del self.topics[name]
+        self.settings.forget(name)
         self._turn.pop(topic, None)
         self._touched.pop(topic, None)
         for verb in ("PUB", "MPUB"):
@@ -853,22 +881,23 @@ class Broker:
         self.store.tidy()
 
     def _free(self) -> None:
-        freeable = []
+        freeable: list[tuple[Log, int, Callable[[], int]]] = []
         for topic in self.topics.values():
+            if topic.keys is not None:
+                topic.keys.trim()
             if topic.ephemeral:
                 continue
             if topic.log.segments:
-                topic.mover.look()
-                freeable.append((topic.log, topic.first_needed()))
+                freeable.append((topic.log, topic.let_go(), topic.first_kept))
             if topic.side is not None and topic.side.segments:
-                freeable.append((topic.side, topic.first_side_needed()))
+                freeable.append((topic.side, topic.first_side_needed(), topic.first_side_needed))
         self.journal.flush()
 
         def free() -> None:
             self._syncing = False
-            for storage, seq in freeable:
+            for storage, seq, first_kept in freeable:
                 if not storage.closed:
-                    storage.free(seq)
+                    storage.free(seq, first_kept)
 
         self._syncing = True
         self.journal.when_synced(self.journal.noted, free)
@@ -882,6 +911,8 @@ class Broker:
             log.error("NSQ: cannot look at the disk - %s", _reason(exc))
             return
         self.free_bytes = free
+        if free < 2 * self.options.disk_reserve:
+            self._make_room(2 * self.options.disk_reserve - free)
         if free < self.options.disk_reserve:
             if not self.refusing:
                 log.error("NSQ: the disk is nearly full, publishes are refused (%d bytes free)", free)
@@ -892,6 +923,22 @@ class Broker:
             if self.refusing:
                 log.info("NSQ: there is room on the disk again")
             self.refusing = ""
+
+    def _make_room(self, size: int) -> None:
+        """The disk gets full: what is kept by retention alone goes first, the oldest of all topics."""
+        spare = [
+            (segment.index_times[0] if segment.index_times else 0, topic.name, segment.size, stop)
+            for topic in self.topics.values()
+            for segment, stop in topic.retention.spare()
+        ]
+        for _, name, segment_size, stop in sorted(spare):
+            if size <= 0:
+                break
+            log.warning("TOPIC(%s): the disk is nearly full, a file goes before its time (up to %d)", name, stop)
+            self.topics[name].retention.give_up(stop)
+            size -= segment_size
+        if spare and not self._syncing and not self.stopping:
+            self._free()
 
     def unwell(self, reason: str) -> None:
         """A write failed: so it stays until one succeeds."""
@@ -913,6 +960,7 @@ class Broker:
     def _snapshot(self) -> Iterator[tuple[Any, ...]]:
         """The whole state as notes, for the journal. Taken in slices: topics may come and go in between."""
         yield ("floor", self._floor, self._next_incarnation, self._next_channel)
+        yield from self.settings.notes()
         for topic in list(self.topics.values()):
             if topic.ephemeral or topic.exiting:
                 continue
@@ -920,12 +968,14 @@ class Broker:
             yield ("durable", topic.incarnation, topic.log.durable)
             yield ("pause", topic.incarnation, topic.paused)
             yield ("frozen", topic.incarnation, topic.pumped if topic.frozen else None)
+            yield from topic.readers.notes()
             for channel in list(topic.channels.values()):
                 if channel.ephemeral or channel.exiting:
                     continue
                 yield ("channel", topic.incarnation, channel.id, channel.name, topic.pumped, SIDE)
                 yield ("channel_pause", channel.id, channel.paused)
                 yield ("channel_state", channel.id, *channel.snapshot())
+            yield from self.settings.notes(topic)
 
     def structure_changed(self, ephemeral: bool) -> None:
         """Topics or channels came, went or were paused: the journal has it at once, ``nsqd.dat`` follows soon."""

@@ -27,7 +27,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 from struct import Struct
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import google_crc32c
 import msgspec
@@ -74,6 +74,9 @@ _SPACE = ROLL_AT + (1 << 20)
 _SLICE = 50
 
 
+Key = TypeVar("Key")
+
+
 @dataclass(slots=True)
 class ChannelState:
     """A channel as the journal knows it."""
@@ -115,6 +118,10 @@ class TopicState:
     end: int | None = None
     side_end: int = SIDE
     channels: dict[int, ChannelState] = field(default_factory=dict)
+    #: What was set live for it (empty name), and for its channels by their name or pattern.
+    settings: dict[str, dict[str, Any]] = field(default_factory=dict)
+    #: Readers of the log: where each is, and when it last moved.
+    readers: dict[str, tuple[int, int]] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -123,6 +130,8 @@ class State:
 
     topics: dict[int, TopicState] = field(default_factory=dict)
     channels: dict[int, ChannelState] = field(default_factory=dict)
+    #: What was set live for patterns of topics (with an empty name), and for channels of such.
+    patterns: dict[tuple[str, str], dict[str, Any]] = field(default_factory=dict)
     #: No new log starts below it.
     floor: int = 0
     next_incarnation: int = 1
@@ -184,9 +193,11 @@ class State:
             self.channels[channel] = self.topics[incarnation].channels[channel] = state
 
     def _unchannel(self, incarnation: int, channel: int) -> None:
-        self.channels.pop(channel, None)
+        state = self.channels.pop(channel, None)
         if incarnation in self.topics:
             self.topics[incarnation].channels.pop(channel, None)
+            if state is not None:
+                self.topics[incarnation].settings.pop(state.name, None)
 
     def _channel_pause(self, channel: int, paused: bool) -> None:
         if channel in self.channels:
@@ -201,6 +212,14 @@ class State:
             state.back.clear()
             self.apply_back(channel, unpack_numbers(back))
 
+    def _settings(self, incarnation: int, channel: str, values: dict[str, Any]) -> None:
+        """All that is set live for a topic, or for this name or pattern of its channels."""
+        if incarnation in self.topics:
+            _put(self.topics[incarnation].settings, channel, values)
+
+    def _pattern(self, topic: str, channel: str, values: dict[str, Any]) -> None:
+        _put(self.patterns, (topic, channel), values)
+
     def _skip(self, incarnation: int, first: int, stop: int) -> None:
         if incarnation in self.topics:
             for channel in self.topics[incarnation].channels.values():
@@ -210,6 +229,23 @@ class State:
         if channel in self.channels:
             self.channels[channel].finish(0, stop)
             self.channels[channel].finish(SIDE, side_stop)
+
+    def _seek(self, channel: int, start: int, older: bytes) -> None:
+        """All from ``start`` on is to be delivered, and of what lies before it these; the channel's own stay."""
+        state = self.channels.get(channel)
+        if state is not None:
+            own = [(max(first, SIDE), stop) for first, stop in state.outstanding if stop > SIDE]
+            kept = [(seq, seq + 1) for seq in unpack_numbers(older)]
+            state.outstanding = Ranges([*kept, (start, SIDE), *own])
+            state.back = {seq: row for seq, row in state.back.items() if seq >= SIDE}
+
+    def _reader(self, incarnation: int, name: str, offset: int, moved: int) -> None:
+        if incarnation in self.topics:
+            self.topics[incarnation].readers[name] = (offset, moved)
+
+    def _unreader(self, incarnation: int, name: str) -> None:
+        if incarnation in self.topics:
+            self.topics[incarnation].readers.pop(name, None)
 
     def _open(self, boot: bytes) -> None:
         self.count_from(boot)
@@ -237,6 +273,13 @@ class State:
 
     def _clean(self) -> None:
         pass
+
+
+def _put(said: dict[Key, dict[str, Any]], key: Key, values: dict[str, Any]) -> None:
+    if values:
+        said[key] = values
+    else:
+        said.pop(key, None)
 
 
 class Journalled(Protocol):

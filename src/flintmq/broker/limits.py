@@ -114,13 +114,11 @@ class Connections:
 class TopicLimits:
     """What one topic may hold, and how fast it may be published to."""
 
-    def __init__(self, topic: Topic, options: NsqdOptions, clock: Clock) -> None:
+    def __init__(self, topic: Topic) -> None:
         self._topic = topic
-        self._clock = clock
-        self._most_messages = options.max_topic_messages
-        self._most_bytes = options.max_topic_bytes
-        self._refuse = options.topic_limit_policy == "refuse"
-        self._bucket = Bucket(options.max_publish_rate, clock) if options.max_publish_rate else None
+        self._clock = topic.broker.clock
+        self._bucket: Bucket | None = None
+        self._read_settings()
         # How much more there was room for when it was last looked at, less what came since: what consumers finished
         # meanwhile only adds to it.
         self._room_messages = 0
@@ -132,9 +130,33 @@ class TopicLimits:
         self._logged = 0
 
     @classmethod
-    def of(cls, topic: Topic, options: NsqdOptions, clock: Clock) -> TopicLimits | None:
-        limited = options.max_topic_messages or options.max_topic_bytes or options.max_publish_rate
-        return cls(topic, options, clock) if limited else None
+    def of(cls, topic: Topic) -> TopicLimits | None:
+        settings = topic.settings
+        limited = settings.max_messages or settings.max_bytes or settings.publish_rate
+        return cls(topic) if limited else None
+
+    def _read_settings(self) -> None:
+        settings = self._topic.settings
+        self._most_messages = settings.max_messages
+        self._most_bytes = settings.max_bytes
+        self._refuse = settings.limit_policy == "refuse"
+        rate = settings.publish_rate
+        if rate != (self._bucket.rate if self._bucket is not None else 0):
+            self._bucket = Bucket(rate, self._clock) if rate else None
+
+    def changed(self) -> TopicLimits | None:
+        """The topic's settings have changed; None if there is no limit any more."""
+        limited_bytes = self._most_bytes
+        self._read_settings()
+        if not (self._most_messages or self._most_bytes or self._bucket):
+            return None
+        if not limited_bytes:
+            # What came meanwhile was not counted.
+            self._marks.clear()
+            self._published = 0
+        # Too little, so that it is looked at.
+        self._room_messages = self._room_bytes = -1
+        return self
 
     def admit(self, count: int, body_bytes: int) -> None:
         """``count`` messages are about to be published. LimitError if they may not be.
@@ -204,11 +226,17 @@ class TopicLimits:
         self._published += size
 
     def _find_marks(self) -> None:
-        """What the files held when the broker was started, by their own index."""
+        """What is there already, after a start or when the limit is new: the files' own index, then what is in none."""
+        written = 0
         for segment in self._topic.log.segments:
             for seq, offset in zip(segment.index_seqs, segment.index_offsets, strict=True):
                 self._marks.append((seq, self._published + offset))
             self._published += segment.size
+            written = segment.end
+        for block in self._topic.log.blocks:
+            if block.base >= written:
+                self._marks.append((block.base, self._published))
+                self._published += block.used
 
     # --- The oldest go ---------------------------------------------------------------------------------------------
 
@@ -258,7 +286,7 @@ class Pace:
 
     @classmethod
     def of(cls, channel: Channel) -> Pace | None:
-        rate = channel.broker.options.max_delivery_rate
+        rate = channel.settings.delivery_rate
         return cls(channel, rate) if rate else None
 
     @property

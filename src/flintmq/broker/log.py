@@ -22,6 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from flintmq.broker.disk import BACKGROUND, COMMIT, READ, SPARE, Clock, Disk
+from flintmq.broker.keys import MOST_IN_SEGMENT, KeyBlock
 from flintmq.broker.segment import (
     CONTINUES,
     DEFERRED,
@@ -41,6 +42,7 @@ from flintmq.broker.segment import (
     new_salt,
     read_footer,
     read_header,
+    read_keys,
     read_records,
     seq_in_chunk,
     timestamp_of,
@@ -72,7 +74,7 @@ SYNC_SPACING = 100_000_000
 #: How often, and how many seconds apart, a read that the device refuses is tried before its messages are given up.
 READ_TRIES, READ_PAUSE = 10, 1.0
 _POOL_BLOCKS = 8
-_SPARE_BLOCKS = 8
+_SPARE_BLOCKS = 12
 _MOST_FILES = 400
 
 
@@ -83,8 +85,7 @@ Submit = Callable[[Callable[[], Any], Callable[[Any, BaseException | None], None
 def _fresh_memory() -> list[mmap]:
     """Memory for blocks whose pages are there already: a busy loop has no time to wait for them one by one."""
     spare = [_memory(LARGEST_BLOCK) for _ in range(_SPARE_BLOCKS)]
-    for memory in spare:
-        populate(memory)
+    populate(spare)
     return spare
 
 
@@ -161,7 +162,7 @@ class Store:
                 block = self._blocks.pop()
                 if block.recycle(base):
                     return block
-            if len(self._spare) < _SPARE_BLOCKS // 2 and not self._preparing and not self.disk.closing:
+            if len(self._spare) < _SPARE_BLOCKS and not self._preparing and not self.disk.closing:
                 self._preparing = True
                 self.disk.submit(_fresh_memory, self._prepared, SPARE)
             return Block(size, base, self._spare.pop() if self._spare else _memory(size))
@@ -339,6 +340,9 @@ class Log:
         self.damaged: list[tuple[int, int]] = []
         # What stood in files that could not be made sense of at all.
         self._set_aside: list[tuple[int, int]] = []
+        #: Called in a thread with the keys of a segment that may go, and how many are in those after it: keys outlive
+        #: their messages. None: there are no keys.
+        self.keep_keys: Callable[[KeyBlock, int], None] | None = None
         # Syncing.
         self._unsynced: list[Segment] = []
         self._unsynced_bytes = 0
@@ -590,6 +594,15 @@ class Log:
         if len(self._pending) != 1 or not self._write_single(self._pending[0]):
             self._write_out(len(self._pending))
 
+    def change_durability(self, durability: str) -> None:
+        """From now on publishes are as safe as this. To and from ``memory`` only while everything has been written."""
+        if self.folder is None or durability == self.durability:
+            return
+        self.durability = durability
+        if durability == "fsync":
+            self.sync(COMMIT)
+        self._progressed()
+
     def write_all(self) -> None:
         """Write everything, whatever the durability: a clean stop."""
         if self.folder is not None and self._pending:
@@ -711,6 +724,7 @@ class Log:
             if segment is not None and (
                 record.seq != segment.end
                 or (segment.size + size > limit and segment.size > FILE_HEADER and not self._group_planned)
+                or (segment.key_count >= MOST_IN_SEGMENT and not self._group_planned)
             ):
                 pieces.append(self._seal(segment))
                 segment = piece = None
@@ -734,12 +748,13 @@ class Log:
                 segment.deferrals.extend(
                     (record.seq, record.count, record.started, record.delay * 1_000_000, timestamp_of(frames))
                 )
+            if record.extra:
+                segment.note_key(record.extra, record.flags, record.seq, timestamp_of(frames))
         self._active = segment
         return pieces
 
     def _seal(self, segment: Segment) -> _Piece:
-        footer = segment.footer()
-        segment.sealed = True
+        footer = segment.seal()
         return _Piece(segment, segment.size, [footer], segment.end, len(footer))
 
     def _write(self, piece: _Piece) -> None:
@@ -1237,6 +1252,40 @@ class Log:
         if not self.closed and segment in self.segments:
             self._arrived()
 
+    def look(self, seq: int, then: Callable[[Block | None, BaseException | None], None]) -> Block | None:
+        """The block that holds ``seq``, for those who only look around. None: ``then`` is handed it, or an error.
+
+        What is read for it is kept nowhere, so that consumers still find what was read for them.
+        """
+        if self.in_memory(seq):
+            return self.block(seq)
+        segment, chunk = self._place(seq)
+        found = self._store.cold(segment, chunk)
+        if found is not None and found.base <= seq < found.base + found.count:
+            return found
+        if self.closed or self._disk.closing:
+            raise StorageError("the broker is stopping")
+        fd = self._store.file(segment)
+        last = chunk + 1 == len(segment.index_offsets)
+        start, first = segment.index_offsets[chunk], segment.index_seqs[chunk]
+        stop = segment.size if last else segment.index_offsets[chunk + 1]
+        after = segment.end if last else segment.index_seqs[chunk + 1]
+        segment.pins += 1
+
+        def work() -> Block | None:
+            return decode_chunk(self._disk.read(fd, stop - start, start), segment.salt, first, after, seq)[0]
+
+        def done(block: Block | None, error: BaseException | None) -> None:
+            segment.pins -= 1
+            if not segment.pins and (self.closed or segment not in self.segments):
+                self._store.close_file(segment)
+            if error is None and (block is None or not block.base <= seq < block.base + block.count):
+                error = DamageError(f"LOG({self.name}): seq {seq} is damaged in {segment.path}", seq, seq + 1)
+            then(block, error)
+
+        self._disk.submit(work, done, READ)
+        return None
+
     # --- Letting go ------------------------------------------------------------------------------------------------
 
     def trim(
@@ -1300,15 +1349,41 @@ class Log:
         self._store.lend(self._lent, 0)
         self._lent = 0
 
-    def free(self, seq: int) -> None:
-        """Remove the segment files that lie wholly before ``seq``. Call it only when durable state allows it."""
+    def measure(self, first: int, stop: int) -> tuple[int, int]:
+        """How many messages of ``first`` … ``stop - 1`` are in the files, and about how many bytes they take there."""
+        count = size = 0
+        for segment in self.segments[self._index(first) :]:
+            if segment.base >= stop:
+                break
+            count += sum(b - a for a, b in segment.present(first, stop))
+            size += segment.offset_of(stop) - segment.offset_of(first)
+        return count, size
+
+    def boundary(self, seq: int) -> int:
+        """Up to where files go if ``free(seq)`` is called; 0 if none does."""
+        found = 0
+        for segment, following in zip(self.segments, self.segments[1:], strict=False):
+            if max(segment.end, following.base) > seq:
+                break
+            found = following.base
+        return found
+
+    def free(self, seq: int, first_kept: Callable[[], int]) -> None:
+        """Remove the segment files that lie wholly before ``seq``. Call it only when durable state allows it.
+
+        ``first_kept``: what has to stay by now, because somebody may have gone back in the log meanwhile.
+        """
         if self._disk.closing:
             return
         removed = False
+        seq = min(seq, first_kept())
         while self.segments and self.segments[0] is not self._active and not self.segments[0].pins:
             segment = self.segments[0]
             stop = self.segments[1].base if len(self.segments) > 1 else segment.end
             if max(segment.end, stop) > seq:
+                break
+            if segment.key_count and self.keep_keys is not None:
+                self._save_keys(segment, self.keep_keys, functools.partial(self.free, seq, first_kept))
                 break
             self._forget_segment(segment)
             # Giving a large file's blocks back takes the system a while.
@@ -1316,6 +1391,42 @@ class Log:
             removed = True
         if removed and self.folder is not None:
             self._progressed()
+
+    def _save_keys(self, segment: Segment, keep: Callable[[KeyBlock, int], None], go_on: Callable[[], None]) -> None:
+        """The keys of the oldest segment go elsewhere, in a thread; then removing goes on."""
+        try:
+            fd = self._store.file(segment)
+        except OSError as exc:
+            log.error("LOG(%s): cannot open %s - %s", self.name, segment.path, exc)
+            return
+        segment.pins += 1
+        later = sum(other.key_count for other in self.segments[1:])
+
+        def work() -> None:
+            try:
+                keys = self._keys_in(segment, fd)
+            except OSError as exc:
+                raise StorageError(f"the keys in {segment.path} cannot be read: {exc}") from exc
+            keep(keys, later)
+
+        def done(_: None, error: BaseException | None) -> None:
+            self.unpin(segment)
+            if self.closed or self._disk.closing:
+                return
+            if isinstance(error, StorageError):
+                self._failed_reads[segment, -1] = failures = self._failed_reads.get((segment, -1), 0) + 1
+                if failures >= READ_TRIES:
+                    # It cannot stay for ever. What is published again with one of its keys is stored again.
+                    log.error("LOG(%s): %s, they are given up", self.name, error)
+                    del self._failed_reads[segment, -1]
+                    error = None
+            if error is not None:
+                log.error("LOG(%s): %s stays for its keys - %s", self.name, segment.path, error)
+                return
+            segment.key_count = 0
+            go_on()
+
+        self._disk.submit(work, done)
 
     def _removed(self, _: None, error: BaseException | None) -> None:
         # It may have been removed already, with the whole topic.
@@ -1430,29 +1541,25 @@ class Log:
                 record, frames = salvage.record(entry, copy.salt)
                 offset = copy.size
                 self._disk.write(out, [record, frames], offset)
-                copy.note(entry.seq, entry.count, offset, len(record) + len(frames), frames)
-                if entry.flags & DEFERRED:
-                    copy.deferrals.extend((entry.seq, entry.count, entry.started, entry.delay, timestamp_of(frames)))
+                copy.note(entry.seq, entry.count, offset, len(record) + len(frames))
+                _note_rest(copy, entry)
             if not known:
                 copy.lost = lost
-            self._disk.write(out, [copy.footer()], copy.size)
+            self._disk.write(out, [copy.seal()], copy.size)
             self._disk.sync(out)
             self._disk.rename(temporary, path)
             assert self.folder is not None
             self._disk.sync_folder(self.folder)
-            copy.sealed = copy.folder_synced = True
+            copy.folder_synced = True
         if known or copy is None:
             for entry in known:
-                frames = salvage.frames(entry, FRAME_OVERHEAD)
-                segment.note(entry.seq, entry.count, entry.offset, entry.size, frames)
-                if entry.flags & DEFERRED:
-                    segment.deferrals.extend((entry.seq, entry.count, entry.started, entry.delay, timestamp_of(frames)))
+                segment.note(entry.seq, entry.count, entry.offset, entry.size)
+                _note_rest(segment, entry)
             if known:
                 segment.lost = lost
                 self._disk.truncate(fd, segment.size)
-                self._disk.write(fd, [segment.footer()], segment.size)
+                self._disk.write(fd, [segment.seal()], segment.size)
                 self._disk.sync(fd)
-                segment.sealed = True
                 self.segments.append(segment)
             else:
                 self._store.close_file(segment)
@@ -1488,16 +1595,45 @@ class Log:
     def addressed(self) -> Iterator[tuple[int, int, bytes]]:
         """(first seq, count, extra bytes) of every record in the files: a side log says there whom it is for."""
         for segment in self.segments:
-            fd = self._store.file(segment)
-            for chunk, start in enumerate(segment.index_offsets):
-                last = chunk + 1 == len(segment.index_offsets)
-                stop = segment.size if last else segment.index_offsets[chunk + 1]
-                for entry in read_records(self._disk.read(fd, stop - start, start), segment.salt, 0, start, True):
-                    if isinstance(entry, Entry):
-                        yield entry.seq, entry.count, entry.extra
+            for entry in self._entries(segment, self._store.file(segment)):
+                yield entry.seq, entry.count, entry.extra
 
-    def deferrals(self) -> Iterator[tuple[int, int]]:
-        """(seq, when due) of all deferred messages in the files, on this boot's clock."""
+    def _entries(self, segment: Segment, fd: int) -> Iterator[Entry]:
+        """Every record of a segment."""
+        for chunk, start in enumerate(segment.index_offsets):
+            last = chunk + 1 == len(segment.index_offsets)
+            stop = segment.size if last else segment.index_offsets[chunk + 1]
+            for entry in read_records(self._disk.read(fd, stop - start, start), segment.salt, 0, start, True):
+                if isinstance(entry, Entry):
+                    yield entry
+
+    def keys(self) -> Iterator[KeyBlock]:
+        """The keys in the files, of the newest segment first."""
+        for segment in reversed(self.segments):
+            if segment.key_count:
+                yield self._keys_in(segment, self._store.file(segment))
+
+    def _keys_in(self, segment: Segment, fd: int) -> KeyBlock:
+        keys = segment.keys
+        if keys is None and segment.sealed:
+            keys = read_keys(self._disk, fd, segment)
+            if keys is None:
+                log.warning("LOG(%s): the keys in %s are read from its records", self.name, segment.path)
+        if keys is None:
+            # The records have them too.
+            again = Segment(segment.path, segment.base, segment.salt, segment.boot)
+            for entry in self._entries(segment, fd):
+                if entry.extra:
+                    again.note_key(entry.extra, entry.flags, entry.seq, entry.timestamp)
+            keys = again.keys or KeyBlock()
+        keys.cut(segment.end)
+        return keys
+
+    def deferrals(self, pumped: int = 0) -> Iterator[tuple[int, int]]:
+        """(seq, when due) of deferred messages in the files, on this boot's clock.
+
+        Those before ``pumped`` that are due are left out: they wait as any other.
+        """
         now, wall = self._store.clock.now(), self._store.clock.wall()
         boot = self._store.clock.boot_id()
         for segment in self.segments:
@@ -1506,5 +1642,17 @@ class Log:
             for i in range(0, len(d), 5):
                 first, count, started, delay, timestamp = d[i : i + 5]
                 due = started + delay if same else now + (timestamp + delay - wall)
+                if due <= now and first + count <= pumped:
+                    continue
                 for seq in range(first, first + count):
                     yield seq, due
+
+
+def _note_rest(segment: Segment, entry: Entry) -> None:
+    """Of a record that was found, what a segment's footer says beyond where it stands."""
+    if len(segment.index_times) < len(segment.index_seqs):
+        segment.index_times.append(entry.timestamp)
+    if entry.flags & DEFERRED:
+        segment.deferrals.extend((entry.seq, entry.count, entry.started, entry.delay, entry.timestamp))
+    if entry.extra:
+        segment.note_key(entry.extra, entry.flags, entry.seq, entry.timestamp)

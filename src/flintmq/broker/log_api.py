@@ -1,7 +1,8 @@
-"""HTTP routes for those who read a topic's log: what is there, ranges of it, and where a time is in it.
+"""HTTP routes for what lies in a topic's log: reading ranges of it, readers' positions, sending a channel back.
 
-What they read is ``fetch``'s business. Only what is durable is told and given, so that the same offsets are the same
-messages for ever. A topic that keeps its messages in memory has no log to read: 400 ``NO_LOG``.
+What is read is ``fetch``'s business, what is kept for whom ``readers``'. Only what is durable is told and given, so
+that the same offsets are the same messages for ever. A topic that keeps its messages in memory has no log to read: 400
+``NO_LOG``.
 """
 
 from __future__ import annotations
@@ -12,11 +13,13 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from flintmq.broker.fetch import Fetch, Fetches
+from flintmq.broker.readers import Readers
 from flintmq.broker.topic import Topic
-from flintmq.errors import DamageError, HttpError, NotFoundError, StorageError
-from flintmq.web import READ, Answer, Request, Route
+from flintmq.errors import DamageError, FullError, HttpError, NotFoundError, StorageError
+from flintmq.web import ADMIN, READ, Answer, Request, Route
 
 if TYPE_CHECKING:
+    from flintmq.broker.channel import Channel
     from flintmq.broker.daemon import Broker
 
 __all__ = ["routes"]
@@ -25,6 +28,7 @@ __all__ = ["routes"]
 FETCH_BYTES = 16 << 20
 #: Seqs and times, in ns, are no larger.
 _DIGITS = 19
+_READER = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _RFC3339 = re.compile(
     r"(?P<date>\d{4}-\d\d-\d\d)[Tt ](?P<time>\d\d:\d\d:\d\d)(\.(?P<fraction>\d{1,9}))?(?P<zone>[Zz]|[+ -]\d\d:\d\d)"
 )
@@ -36,6 +40,10 @@ def routes(broker: Broker) -> list[Route]:
         Route("GET", "/log/info", api.info, READ),
         Route("GET", "/log/offset", api.offset, READ),
         Route("GET", "/log/fetch", api.fetch, READ, unlogged=True),
+        Route("GET", "/log/position", api.positions, READ),
+        Route("POST", "/log/position", api.move, ADMIN),
+        Route("DELETE", "/log/position", api.remove, ADMIN),
+        Route("POST", "/channel/seek", api.seek, ADMIN),
     ]
 
 
@@ -43,6 +51,8 @@ class _LogApi:
     def __init__(self, broker: Broker) -> None:
         self._broker = broker
         self._fetches = Fetches(broker.disk)
+
+    # --- The log ---------------------------------------------------------------------------------------------------
 
     async def info(self, request: Request) -> dict[str, Any]:
         topic = self._topic(request.arguments())
@@ -95,9 +105,7 @@ class _LogApi:
         if stop < first:
             raise HttpError(400, "INVALID_ARG_TO: it lies before `from`")
         if first < topic.log.first:
-            raise HttpError(
-                410, f"GONE: the log begins at {topic.log.first}, what lies before it was let go", first=topic.log.first
-            )
+            raise _gone(topic)
         if stop > topic.durable:
             raise HttpError(
                 416,
@@ -126,6 +134,89 @@ class _LogApi:
         }
         return Answer(content_type="application/octet-stream", headers=headers, pieces=fetch)
 
+    # --- Positions -------------------------------------------------------------------------------------------------
+
+    async def positions(self, request: Request) -> dict[str, Any]:
+        arguments = request.arguments()
+        readers = self._topic(arguments).readers
+        if "reader" in arguments:
+            return readers.describe(self._reader(readers, arguments))
+        return {"positions": [readers.describe(name) for name in sorted(readers.positions)]}
+
+    async def move(self, request: Request) -> dict[str, Any]:
+        arguments = request.arguments()
+        topic = self._topic(arguments)
+        name = _argument(arguments, "reader")
+        if not _READER.fullmatch(name):
+            raise HttpError(400, "INVALID_READER: 1 to 128 letters, digits or any of . _ : - are needed")
+        offset = _offset(topic, arguments, "to")
+        if offset < topic.log.first:
+            raise _gone(topic)
+        if offset > topic.durable:
+            raise _not_yet(topic)
+        try:
+            noted = topic.readers.move(name, offset)
+        except FullError as exc:
+            raise HttpError(409, f"TOO_MANY_READERS: {exc}, delete one") from exc
+        await self._synced(noted)
+        # It may be given up, or the topic deleted, while the disk is busy.
+        return topic.readers.describe(self._reader(topic.readers, arguments))
+
+    async def remove(self, request: Request) -> None:
+        arguments = request.arguments()
+        readers = self._topic(arguments).readers
+        await self._synced(readers.remove(self._reader(readers, arguments)))
+
+    def _reader(self, readers: Readers, arguments: dict[str, str]) -> str:
+        name = _argument(arguments, "reader")
+        if name not in readers.positions:
+            raise HttpError(404, "READER_NOT_FOUND")
+        return name
+
+    async def _synced(self, position: int) -> None:
+        """The journal is on the device up to this position."""
+        happened = asyncio.get_running_loop().create_future()
+        journal = self._broker.journal
+        journal.when_synced(position, lambda: None if happened.done() else happened.set_result(None))
+        await happened
+
+    # --- Channels --------------------------------------------------------------------------------------------------
+
+    async def seek(self, request: Request) -> dict[str, Any]:
+        arguments = request.arguments()
+        topic = self._topic(arguments)
+        channel = self._channel(topic, arguments)
+        text = _argument(arguments, "to")
+        time = time_of(text)
+        if time is not None:
+            start = await self._seq_at(topic, time)
+            # Reading may have taken a while.
+            channel = self._channel(self._topic(arguments), arguments)
+        elif text == "latest":
+            start = topic.log.end
+        else:
+            start = _offset(topic, arguments, "to", "an offset, a time as in RFC 3339, `earliest` or `latest`")
+            if start < topic.log.first:
+                raise _gone(topic)
+        channel.seek(start)
+        if topic.log.durability == "fsync":
+            await self._synced(self._broker.journal.noted)
+        return {
+            "topic": topic.name,
+            "channel": channel.name,
+            "offset": channel.first_unsent,
+            "messages": channel.depth,
+        }
+
+    def _channel(self, topic: Topic, arguments: dict[str, str]) -> Channel:
+        try:
+            channel = topic.existing_channel(_argument(arguments, "channel"))
+        except NotFoundError as exc:
+            raise HttpError(404, "CHANNEL_NOT_FOUND") from exc
+        if channel.ephemeral:
+            raise HttpError(400, "NO_LOG: an ephemeral channel gets nothing from files")
+        return channel
+
     def _topic(self, arguments: dict[str, str]) -> Topic:
         """The topic, which must have a log that can be read."""
         try:
@@ -143,6 +234,16 @@ def _unreadable(exc: BaseException) -> HttpError:
     return HttpError(503, f"UNREADABLE: {getattr(exc, 'strerror', None) or exc}, try again")
 
 
+def _gone(topic: Topic) -> HttpError:
+    first = topic.log.first
+    return HttpError(410, f"GONE: the log begins at {first}, what lies before it was let go", first=first)
+
+
+def _not_yet(topic: Topic) -> HttpError:
+    durable = topic.durable
+    return HttpError(416, f"NOT_YET: only what lies before {durable} is durable, ask again later", durable=durable)
+
+
 def _argument(arguments: dict[str, str], name: str) -> str:
     if name not in arguments:
         raise HttpError(400, f"MISSING_ARG_{name.upper()}")
@@ -156,14 +257,16 @@ def _number(arguments: dict[str, str], name: str) -> int:
     return int(text)
 
 
-def _offset(topic: Topic, arguments: dict[str, str], name: str) -> int:
+def _offset(
+    topic: Topic, arguments: dict[str, str], name: str, needed: str = "an offset, `earliest` or `latest`"
+) -> int:
     """A seq, or ``earliest`` or ``latest``."""
     words = {"earliest": topic.log.first, "latest": topic.durable}
     text = _argument(arguments, name)
     if text in words:
         return words[text]
     if not _is_number(text):
-        raise HttpError(400, f"INVALID_ARG_{name.upper()}: an offset, `earliest` or `latest` is needed")
+        raise HttpError(400, f"INVALID_ARG_{name.upper()}: {needed} is needed")
     return int(text)
 
 

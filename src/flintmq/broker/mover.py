@@ -79,14 +79,28 @@ class Mover:
 
     def frame(self, seq: int) -> bytearray | None:
         """The frame of a message whose segment is gone; None while it is being read back."""
+        side, place = self.place(seq)
+        frame = side.frame(place)
+        if frame is not None:
+            frame[18:34] = format_id(self._topic.broker.prefix, seq)
+        return frame
+
+    def place(self, seq: int) -> tuple[Log, int]:
+        """The log that holds the copy of a message whose segment is gone, and the copy's seq in it."""
         side = self._topic.side
         i = bisect_left(self._seqs, seq)
         if side is None or i == len(self._seqs) or self._seqs[i] != seq:
             raise DamageError(f"LOG({self._topic.name}): seq {seq} is gone", seq, seq + 1)
-        frame = side.frame(self._places[i])
-        if frame is not None:
-            frame[18:34] = format_id(self._topic.broker.prefix, seq)
-        return frame
+        return side, self._places[i]
+
+    def look_back(self) -> None:
+        """A channel goes back in the log: of what is still in its files copies do not count, nor are any made now."""
+        self._give_up()
+        first = self._topic.log.first
+        if self.below > first:
+            kept = bisect_left(self._seqs, first)
+            del self._seqs[kept:], self._places[kept:]
+            self.below = first
 
     @property
     def first_place(self) -> int:
@@ -129,6 +143,9 @@ class Mover:
         stop = storage.segments[1].base
         channels = self._channels()
         if self._topic.pumped < stop or any(channel.first_unsent < stop for channel in channels):
+            return
+        if min(self._topic.readers.first, self._topic.retention.first) < stop:
+            # It stays in any case.
             return
         start = max(self.below, segment.base)
         most = sum(segment.spans[1::2]) - sum(segment.spans[::2])

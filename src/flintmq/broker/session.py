@@ -15,6 +15,7 @@ import logging
 import socket
 from collections import deque
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import chain
 from struct import Struct
 from typing import TYPE_CHECKING, Any, cast
@@ -40,6 +41,7 @@ from flintmq.wire import (
     go_quote,
     parse_base10,
     parse_id,
+    valid_key,
     valid_name,
 )
 
@@ -97,6 +99,7 @@ _IDENTIFY_FIELDS: dict[str, tuple[str, Any]] = {
     "snappy": ("bool", False),
     "topology_region": ("string", ""),
     "topology_zone": ("string", ""),
+    "flintmq": ("bool", False),
 }
 
 
@@ -113,10 +116,15 @@ class Session(asyncio.BufferedProtocol):
         self.output_buffer_size = 16_384
         self.output_buffer_timeout = broker.options.output_buffer_timeout // _MS
         self.msg_timeout = broker.options.msg_timeout
+        # Has the client asked for a time of its own? Otherwise its channel says how long it is.
+        self._own_timeout = False
         # Fixed by the first IDENTIFY: what deliveries go by.
         self._identified = False
+        self._own_deliver_timeout = False
         self.deliver_timeout = broker.options.msg_timeout
         self.sample_rate = 0
+        #: The client knows what NSQ does not: a further word of a publish is its key.
+        self.keyed = False
         #: 0: a client of the node's own zone, 1: of its region, 2: any other, and everybody without the experiment.
         self.locality = 2
         #: The same, as far as it gives precedence.
@@ -263,6 +271,13 @@ class Session(asyncio.BufferedProtocol):
         if not self._writable or self._closing:
             return 0
         return self.ready_count - self.in_flight
+
+    def take_timeout(self, msg_timeout: int) -> None:
+        """How long the channel gives its consumers; one that has asked for another time keeps that."""
+        if not self._own_timeout:
+            self.msg_timeout = msg_timeout
+        if not self._own_deliver_timeout:
+            self.deliver_timeout = msg_timeout
 
     def send_run(self, frames: memoryview) -> None:
         """Send message frames. Never raises, awaits or calls back into a channel."""
@@ -720,6 +735,8 @@ class Session(asyncio.BufferedProtocol):
             "topology_region": options.topology_region,
             "topology_zone": options.topology_zone,
         }
+        if self.keyed:
+            response["flintmq"] = self.broker.about() | {"http_port": self.broker.http_port}
         self._answer(encode_frame(FRAME_RESPONSE, msgspec.json.encode(response)))
         if tls is None and not deflate and not snappy:
             return int(body.stop)
@@ -823,10 +840,13 @@ class Session(asyncio.BufferedProtocol):
             self.output_buffer_size = buffer_size
         if msg_timeout:
             self.msg_timeout = msg_timeout * _MS
+            self._own_timeout = True
+        self.keyed = fields["flintmq"]
         if not self._identified:
             # As in NSQ only the first IDENTIFY reaches deliveries and the heartbeat timer.
             self._identified = True
             self.deliver_timeout = self.msg_timeout
+            self._own_deliver_timeout = self._own_timeout
             self.sample_rate = sample_rate
             if self.broker.topology_aware:
                 same_region = self.topology_region == options.topology_region
@@ -948,7 +968,7 @@ class Session(asyncio.BufferedProtocol):
         self.channel = channel
         self.state = SUBSCRIBED
         self.lane = self.broker.finish_lane(channel) if self.fd >= 0 else None
-        if position and self.broker.options.durability == "fsync":
+        if position and topic.settings.durability == "fsync":
             # The channel must be on the device before the client may count on it.
             commit = Commit()
             self._answer_when(commit, "SUB")
@@ -961,7 +981,8 @@ class Session(asyncio.BufferedProtocol):
     def _pub(self, params: list[bytes], data: bytearray, at: int, stop: int) -> int:
         if len(params) < 2:
             raise ProtocolError("E_INVALID", "PUB insufficient number of parameters")
-        return self._pub_body(_name(params[1], "E_BAD_TOPIC", "PUB topic"), data, at, stop, "PUB", 0)
+        name = _name(params[1], "E_BAD_TOPIC", "PUB topic")
+        return self._pub_body(name, data, at, stop, "PUB", 0, self._key(params, 2))
 
     def _dpub(self, params: list[bytes], data: bytearray, at: int, stop: int) -> int:
         if len(params) < 3:
@@ -971,12 +992,25 @@ class Session(asyncio.BufferedProtocol):
             delay = parse_base10(params[2])
         except ValueError:
             raise ProtocolError("E_INVALID", f"DPUB could not parse timeout {_text(params[2])}") from None
-        longest = self.broker.options.max_req_timeout // _MS
-        if not 0 <= _signed_ns(delay) <= self.broker.options.max_req_timeout:
-            raise ProtocolError("E_INVALID", f"DPUB timeout {delay} out of range 0-{longest}")
-        return self._pub_body(name, data, at, stop, "DPUB", _signed_ns(delay))
+        topic = self.broker.topics.get(name)
+        settings = topic.settings if topic is not None else self.broker.settings.topic(name)
+        if not 0 <= _signed_ns(delay) <= settings.max_defer:
+            raise ProtocolError("E_INVALID", f"DPUB timeout {delay} out of range 0-{settings.max_defer // _MS}")
+        return self._pub_body(name, data, at, stop, "DPUB", _signed_ns(delay), self._key(params, 3))
 
-    def _pub_body(self, target: Topic | str, data: bytearray, at: int, stop: int, verb: str, delay: int) -> int:
+    def _key(self, params: list[bytes], index: int) -> bytes:
+        """The key of a publish; empty without one. NSQ ignores words that it does not ask for."""
+        if len(params) <= index or not self.keyed:
+            return b""
+        key = b" ".join(params[index:])
+        if not valid_key(key):
+            text = f"{_text(params[0])} bad key {_text(go_quote(key[:128]))}: 1 to 128 printable characters, no space"
+            raise ProtocolError("E_INVALID", text)
+        return key
+
+    def _pub_body(
+        self, target: Topic | str, data: bytearray, at: int, stop: int, verb: str, delay: int, key: bytes = b""
+    ) -> int:
         limit = self.broker.options.max_msg_size
         if stop - at < 4:
             self._missing = f"E_BAD_MESSAGE {verb} failed to read message body size"
@@ -997,23 +1031,33 @@ class Session(asyncio.BufferedProtocol):
         if self.broker.store.congested or target.busy:
             return self._wait(target.when_free if target.busy else self.broker.when_relieved)
         try:
-            commit = target.publish(data, at, after, 1, delay=delay)
+            if key:
+                commit = self._once(target, key, 1, partial(_publish, target, data, at, after, 1, delay))
+            else:
+                commit = target.publish(data, at, after, 1, delay=delay)
+                self._count(target, 1)
         except PublishError as exc:
             raise ProtocolError(f"E_{verb}_FAILED", f"{verb} failed {exc}") from exc
-        self._count(target, 1)
         self._answer_when(commit, verb)
         return after
+
+    def _once(self, topic: Topic, key: bytes, count: int, publish: Callable[[bytes], Commit | None]) -> Commit | None:
+        commit, is_repeat = topic.once(key, publish)
+        if not is_repeat:
+            self._count(topic, count)
+        return commit
 
     def _mpub(self, params: list[bytes], data: bytearray, at: int, stop: int) -> int:
         if len(params) < 2:
             raise ProtocolError("E_INVALID", "MPUB insufficient number of parameters")
         # NSQ says the code twice here, and clients know it so.
         name = _name(params[1], "E_BAD_TOPIC", "E_BAD_TOPIC MPUB topic")
+        key = self._key(params, 2)
         if self._must_ask("MPUB", name):
             return _AGAIN
-        return self._mpub_body(self._topic(name, "MPUB"), data, at, stop)
+        return self._mpub_body(self._topic(name, "MPUB"), data, at, stop, key)
 
-    def _mpub_body(self, topic: Topic, data: bytearray, at: int, stop: int) -> int:
+    def _mpub_body(self, topic: Topic, data: bytearray, at: int, stop: int, key: bytes = b"") -> int:
         """``[body size][count]{[size][body]}``: the sizes inside count, the body size is only held to its limit."""
         options = self.broker.options
         size = self._size(data, at, stop)
@@ -1057,13 +1101,12 @@ class Session(asyncio.BufferedProtocol):
         if self.broker.store.congested or topic.busy:
             return self._wait(topic.when_free if topic.busy else self.broker.when_relieved)
         self._scanned = (0, 0)
-        self._count(topic, count)
         try:
-            if count > SLICED_FROM:
-                batch = data[first : scan.pos]
-                commit = topic.publish_slices(slices(batch, 0, len(batch), count))
+            if key:
+                commit = self._once(topic, key, count, partial(_publish, topic, data, first, scan.pos, count, 0))
             else:
-                commit = topic.publish(data, first, scan.pos, count)
+                self._count(topic, count)
+                commit = _publish(topic, data, first, scan.pos, count, 0, b"")
         except PublishError as exc:
             raise ProtocolError("E_MPUB_FAILED", f"MPUB failed {exc}") from exc
         self._answer_when(commit, "MPUB")
@@ -1119,7 +1162,7 @@ class Session(asyncio.BufferedProtocol):
             delay = _signed_ns(parse_base10(params[2]))
         except ValueError:
             raise ProtocolError("E_INVALID", f"REQ could not parse timeout {_text(params[2])}") from None
-        longest = self.broker.options.max_req_timeout
+        longest = channel.settings.max_defer
         if not 0 <= delay <= longest:
             log.info("client(%s): REQ timeout %d out of range 0-%d, clamped", self.remote_address, delay, longest)
             delay = min(max(delay, 0), longest)
@@ -1145,6 +1188,14 @@ class Session(asyncio.BufferedProtocol):
 
     def _nop(self, params: list[bytes], data: bytearray, at: int, stop: int) -> int:
         return at
+
+
+def _publish(topic: Topic, data: bytearray, pos: int, stop: int, count: int, delay: int, extra: bytes) -> Commit | None:
+    """Append records, very many in slices."""
+    if count > SLICED_FROM:
+        batch = data[pos:stop]
+        return topic.publish_slices(slices(batch, 0, len(batch), count), extra)
+    return topic.publish(data, pos, stop, count, delay=delay, extra=extra)
 
 
 def _nowhere(_: bytes | memoryview) -> None:
@@ -1200,7 +1251,8 @@ class Lane:
                 short.append(pair)
             else:
                 pair[1].receive()
-        short.extend((session, transport) for session, transport in others.items() if session.quiet)
+        if others and topic.open:
+            short.extend((session, transport) for session, transport in others.items() if session.quiet)
         fds = [transport.fd for _, transport in short]
         start = 0
         while start < len(fds):

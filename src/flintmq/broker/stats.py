@@ -22,7 +22,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from datetime import datetime
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import flintmq
@@ -91,21 +91,36 @@ async def _in_turns(steps: Steps[T]) -> T:
 
 
 def document(
-    broker: Broker, *, topic: str = "", channel: str = "", include_clients: bool = True, include_mem: bool = True
+    broker: Broker,
+    *,
+    topic: str = "",
+    channel: str = "",
+    include_clients: bool = True,
+    include_mem: bool = True,
+    extended: bool = False,
 ) -> dict[str, Any]:
-    """``/stats?format=json``. ``topic`` and ``channel`` are exact names; topics without the channel are left out."""
-    return _at_once(_document(broker, topic, channel, include_clients, include_mem))
+    """``/stats?format=json``. ``topic`` and ``channel`` are exact names; topics without the channel are left out.
+
+    With ``extended`` there is more than NSQ has.
+    """
+    return _at_once(_document(broker, topic, channel, include_clients, include_mem, extended))
 
 
 async def survey(
-    broker: Broker, *, topic: str = "", channel: str = "", include_clients: bool = True, include_mem: bool = True
+    broker: Broker,
+    *,
+    topic: str = "",
+    channel: str = "",
+    include_clients: bool = True,
+    include_mem: bool = True,
+    extended: bool = False,
 ) -> dict[str, Any]:
     """``document``, without holding up a broker that has very many channels."""
-    return await _in_turns(_document(broker, topic, channel, include_clients, include_mem))
+    return await _in_turns(_document(broker, topic, channel, include_clients, include_mem, extended))
 
 
 def _document(
-    broker: Broker, topic: str, channel: str, include_clients: bool, include_mem: bool
+    broker: Broker, topic: str, channel: str, include_clients: bool, include_mem: bool, extended: bool = False
 ) -> Steps[dict[str, Any]]:
     topics: list[dict[str, Any]] | None = None
     producers: list[dict[str, Any]] | None = None
@@ -120,6 +135,8 @@ def _document(
                     channels.append(_channel(each, include_clients, topic))
                     yield
             topics.append(_topic(one, channels))
+            if extended:
+                topics[-1]["readers"] = [one.readers.describe(name) for name in sorted(one.readers.positions)]
         if include_clients:
             producers = []
             for session in list(broker.sessions.values()):
@@ -485,6 +502,17 @@ CHANNEL_FAMILIES = (
     Family("nsqd_channel_clients", GAUGE, "Consumers.", lambda c: len(c.sessions)),
     Family("nsqd_channel_paused", GAUGE, "1 while the channel is paused, else 0.", lambda c: int(c.paused)),
 )
+#: Of a reader as ``Readers.describe`` has it.
+READER_FAMILIES = (
+    Family("nsqd_reader_lag", GAUGE, "Messages that a reader of the log is behind.", itemgetter("lag")),
+    Family("nsqd_reader_held_bytes", GAUGE, "Bytes of files that are kept for it.", itemgetter("bytes")),
+    Family(
+        "nsqd_reader_moved_seconds",
+        GAUGE,
+        "When it last moved, in seconds since 1970.",
+        lambda reader: reader["moved"] / _SECOND,
+    ),
+)
 INFO = Family("nsqd_build_info", GAUGE, "1; what runs here is in the labels.", lambda b: 1)
 #: Only with --e2e-processing-latency-percentile. Quantiles are of its window, sum and count since the start.
 TOPIC_LATENCY = Family("nsqd_topic_latency_seconds", SUMMARY, "Time from publish to FIN.", float)
@@ -512,6 +540,7 @@ class _Exposition:
             _write(self._begin([family]), labels, broker)
         self._topics = self._begin(TOPIC_FAMILIES)
         self._channels = self._begin(CHANNEL_FAMILIES)
+        self._readers = self._begin(READER_FAMILIES)
         self._latency = bool(broker.options.e2e_processing_latency_percentiles)
         if self._latency:
             [(_, _, self._topic_latency)] = self._begin([TOPIC_LATENCY])
@@ -534,6 +563,8 @@ class _Exposition:
             if self._latency:
                 self._measure(TOPIC_LATENCY, labels, topic.channels.values(), self._topic_latency)
             yield
+            for name in sorted(topic.readers.positions):
+                _write(self._readers, f'{labels},reader="{name}"', topic.readers.describe(name))
             for channel in _by_name(topic.channels.values()):
                 if channel.exiting:
                     continue

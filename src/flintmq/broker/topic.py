@@ -12,16 +12,19 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flintmq.broker.channel import Channel
 from flintmq.broker.journal import NEVER, SIDE
+from flintmq.broker.keys import Keys
 from flintmq.broker.limits import TopicLimits
 from flintmq.broker.log import TAKE_AT_ONCE, WRITE_AT, Log
 from flintmq.broker.mover import Mover
+from flintmq.broker.readers import Readers, Retention
 from flintmq.broker.settings import TopicSettings
-from flintmq.errors import NotFoundError, PublishError
+from flintmq.errors import DamageError, NotFoundError, PublishError
 from flintmq.kernel import FAILED, FRAME_OVERHEAD, Intake, Scan, send_each
 from flintmq.wire import OK_FRAME, is_ephemeral
 
@@ -100,12 +103,17 @@ class Topic:
         self.exiting = False
         self.folder = folder
         #: Replaced, never changed.
-        self.settings = TopicSettings.of(broker.options)
+        self.settings = broker.settings.topic(name)
         self.log = self._new_log(folder, base)
         #: Messages for one channel only, and copies of old ones; made when there are any.
         self.side: Log | None = None
         self.mover = Mover(self)
+        #: What stays in files for others than channels.
+        self.readers = Readers(self)
+        self.retention = Retention(self)
         self.channels: dict[str, Channel] = {}
+        #: The idempotency keys it knows; None until there is one.
+        self.keys: Keys | None = None
         # Marks.
         self.pumped = base
         self.ceiling = base
@@ -133,7 +141,7 @@ class Topic:
         self.message_bytes = 0
         self.dropped_count = 0
         #: What it may hold and how fast it may grow; None: no limit.
-        self.limits = TopicLimits.of(self, broker.options, broker.clock)
+        self.limits = TopicLimits.of(self)
 
     def _new_log(self, folder: Path | None, base: int) -> Log:
         return Log(
@@ -141,7 +149,7 @@ class Topic:
             self.name,
             folder,
             base,
-            self.broker.options.durability,
+            self.settings.durability,
             progressed=self._progressed,
             failed=self._write_failed,
             arrived=self._arrived,
@@ -209,11 +217,20 @@ class Topic:
         )
 
     def publish(
-        self, data: bytearray, pos: int, stop: int, count: int, *, delay: int = 0, more: bool = False
+        self,
+        data: bytearray,
+        pos: int,
+        stop: int,
+        count: int,
+        *,
+        delay: int = 0,
+        more: bool = False,
+        extra: bytes = b"",
     ) -> Commit | None:
         """Append ``count`` records ``[size][body]``. None: safe already; else the commit to wait for.
 
-        With ``more`` this is a slice of a batch that goes on. PublishError says why it is refused.
+        With ``more`` this is a slice of a batch that goes on. ``extra`` is kept with them in the log. PublishError says
+        why it is refused.
         """
         if self.exiting:
             raise PublishError("exiting")
@@ -229,7 +246,7 @@ class Topic:
         self.message_count += count
         self.message_bytes += size
         if self.ephemeral and self.frozen:
-            room = self.broker.options.mem_queue_size - self.depth
+            room = self.settings.mem_queue_size - self.depth
             if count > room:
                 # Nobody listens and the memory is full: the newest are dropped without a word, as NSQ does.
                 if room <= 0:
@@ -237,7 +254,7 @@ class Topic:
                 fitting = Scan(pos)
                 fitting.run(data, stop, room, stop)
                 stop, count = fitting.pos, room
-        self.log.append(data, pos, stop, count, self.broker.clock.wall(), delay=delay, more=more)
+        self.log.append(data, pos, stop, count, self.broker.clock.wall(), delay=delay, extra=extra, more=more)
         if self.log.end > self._usable - RESERVE // 2:
             self._reserve()
         self.broker.turn(self)
@@ -245,7 +262,7 @@ class Topic:
             return None
         return self._commit(self.message_count - count, self.message_bytes - size)
 
-    def publish_slices(self, slices: Iterator[Piece]) -> Commit | None:
+    def publish_slices(self, slices: Iterator[Piece], extra: bytes = b"") -> Commit | None:
         """Append a very large batch: one piece per loop turn, committed as one. The topic must not be ``busy``.
 
         As with ``publish``: None if it is safe already, else what to wait for. PublishError if it is refused at once.
@@ -259,7 +276,7 @@ class Topic:
         def some(data: bytearray, pos: int, stop: int, count: int) -> None:
             following = next(slices, None)
             try:
-                commit = self.publish(data, pos, stop, count, more=following is not None)
+                commit = self.publish(data, pos, stop, count, more=following is not None, extra=extra)
             except PublishError as exc:
                 self.release()
                 whole.resolve(exc)
@@ -279,6 +296,18 @@ class Topic:
         if whole.error is not None:
             raise whole.error
         return None
+
+    def once(self, key: bytes, publish: Callable[[bytes], Commit | None]) -> tuple[Commit | None, bool]:
+        """Publish under a key: see ``Keys.once``."""
+        if self.keys is None:
+            self.keys = Keys(self)
+        return self.keys.once(key, publish)
+
+    def restore_keys(self) -> None:
+        """At the start, when the log has been read back: which keys are known."""
+        keys = Keys(self)
+        if keys.restore():
+            self.keys = keys
 
     def _commit(self, count: int, size: int) -> Commit:
         """What this turn's publishers wait for. ``count`` and ``size`` are the counters before this publish."""
@@ -354,8 +383,8 @@ class Topic:
             self._progressed()
         if self.limits is not None:
             self.limits.trim()
-        options = self.broker.options
-        if log.memory_count > options.mem_queue_size or log.memory_bytes > options.mem_queue_bytes:
+        settings = self.settings
+        if log.memory_count > settings.mem_queue_size or log.memory_bytes > settings.mem_queue_bytes:
             self.trim()
 
     def _progressed(self) -> None:
@@ -414,6 +443,16 @@ class Topic:
             raise LookupError(f"{self.name} has no side log")
         return source.frame(seq)
 
+    def place(self, seq: int) -> tuple[Log, int]:
+        """The log that holds a message, and its seq in it. DamageError if none does."""
+        if seq < self.mover.below and not self.log.in_memory(seq):
+            return self.mover.place(seq)
+        if seq < SIDE:
+            return self.log, seq
+        if self.side is None:
+            raise DamageError(f"{self.name} has no side log", seq, seq + 1)
+        return self.side, seq
+
     def side_log(self) -> Log:
         """The side log, made if need be."""
         if self.side is None:
@@ -441,6 +480,8 @@ class Topic:
             position = self.broker.journal.note("channel", self.incarnation, ident, name, self.pumped, self.side_end)
         if len(self.channels) == 1:
             self._freeze()
+        if self.settings.new_channel != "backlog":
+            self._start_elsewhere(channel)
         log.info("TOPIC(%s): new channel(%s)", self.name, name)
         self.broker.structure_changed(self.ephemeral or channel.ephemeral)
         self.broker.peers.made(self.name, name)
@@ -448,6 +489,15 @@ class Topic:
             # Its first channel gets what has piled up.
             self.broker.turn(self)
         return channel, position
+
+    def _start_elsewhere(self, channel: Channel) -> None:
+        """A new channel starts elsewhere than where the others have got to."""
+        if self.settings.new_channel == "latest":
+            # If it is the first one, what has piled up was not for it.
+            self._progressed()
+            channel.empty()
+        elif not channel.ephemeral and self.log.durability != "memory":
+            channel.seek(self.log.first)
 
     def existing_channel(self, name: str) -> Channel:
         channel = self.channels.get(name)
@@ -462,6 +512,7 @@ class Topic:
         channel.empty()
         del self.channels[name]
         self.broker.journal.forget(channel)
+        self.broker.settings.forget(self.name, name)
         if not (channel.ephemeral or self.ephemeral):
             self.broker.journal.note("unchannel", self.incarnation, channel.id)
         if not self.channels:
@@ -553,6 +604,38 @@ class Topic:
         self.broker.turn(self)
         self.trim()
 
+    def obstacle_to(self, settings: TopicSettings) -> str:
+        """Why it cannot have these settings now; empty if it can."""
+        changed = {self.log.durability, settings.durability}
+        if self.ephemeral or len(changed) == 1 or "memory" not in changed:
+            return ""
+        # What is only in memory was promised no more than that: a write that fails must not be able to take it back.
+        self.trim()
+        unfinished = self.depth + sum(c.depth + c.in_flight_count + len(c.deferred) for c in self.channels.values())
+        logs = [log for log in (self.log, self.side) if log is not None]
+        if not (unfinished or self.busy or self._commits or any(log.written != log.end for log in logs)):
+            return ""
+        return (
+            f"durability: topic {self.name} holds messages, and only an empty one can be changed from "
+            f"{self.log.durability} to {settings.durability}: let them be finished, or empty it and its channels"
+        )
+
+    def change_settings(self, settings: TopicSettings) -> None:
+        """Take other settings; they hold at once."""
+        obstacle = self.obstacle_to(settings)
+        if obstacle:
+            log.warning("TOPIC(%s): its durability stays as it was until the next start - %s", self.name, obstacle)
+            settings = replace(settings, durability=self.log.durability)
+        if settings == self.settings:
+            return
+        self.settings = settings
+        for storage in (self.log, self.side):
+            if storage is not None:
+                storage.change_durability(settings.durability)
+        self.limits = self.limits.changed() if self.limits is not None else TopicLimits.of(self)
+        self.trim()
+        self.broker.turn(self)
+
     def close(self) -> None:
         """The topic is going: whoever waits for a commit learns it."""
         self.exiting = True
@@ -565,11 +648,10 @@ class Topic:
 
     def trim(self) -> None:
         """Let the log forget what it need not keep in memory."""
-        options = self.broker.options
-        limit = options.mem_queue_size
+        limit, cap = self.settings.mem_queue_size, self.settings.mem_queue_bytes
         if self.log.durability == "memory" and not self.ephemeral:
-            self.log.spill(limit, options.mem_queue_bytes)
-        self.log.trim(limit, options.mem_queue_bytes, self._needs, self._pins, self._awaits)
+            self.log.spill(limit, cap)
+        self.log.trim(limit, cap, self._needs, self._pins, self._awaits)
 
     def _needs(self, first: int, stop: int) -> bool:
         return self.pumped < stop or any(channel.needs(first, stop) for channel in self.channels.values())
@@ -587,6 +669,20 @@ class Topic:
             if not channel.ephemeral:
                 lowest = min(lowest, channel.first_needed())
         return lowest
+
+    def first_kept(self) -> int:
+        """The lowest seq whose file must stay: for channels, for readers, or by retention."""
+        return min(self.first_needed(), self.readers.first, self.retention.first)
+
+    def let_go(self) -> int:
+        """Every few seconds: see to what need not be kept any longer. Up to where files may go."""
+        self.readers.expire()
+        if self.readers and not self.channels:
+            # The log is read, only not by a channel: what piles up for a first one goes with its file, once all
+            # readers are past it.
+            self._skip(min(self.log.boundary(min(self.readers.first, self.retention.first)), self.log.committed))
+        self.mover.look()
+        return self.first_kept()
 
     def first_side_needed(self) -> int:
         lowest = min(self.side_end, self.mover.first_place)

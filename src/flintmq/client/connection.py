@@ -231,6 +231,9 @@ class Connection(asyncio.Protocol):
         #: The RDY that the broker was told last.
         self.ready = 0
         self.max_ready = 2500
+        #: Which node of flintmq it is, whatever its address, and whether it stores once what is published under a key.
+        self.node = ""
+        self.knows_keys = False
         #: RDY is no level there: the broker counts it down with each message, and so do we.
         self.counts_down = False
         self.credit = 0
@@ -296,7 +299,11 @@ class Connection(asyncio.Protocol):
 
     async def _shake_hands(self, subscribe: tuple[str, str] | None) -> None:
         settings = self._settings
-        self._send(wire.MAGIC_V2 + wire.encode_command(b"IDENTIFY", body=msgspec.json.encode(settings.identify())))
+        about = settings.identify()
+        if subscribe is None:
+            # Publishes may have keys, where the broker answers that it knows them. Others ignore the question.
+            about["flintmq"] = True
+        self._send(wire.MAGIC_V2 + wire.encode_command(b"IDENTIFY", body=msgspec.json.encode(about)))
         answer = await self._answer()
         if answer != b"OK":  # said by brokers that know no features
             try:
@@ -336,6 +343,10 @@ class Connection(asyncio.Protocol):
         timeout = features.get("msg_timeout")
         if isinstance(timeout, int) and timeout > 0:
             self.msg_timeout = timeout / 1000
+        more = features.get("flintmq")
+        if isinstance(more, dict):
+            self.node = str(more.get("node", self.address))
+            self.knows_keys = more.get("keys") is True
 
     async def _start_tls(self) -> None:
         import ssl

@@ -1,28 +1,51 @@
 """The command-line tools, one file each, and what they share: one connection to a broker, and how a tool ends.
 
 A `Link` speaks the client's side of the protocol on asyncio streams. It answers heartbeats by itself; what the other
-frames mean is the tool's business.
+frames mean is the tool's business. Tools for operators ask a broker over HTTP instead: `node_flags` are the flags by
+which they find it, and `run_on_node` runs them.
 """
 
 from __future__ import annotations
 
+import argparse
 import asyncio
+import base64
 import contextlib
 import os
 import socket
 import sys
 from collections import deque
 from collections.abc import Callable, Coroutine
-from typing import Any
+from datetime import datetime
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from flintmq import wire
-from flintmq.errors import FlintError, ProtocolError
+from flintmq.errors import ConnectError, FlintError, HttpError, OptionError, ProtocolError
 
-__all__ = ["DEFAULT_NSQD", "Link", "refusal", "run"]
+if TYPE_CHECKING:
+    import ssl
+
+    from flintmq.client.node import NodeClient
+
+__all__ = [
+    "DEFAULT_NSQD",
+    "DEFAULT_NSQD_HTTP",
+    "Link",
+    "body_fields",
+    "node_flags",
+    "place_of",
+    "print_json",
+    "print_line",
+    "refusal",
+    "run",
+    "run_on_node",
+    "split_source",
+]
 
 DEFAULT_NSQD = "127.0.0.1:4150"
+DEFAULT_NSQD_HTTP = "127.0.0.1:4151"
 
 # A broker that cannot take a connection or say goodbye in this time is as good as gone.
 _PATIENCE_SECONDS = 5.0
@@ -156,3 +179,152 @@ def run(tool: str, main: Callable[[], Coroutine[Any, Any, int]]) -> int:
         reason = str(exc)
     sys.stderr.write(f"flintmq {tool}: {reason}\n")
     return 1
+
+
+# --- Over HTTP --------------------------------------------------------------------------------------------------------
+
+
+def node_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags that say which broker to ask, and as whom."""
+    group = parser.add_argument_group("the broker")
+    group.add_argument(
+        "--nsqd-http-address",
+        metavar="ADDRESS",
+        default=DEFAULT_NSQD_HTTP,
+        help="host:port, an https:// URL or the path of a unix socket (default %(default)s)",
+    )
+    group.add_argument("--token", metavar="TOKEN", help="for a broker that asks for one; others can see it in ps")
+    group.add_argument("--token-file", metavar="FILE", help="read the token from this file")
+    group.add_argument("--tls-root-ca-file", metavar="FILE", help="the authority that signed the broker's certificate")
+    group.add_argument("--tls-cert", metavar="FILE", help="our own certificate, for a broker that asks for one")
+    group.add_argument("--tls-key", metavar="FILE", help="the key of --tls-cert")
+    group.add_argument("--tls-insecure", action="store_true", help="believe any certificate")
+
+
+def split_source(parser: argparse.ArgumentParser, source: str, *, channel: bool | None = True) -> tuple[str, str]:
+    """Topic and channel of `TOPIC/CHANNEL`. `channel`: must there be one, or not, or is both well (None)?"""
+    topic, slash, name = source.partition("/")
+    is_good = wire.valid_name(topic) and (not slash or wire.valid_name(name))
+    if not is_good or (channel is not None and channel != bool(slash)):
+        expected = {
+            True: "TOPIC/CHANNEL, such as orders/billing",
+            False: "a topic, such as orders",
+            None: "TOPIC or TOPIC/CHANNEL, such as orders or orders/billing",
+        }[channel]
+        parser.error(f'"{source}" is not {expected}')
+    return topic, name
+
+
+def place_of(text: str) -> str | int | datetime:
+    """A place in a log, from the command line: `earliest`, `latest`, a seq, or a time (without a zone: a local one)."""
+    if text in ("earliest", "latest"):
+        return text
+    if text.isdecimal():
+        return int(text)
+    try:
+        return datetime.fromisoformat(text)
+    except ValueError as exc:
+        raise argparse.ArgumentTypeError(
+            f'"{text}" is neither earliest, latest, a number nor a time such as 2030-01-31T12:00:00Z'
+        ) from exc
+
+
+def run_on_node(
+    tool: str, arguments: argparse.Namespace, work: Callable[[NodeClient], Coroutine[Any, Any, int]]
+) -> int:
+    """Run a tool that asks one broker over HTTP, to its exit status."""
+
+    async def main() -> int:
+        from flintmq.client.node import NodeClient
+
+        address = arguments.nsqd_http_address
+        async with NodeClient(address, token=_token(arguments), tls=_tls(arguments)) as node:
+            try:
+                status = await work(node)
+                sys.stdout.flush()
+                return status
+            except BrokenPipeError:
+                # `| head` has seen enough. What is still buffered has nowhere to go.
+                os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+                return 0
+            except ConnectError as exc:
+                hint = "start one with: flintmq up" if address == DEFAULT_NSQD_HTTP else "see --nsqd-http-address"
+                raise ConnectionError(f"{exc}; {hint}") from exc
+            except HttpError as exc:
+                raise ConnectionError(await _advice(node, exc, arguments)) from exc
+
+    return run(tool, main)
+
+
+async def _advice(node: NodeClient, error: HttpError, arguments: argparse.Namespace) -> str:
+    """What a refusal means, and what to do now."""
+    topic, _, channel = str(getattr(arguments, "source", "")).partition("/")
+    if error.status in (401, 403):
+        right = "the token lacks the right for this" if error.status == 403 else "it asks for a token"
+        return f"{node.address} refuses ({error.code}): {right}; give one that has it with --token-file"
+    if error.code == "NOT_FOUND":
+        return f"the nsqd at {node.address} cannot do this: it is NSQ's own, or an older version of flintmq"
+    if error.code in ("TOPIC_NOT_FOUND", "CHANNEL_NOT_FOUND"):
+        with contextlib.suppress(FlintError):
+            stats = await node.stats(topic if error.code.startswith("CHANNEL") else "", clients=False)
+            topics: list[dict[str, Any]] = stats.get("topics") or []
+            if error.code == "TOPIC_NOT_FOUND":
+                return f"{node.address} has no topic {topic}; {_choice([t['topic_name'] for t in topics], 'topic')}"
+            channels = [c["channel_name"] for t in topics for c in t["channels"]]
+            return f"the topic {topic} has no channel {channel}; {_choice(channels, 'channel')}"
+    return error.code
+
+
+def _choice(names: list[str], kind: str) -> str:
+    if not names:
+        return f"it has no {kind} at all"
+    shown = ", ".join(sorted(names)[:10])
+    return f"it has {shown}" + (f" and {len(names) - 10} more" if len(names) > 10 else "")
+
+
+def _token(arguments: argparse.Namespace) -> str | None:
+    if not arguments.token_file:
+        token: str | None = arguments.token
+        return token
+    with open(arguments.token_file, encoding="utf-8") as file:
+        words = file.read().split()
+    if len(words) != 1:
+        raise OptionError(f"{arguments.token_file} must hold one token and nothing else")
+    return words[0]
+
+
+def _tls(arguments: argparse.Namespace) -> bool | ssl.SSLContext:
+    if not (arguments.tls_root_ca_file or arguments.tls_cert or arguments.tls_key):
+        return not arguments.tls_insecure
+    import ssl
+
+    try:
+        context = ssl.create_default_context(cafile=arguments.tls_root_ca_file)
+        if arguments.tls_insecure:
+            context.check_hostname = False
+            context.verify_mode = ssl.CERT_NONE
+        if arguments.tls_cert or arguments.tls_key:
+            context.load_cert_chain(arguments.tls_cert or arguments.tls_key, arguments.tls_key)
+    except (OSError, ValueError) as exc:
+        raise OptionError(f"cannot use the files of --tls-root-ca-file, --tls-cert and --tls-key - {exc}") from exc
+    return context
+
+
+# --- What is printed --------------------------------------------------------------------------------------------------
+
+
+def body_fields(body: bytes) -> dict[str, str]:
+    """A body for JSON: text under `body`; what is none as base64 under `body_base64`, since JSON has no bytes."""
+    try:
+        return {"body": body.decode()}
+    except UnicodeDecodeError:
+        return {"body_base64": base64.b64encode(body).decode()}
+
+
+def print_line(text: str) -> None:
+    sys.stdout.write(text + "\n")
+
+
+def print_json(value: Any) -> None:
+    """In one line."""
+    print_line(msgspec.json.encode(value).decode())

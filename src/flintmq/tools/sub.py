@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import base64
 import os
 import signal
 import sys
@@ -20,7 +19,7 @@ import msgspec
 
 from flintmq import wire
 from flintmq.options import SECOND, parse_duration
-from flintmq.tools import DEFAULT_NSQD, Link, refusal, run
+from flintmq.tools import DEFAULT_NSQD, Link, body_fields, refusal, run
 
 __all__ = ["main"]
 
@@ -186,17 +185,12 @@ class _Printer:
 
 
 def _json_line(message: wire.Message) -> bytes:
-    """Text bodies under `body`; others as base64 under `body_base64`, since JSON has no bytes."""
     line: dict[str, Any] = {
         "id": message.id.decode(),
         "timestamp": message.timestamp,
         "attempts": message.attempts,
     }
-    try:
-        line["body"] = message.body.decode()
-    except UnicodeDecodeError:
-        line["body_base64"] = base64.b64encode(message.body).decode()
-    return msgspec.json.encode(line) + b"\n"
+    return msgspec.json.encode(line | body_fields(message.body)) + b"\n"
 
 
 def _write(data: bytes) -> bool:

@@ -1,0 +1,88 @@
+"""`flintmq redrive`: send the dead letters of a channel back to it, and watch how that goes."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import contextlib
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from typing import TYPE_CHECKING
+
+import msgspec
+
+from flintmq.tools import node_flags, print_json, print_line, run_on_node, split_source
+
+if TYPE_CHECKING:
+    from flintmq.client.node import NodeClient, Redrive
+
+__all__ = ["main"]
+
+# How often the broker is asked how far it is, in seconds.
+_EVERY = 0.2
+
+
+def main(argv: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="flintmq redrive",
+        description="Send the dead letters of a channel back to it. The broker does it by itself: "
+        "ctrl-C ends the watching, not the work.",
+    )
+    parser.add_argument("source", metavar="TOPIC/CHANNEL", help="the channel they came from")
+    parser.add_argument("--count", metavar="N", type=_positive, help="at most so many")
+    parser.add_argument("--rate", metavar="N", type=_positive, help="at most so many a second")
+    parser.add_argument("--status", action="store_true", help="begin nothing, tell how far it is")
+    parser.add_argument("--no-wait", action="store_true", help="begin, and do not wait for the end")
+    parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    node_flags(parser)
+    arguments = parser.parse_args(argv)
+    topic, channel = split_source(parser, arguments.source)
+    if arguments.status and (arguments.count or arguments.rate or arguments.no_wait):
+        parser.error("--status goes with none of --count, --rate and --no-wait")
+    return run_on_node("redrive", arguments, lambda node: _redrive(node, topic, channel, arguments))
+
+
+def _positive(text: str) -> int:
+    number = int(text)
+    if number < 1:
+        raise argparse.ArgumentTypeError("must be at least 1")
+    return number
+
+
+async def _redrive(node: NodeClient, topic: str, channel: str, arguments: argparse.Namespace) -> int:
+    if arguments.status:
+        result = await node.redrive_progress(topic, channel)
+    else:
+        result = await node.redrive(topic, channel, count=arguments.count, rate=arguments.rate)
+        if not arguments.no_wait:
+            with _progress(result) as report:
+                while result.running:
+                    await asyncio.sleep(_EVERY)
+                    result = await node.redrive_progress(topic, channel)
+                    report(result)
+    if arguments.json:
+        print_json(msgspec.structs.asdict(result))
+        return 0
+    amount = f"{result.moved:,} of {result.planned:,} dead letters"
+    if not result.dead_letter_topic:
+        print_line(f"nothing was ever sent back to {topic}/{channel}")
+    elif result.running:
+        print_line(f"{amount} are back in {topic}/{channel}; it goes on")
+    else:
+        print_line(f"{amount} went from {result.dead_letter_topic} back to {topic}/{channel}")
+    return 0
+
+
+@contextlib.contextmanager
+def _progress(first: Redrive) -> Iterator[Callable[[Redrive], None]]:
+    """A progress bar where someone watches."""
+    if not sys.stderr.isatty():
+        yield lambda result: None
+        return
+    from rich.console import Console
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("sending back"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task("", total=first.planned)
+        yield lambda result: progress.update(task, completed=result.moved, total=result.planned)

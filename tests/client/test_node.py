@@ -1,0 +1,304 @@
+"""The HTTP API of one nsqd, asked by the client; the broker is a real one in this process."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import ssl
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import trustme
+
+from flintmq import Broker, Consumer, NodeClient, Producer, sync
+from flintmq.client import node as node_module
+from flintmq.errors import ConnectError, HttpError, OptionError
+
+from .daemons import Nsqd
+
+
+@pytest.fixture
+async def broker(tmp_path: Path) -> AsyncIterator[Broker]:
+    async with Broker(data_path=tmp_path, http_address="127.0.0.1:0", disk_reserve=0) as broker:
+        yield broker
+
+
+@pytest.fixture
+async def node(broker: Broker) -> AsyncIterator[NodeClient]:
+    async with NodeClient(broker.http_address) as node:
+        yield node
+
+
+@pytest.fixture
+async def ids(broker: Broker, node: NodeClient) -> list[str]:
+    """Three messages that wait in the channel c of the topic t."""
+    await node.create_topic("t")
+    await node.create_channel("t", "c")
+    async with Producer(broker.tcp_address) as producer:
+        await producer.publish_many("t", [b"one", b"two", b"three"])
+    return [message.id for message in (await node.peek("t", "c")).messages]
+
+
+# --- What every nsqd has ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["flintmq", "go"])
+async def test_topics_and_channels_of_any_nsqd(kind: str, tmp_path: Path) -> None:
+    nsqd = Nsqd(kind, tmp_path)
+    nsqd._wants = ("TCP", "HTTP")
+    nsqd.start()
+    try:
+        async with NodeClient(nsqd.at["HTTP"]) as node:
+            assert await node.ping() == "OK"
+            assert (await node.info())["version"] == "1.3.0"
+            await node.create_topic("t")
+            await node.create_channel("t", "c")
+            await node.pause_channel("t", "c")
+            await node.pause_topic("t")
+            [topic] = (await node.stats("t", clients=False))["topics"]
+            assert (topic["paused"], topic["channels"][0]["paused"]) == (True, True)
+            await node.unpause_channel("t", "c")
+            await node.unpause_topic("t")
+            await node.empty_topic("t")
+            await node.empty_channel("t", "c")
+            [topic] = (await node.stats("t", "c"))["topics"]
+            assert (topic["paused"], topic["channels"][0]["paused"]) == (False, False)
+            await node.delete_channel("t", "c")
+            await node.delete_topic("t")
+            assert (await node.stats())["topics"] == []
+            with pytest.raises(HttpError) as caught:
+                await node.delete_topic("t")
+            assert (caught.value.status, caught.value.code) == (404, "TOPIC_NOT_FOUND")
+            if kind == "go":
+                with pytest.raises(HttpError) as caught:
+                    await node.peek("t", "c")
+                assert (caught.value.status, caught.value.code) == (404, "NOT_FOUND")
+    finally:
+        await asyncio.get_running_loop().run_in_executor(None, nsqd.stop)
+
+
+# --- Messages ---------------------------------------------------------------------------------------------------------
+
+
+async def test_messages_are_looked_at(broker: Broker, node: NodeClient, ids: list[str]) -> None:
+    page = await node.peek("t", "c", limit=2, shown=2)
+    assert [(m.body, m.size, m.truncated, m.attempts) for m in page.messages] == [
+        (b"on", 3, True, 0),
+        (b"tw", 3, True, 0),
+    ]
+    page = await node.peek("t", "c", limit=2, after=page.next, shown=None)
+    assert ([m.body for m in page.messages], page.next) == ([b"three"], None)
+    page = await node.peek_topic("t", limit=1)
+    assert [m.body for m in page.messages] == [b"one"]
+    page = await node.peek_topic("t", after=page.next, shown=None)
+    assert ([m.body for m in page.messages], page.next) == ([b"two", b"three"], None)
+    async with Consumer("t", "c", nsqd=broker.tcp_address, max_in_flight=3) as consumer:
+        await anext(consumer)
+        [first, *_] = (await node.peek("t", "c", "in_flight")).messages
+        assert first.client is not None and first.client.remote_address.startswith("127.0.0.1:")
+        assert first.deadline is not None and first.deadline > first.timestamp
+        assert first.due is None
+
+
+async def test_one_message_is_acted_on(node: NodeClient, ids: list[str]) -> None:
+    await node.finish("t", "c", ids[0])
+    await node.defer("t", "c", ids[1], 60)
+    assert [m.body for m in (await node.peek("t", "c")).messages] == [b"three"]
+    [deferred] = (await node.peek("t", "c", "deferred")).messages
+    assert deferred.due is not None and deferred.due > deferred.timestamp + 59_000_000_000
+    await node.requeue("t", "c", ids[1])
+    assert {m.id for m in (await node.peek("t", "c")).messages} == set(ids[1:])
+    await node.requeue("t", "c", ids[2], 0.5)
+    assert {m.id for m in (await node.peek("t", "c")).messages} == {ids[1]}
+    with pytest.raises(HttpError) as caught:
+        await node.finish("t", "c", ids[0])
+    assert caught.value.status == 404
+    assert caught.value.code.startswith("MESSAGE_NOT_FOUND: ")
+
+
+# --- Settings ---------------------------------------------------------------------------------------------------------
+
+
+async def test_settings_are_read_and_changed(node: NodeClient, ids: list[str]) -> None:
+    found = await node.topic_settings("t")
+    assert (found.topic, found.set, found.source["ttl"]) == ("t", {}, "default")
+    found = await node.set_topic_settings("t", {"ttl": "1h", "max-messages": 10})
+    assert found.set == {"ttl": "1h0m0s", "max-messages": 10}
+    found = await node.set_topic_settings("t", {"ttl": None})
+    assert (found.set, found.settings["ttl"], found.settings["max-messages"]) == ({"max-messages": 10}, "0s", 10)
+    found = await node.set_channel_settings("t", "c", {"max-attempts": 3})
+    assert (found.channel, found.settings["max-attempts"], found.source["max-attempts"]) == ("c", 3, "live")
+    assert await node.channel_settings("t", "c") == found
+    with pytest.raises(HttpError) as caught:
+        await node.set_topic_settings("t", {"ttl": "soon"})
+    assert (caught.value.status, caught.value.code.partition(":")[0]) == (400, "INVALID_SETTING")
+
+
+# --- Ways to it -------------------------------------------------------------------------------------------------------
+
+
+async def test_tokens_and_https(tmp_path: Path) -> None:
+    authority = trustme.CA()
+    issued = authority.issue_cert("127.0.0.1")
+    issued.private_key_pem.write_to_path(str(tmp_path / "key.pem"))
+    issued.cert_chain_pems[0].write_to_path(str(tmp_path / "cert.pem"))
+    (tmp_path / "tokens").write_text("letmein read\n")
+    (tmp_path / "tokens").chmod(0o600)
+    context = ssl.create_default_context()
+    authority.configure_trust(context)
+    options: dict[str, Any] = {
+        "https_address": "127.0.0.1:0",
+        "tls_cert": str(tmp_path / "cert.pem"),
+        "tls_key": str(tmp_path / "key.pem"),
+        "http_auth_token_file": str(tmp_path / "tokens"),
+    }
+    async with Broker(data_path=tmp_path, disk_reserve=0, **options) as broker:
+        address = f"https://{broker.https_address}"
+        async with NodeClient(address, token="letmein", tls=context) as node:
+            assert (await node.info())["version"] == "1.3.0"
+            with pytest.raises(HttpError, match="403 FORBIDDEN"):
+                await node.create_topic("t")
+        async with NodeClient(address, tls=context) as node:
+            with pytest.raises(HttpError, match="401 UNAUTHORIZED"):
+                await node.info()
+        async with NodeClient(address, token="letmein") as node:
+            with pytest.raises(ConnectError, match="certificate verify failed"):
+                await node.info()
+        async with NodeClient(address, token="letmein", tls=False) as node:
+            assert await node.ping() == "OK"
+
+
+async def test_a_unix_socket(tmp_path: Path) -> None:
+    path = str(tmp_path / "http.sock")
+    async with Broker(data_path=tmp_path, disk_reserve=0, http_address=path), NodeClient(path) as node:
+        assert await node.ping() == "OK"
+
+
+async def test_what_is_wrong_with_a_node_is_told(broker: Broker, node: NodeClient) -> None:
+    broker.unwell("the disk is gone")
+    with pytest.raises(HttpError, match="500 NOK - the disk is gone"):
+        await node.ping()
+
+
+@pytest.mark.parametrize(
+    "address", ["", "localhost", "ftp://localhost:1", "http://", "127.0.0.1:x", "h:1?x=y", "h:0x1"]
+)
+def test_what_is_no_address_is_refused(address: str) -> None:
+    with pytest.raises(OptionError, match="no HTTP address of an nsqd"):
+        NodeClient(address)
+
+
+async def test_nobody_listens() -> None:
+    async with NodeClient("127.0.0.1:1") as node:
+        with pytest.raises(ConnectError, match=r"127\.0\.0\.1:1 \(Connection refused\)"):
+            await node.ping()
+
+
+@contextlib.asynccontextmanager
+async def answering(serve: Callable[[asyncio.StreamReader, asyncio.StreamWriter], Any]) -> AsyncIterator[str]:
+    """The address of something that answers as the test says; each connection is closed after that."""
+    under_way: set[asyncio.Task[None]] = set()
+
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await serve(reader, writer)
+        writer.close()
+        with contextlib.suppress(OSError):
+            await writer.wait_closed()
+
+    def connected(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        under_way.add(asyncio.get_running_loop().create_task(handle(reader, writer)))
+
+    server = await asyncio.start_server(connected, "127.0.0.1", 0)
+    async with server:
+        host, port = server.sockets[0].getsockname()
+        yield f"{host}:{port}"
+        await asyncio.gather(*under_way)
+
+
+@pytest.mark.parametrize(
+    ("answer", "error"),
+    [
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhello", "does not answer like an nsqd"),
+        (b'HTTP/1.1 200 OK\r\nContent-Length: 18\r\n\r\n{"messages": [{}]}', "does not answer like an nsqd"),
+        (b"E_INVALID what is this\r\n\r\n", "does not speak HTTP"),
+        (b"", "cannot speak to an nsqd"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 500\r\n\r\nhello", "cannot speak to an nsqd"),
+    ],
+)
+async def test_what_is_no_nsqd_is_told(answer: bytes, error: str) -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(answer)
+
+    async with answering(serve) as address, NodeClient(address) as node:
+        with pytest.raises(ConnectError, match=error):
+            await node.peek("t", "c")
+
+
+async def test_a_silent_node_is_not_waited_for() -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.read()
+
+    async with answering(serve) as address, NodeClient(address, timeout=0.05) as node:
+        with pytest.raises(ConnectError, match="does not answer"):
+            await node.ping()
+
+
+async def test_a_refusal_that_is_no_envelope_is_shown() -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        for body in (b"a proxy is unhappy", b""):
+            await reader.readuntil(b"\r\n\r\n")
+            writer.write(b"HTTP/1.1 502 Bad Gateway\r\nContent-Length: %d\r\n\r\n" % len(body) + body)
+
+    async with answering(serve) as address, NodeClient(address) as node:
+        with pytest.raises(HttpError, match="502 a proxy is unhappy"):
+            await node.ping()
+        with pytest.raises(HttpError, match="502 no reason given"):
+            await node.ping()
+
+
+# --- Without asyncio --------------------------------------------------------------------------------------------------
+
+
+def public(kind: type) -> dict[str, list[inspect.Parameter]]:
+    """Every public method with its parameters."""
+    return {
+        name: list(inspect.signature(method).parameters.values())
+        for name, method in inspect.getmembers(kind, inspect.isfunction)
+        if not name.startswith("_")
+    }
+
+
+def test_the_twin_has_the_same_methods_with_the_same_arguments() -> None:
+    ours, twin = public(NodeClient), public(sync.NodeClient)
+    # Raw frames are for those who have an event loop.
+    del ours["log_fetch"]
+    assert {name: [(p.name, p.kind, p.default) for p in found] for name, found in twin.items()} == {
+        name: [(p.name, p.kind, p.default) for p in found] for name, found in ours.items()
+    }
+
+
+async def test_the_twin_works_in_a_thread(broker: Broker, ids: list[str]) -> None:
+    def work() -> None:
+        with sync.NodeClient(broker.http_address) as node:
+            assert node.ping() == "OK"
+            node.finish("t", "c", ids[0])
+            page = node.peek("t", "c", shown=None)
+            assert [message.body for message in page.messages] == [b"two", b"three"]
+            with pytest.raises(HttpError):
+                node.finish("t", "c", ids[0])
+
+    await asyncio.get_running_loop().run_in_executor(None, work)
+
+
+def test_everything_public_is_named() -> None:
+    named = set(node_module.__all__)
+    found = {
+        name
+        for name, value in vars(node_module).items()
+        if inspect.isclass(value) and value.__module__ == node_module.__name__ and not name.startswith("_")
+    }
+    assert found == named

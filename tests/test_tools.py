@@ -1,0 +1,337 @@
+"""The commands for operators, as people run them, on a real nsqd in another process."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from client.daemons import Nsqd
+from flintmq import sync
+
+Run = Any
+
+
+@pytest.fixture(scope="module")
+def nsqd(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Nsqd]:
+    nsqd = Nsqd("flintmq", tmp_path_factory.mktemp("nsqd"))
+    nsqd._wants = ("TCP", "HTTP")
+    nsqd.start()
+    yield nsqd
+    nsqd.stop()
+
+
+@pytest.fixture
+def node(nsqd: Nsqd) -> Iterator[sync.NodeClient]:
+    with sync.NodeClient(nsqd.at["HTTP"]) as node:
+        yield node
+
+
+@pytest.fixture
+def topic(request: pytest.FixtureRequest, nsqd: Nsqd, node: sync.NodeClient) -> str:
+    """A topic of the test's own, with a channel c and three messages in it."""
+    name = f"t{abs(hash(request.node.nodeid)) % 10**12}"
+    node.create_topic(name)
+    node.create_channel(name, "c")
+    sync.publish(name, b'{"id": 1}', b"two\nlines [bold]", b"\xff\x00", nsqd=nsqd.address)
+    return name
+
+
+@pytest.fixture
+def run(nsqd: Nsqd, capfd: pytest.CaptureFixture[str]) -> Run:
+    """Run a command in this process; (status, output, errors)."""
+
+    def run(tool: str, *argv: str, address: str = nsqd.at["HTTP"]) -> tuple[int, str, str]:
+        main = importlib.import_module(f"flintmq.tools.{tool}").main
+        capfd.readouterr()
+        try:
+            status = main([*argv, "--nsqd-http-address", address])
+        except SystemExit as exc:
+            status = exc.code
+        sys.stdout.flush()
+        out, err = capfd.readouterr()
+        return status, out, err
+
+    return run
+
+
+def lines_of(out: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in out.splitlines()]
+
+
+# --- peek -------------------------------------------------------------------------------------------------------------
+
+
+def test_peek_shows_a_table(run: Run, topic: str) -> None:
+    status, out, err = run("peek", f"{topic}/c")
+    assert (status, err) == (0, "")
+    header, first, second, third = (line.split() for line in out.splitlines() if line.strip(" ─"))
+    assert header == ["ID", "AGE", "ATTEMPTS", "BYTES", "BODY"]
+    # As one line each, whatever is in them.
+    assert first[-2:] == ['{"id":', "1}"]
+    assert " ".join(second[-2:]) == r"two\nlines [bold]"
+    assert third[-1] == r"\xff\x00"
+
+
+def test_peek_prints_json(run: Run, topic: str) -> None:
+    status, out, _ = run("peek", f"{topic}/c", "--json", "--bytes", "4")
+    assert status == 0
+    first, second, third = lines_of(out)
+    assert (first["body"], first["size"], first["truncated"], first["attempts"]) == ('{"id', 9, True, 0)
+    assert (second["body"], third["body_base64"], third["truncated"]) == ("two\n", "/wA=", False)
+
+
+def test_peek_says_where_it_stops(run: Run, topic: str) -> None:
+    _, out, _ = run("peek", f"{topic}/c", "--limit", "2")
+    assert "more follow: --limit 20, or --limit all" in out
+    _, out, _ = run("peek", f"{topic}/c", "--limit", "3")
+    assert "more follow" not in out
+    _, out, _ = run("peek", f"{topic}/c", "--limit", "all", "--json")
+    assert len(lines_of(out)) == 3
+
+
+def test_peek_shows_who_holds_a_message_and_for_how_long(run: Run, topic: str, nsqd: Nsqd) -> None:
+    assert run("peek", f"{topic}/c", "--state", "in-flight")[1] == "no in flight messages\n"
+    with sync.Consumer(topic, "c", nsqd=nsqd.address, max_in_flight=3) as consumer:
+        message = consumer.get(timeout=60)
+        _, out, _ = run("peek", f"{topic}/c", "--state", "in-flight")
+        assert "TIME LEFT" in out and "CLIENT" in out and "127.0.0.1:" in out
+        message.finish()
+
+
+def test_peek_shows_when_a_message_is_due(run: Run, topic: str, node: sync.NodeClient) -> None:
+    [first, *_] = node.peek(topic, "c").messages
+    node.defer(topic, "c", first.id, 600)
+    _, out, _ = run("peek", f"{topic}/c", "--state", "deferred")
+    assert "DUE IN" in out and "9m5" in out
+
+
+def test_peek_shows_the_log_of_a_topic(run: Run, topic: str, node: sync.NodeClient) -> None:
+    for message in node.peek(topic, "c").messages[:2]:
+        node.finish(topic, "c", message.id)
+    _, out, _ = run("peek", topic, "--json")
+    assert len(lines_of(out)) == 3
+    node.create_topic("silent")
+    assert run("peek", "silent")[1] == "no messages\n"
+
+
+def test_peek_acts_on_single_messages(run: Run, topic: str, node: sync.NodeClient) -> None:
+    ids = [message.id for message in node.peek(topic, "c").messages]
+    status, out, _ = run("peek", f"{topic}/c", "--finish", ids[0], "--defer", ids[1], "--delay", "10m")
+    assert (status, out) == (0, f"{ids[0]}: finished\n{ids[1]}: deferred\n")
+    assert [message.id for message in node.peek(topic, "c").messages] == ids[2:]
+    status, out, _ = run("peek", f"{topic}/c", "--requeue", ids[1], "--json")
+    assert (status, lines_of(out)) == (0, [{"id": ids[1], "done": "requeue"}])
+    assert {message.id for message in node.peek(topic, "c").messages} == set(ids[1:])
+    status, out, err = run("peek", f"{topic}/c", "--finish", ids[0])
+    assert (status, out) == (1, "")
+    assert err.startswith("flintmq peek: MESSAGE_NOT_FOUND: ")
+
+
+def test_a_reader_that_goes_away_is_no_error(topic: str, nsqd: Nsqd) -> None:
+    command = [sys.executable, "-m", "flintmq", "peek", topic, "--json", "--nsqd-http-address", nsqd.at["HTTP"]]
+    reader, writer = os.pipe()
+    os.close(reader)
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, timeout=100)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+# --- What all of them share -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("tool", "argv", "reason"),
+    [
+        ("peek", ("no.such/topic/x",), "is not TOPIC or TOPIC/CHANNEL"),
+        ("peek", ("t", "--finish", "x"), "say of which channel"),
+        ("peek", ("t", "--state", "deferred"), "say of which channel"),
+        ("peek", ("t/c", "--defer", "x"), "--defer needs --delay"),
+        ("peek", ("t/c", "--delay", "1s"), "--delay goes with"),
+        ("peek", ("t/c", "--requeue", "x", "--delay=-1s"), "in the past"),
+        ("peek", ("t/c", "--limit", "0"), "at least 1"),
+        ("peek", ("t/c", "--bytes", "-1"), "from 0 on"),
+        ("peek", ("t/c", "--state", "finished"), "invalid choice"),
+        ("seek", ("t", "latest"), "is not TOPIC/CHANNEL"),
+        ("seek", ("t/c", "yesterday"), "neither earliest, latest, a number nor a time"),
+        ("redrive", ("t",), "is not TOPIC/CHANNEL"),
+        ("redrive", ("t/c", "--count", "0"), "at least 1"),
+        ("redrive", ("t/c", "--status", "--rate", "1"), "--status goes with none"),
+        ("settings", ("a b",), "is not TOPIC or TOPIC/CHANNEL"),
+        ("settings", ("t", "ttl"), "is not KEY=VALUE"),
+        ("log", ("t/c",), "is not a topic"),
+        ("log", ("t", "--time", "12"), "is not a time"),
+        ("log", ("t", "--from", "0", "--positions"), "one thing at a time"),
+        ("log", ("t", "--raw", "x", "--json"), "do not go together"),
+    ],
+)
+def test_a_wrong_command_line_is_status_2(run: Run, tool: str, argv: tuple[str, ...], reason: str) -> None:
+    status, out, err = run(tool, *argv)
+    assert (status, out) == (2, "")
+    assert reason in err
+
+
+#: One use of each that works on any topic with a channel c.
+USES = [("peek", "t/c"), ("seek", "t/c", "latest"), ("redrive", "t/c"), ("settings", "t/c"), ("log", "t")]
+
+
+@pytest.mark.parametrize("argv", USES, ids=lambda argv: argv[0])
+def test_nobody_listens(run: Run, argv: tuple[str, ...]) -> None:
+    status, out, err = run(*argv, address="127.0.0.1:1")
+    assert (status, out) == (1, "")
+    assert err == (
+        f"flintmq {argv[0]}: cannot speak to an nsqd at 127.0.0.1:1 (Connection refused); see --nsqd-http-address\n"
+    )
+
+
+@pytest.mark.parametrize("argv", USES, ids=lambda argv: argv[0])
+def test_an_nsqd_of_nsq_cannot_do_it(run: Run, argv: tuple[str, ...], go: str) -> None:
+    status, out, err = run(*argv, address=go)
+    assert (status, out) == (1, "")
+    assert "cannot do this: it is NSQ's own" in err
+
+
+@pytest.fixture(scope="module")
+def go(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
+    nsqd = Nsqd("go", tmp_path_factory.mktemp("go"))
+    nsqd._wants = ("TCP", "HTTP")
+    nsqd.start()
+    yield nsqd.at["HTTP"]
+    nsqd.stop()
+
+
+def test_an_unknown_topic_or_channel_is_answered_with_those_there_are(run: Run, topic: str) -> None:
+    status, _, err = run("peek", "none-such/c")
+    assert status == 1
+    assert err.startswith("flintmq peek: 127.0.0.1:") and "has no topic none-such; it has " in err and topic in err
+    status, _, err = run("peek", f"{topic}/other")
+    assert (status, err) == (1, f"flintmq peek: the topic {topic} has no channel other; it has c\n")
+
+
+def test_a_topic_without_channels_has_none_to_choose_from(run: Run, node: sync.NodeClient) -> None:
+    node.create_topic("lonely")
+    _, _, err = run("peek", "lonely/other")
+    assert err == "flintmq peek: the topic lonely has no channel other; it has no channel at all\n"
+
+
+def test_what_is_no_address_is_named(run: Run) -> None:
+    status, _, err = run("peek", "t", address="nowhere")
+    assert status == 1
+    assert '"nowhere" is no HTTP address of an nsqd' in err
+
+
+@pytest.fixture(scope="module")
+def guarded(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Nsqd, Path]]:
+    """One with HTTPS and tokens; and the folder of its files."""
+    import trustme
+
+    path = tmp_path_factory.mktemp("guarded")
+    authority = trustme.CA()
+    authority.cert_pem.write_to_path(str(path / "ca.pem"))
+    issued = authority.issue_cert("127.0.0.1")
+    issued.private_key_pem.write_to_path(str(path / "key.pem"))
+    issued.cert_chain_pems[0].write_to_path(str(path / "cert.pem"))
+    (path / "tokens").write_text("reading-1 read\n")
+    (path / "tokens").chmod(0o600)
+    (path / "token").write_text("reading-1\n")
+    (path / "empty").write_text("")
+    nsqd = Nsqd(
+        "flintmq",
+        path,
+        f"--http-auth-token-file={path / 'tokens'}",
+        f"--tls-cert={path / 'cert.pem'}",
+        f"--tls-key={path / 'key.pem'}",
+        "--https-address=127.0.0.1:0",
+    )
+    nsqd._wants = ("TCP", "HTTP", "HTTPS")
+    nsqd.start()
+    yield nsqd, path
+    nsqd.stop()
+
+
+def test_tokens_and_certificates(run: Run, guarded: tuple[Nsqd, Path]) -> None:
+    nsqd, path = guarded
+    address = f"https://{nsqd.at['HTTPS']}"
+    trust = ("--tls-root-ca-file", str(path / "ca.pem"))
+    token = ("--token-file", str(path / "token"))
+    sync.publish("t", b"secret", nsqd=nsqd.address)
+    for flags in ((*trust, *token), (*trust, "--token", "reading-1"), ("--tls-insecure", *token)):
+        status, out, _ = run("peek", "t", *flags, address=address)
+        assert (status, "secret" in out) == (0, True)
+    status, _, err = run("peek", "t", *token, address=address)
+    assert (status, "certificate verify failed" in err) == (1, True)
+    status, _, err = run("peek", "t", *trust, address=address)
+    assert (status, "asks for a token; give one" in err) == (1, True)
+    status, _, err = run("peek", "t/c", "--finish", "x", *trust, *token, address=address)
+    assert (status, "lacks the right" in err) == (1, True)
+    status, _, err = run("peek", "t", "--token-file", str(path / "none"), address=address)
+    assert (status, err) == (1, f"flintmq peek: {path / 'none'}: No such file or directory\n")
+    status, _, err = run("peek", "t", "--token-file", str(path / "empty"), address=address)
+    assert (status, "must hold one token" in err) == (1, True)
+    status, _, err = run("peek", "t", "--tls-root-ca-file", str(path / "empty"), address=address)
+    assert (status, "cannot use the files of --tls-root-ca-file" in err) == (1, True)
+
+
+# --- settings ---------------------------------------------------------------------------------------------------------
+
+
+def rows_of(out: str) -> dict[str, list[str]]:
+    return {row[0]: row[1:] for row in (line.split() for line in out.splitlines()) if len(row) > 1}
+
+
+def test_settings_are_shown_with_where_they_are_from(run: Run, topic: str) -> None:
+    status, out, err = run("settings", topic)
+    assert (status, err) == (0, "")
+    assert rows_of(out)["ttl"] == ["0s", "default"]
+    status, out, _ = run("settings", f"{topic}/c", "--json")
+    [found] = lines_of(out)
+    assert (status, found["topic"], found["channel"]) == (0, topic, "c")
+    assert found["source"]["max-attempts"] == "default"
+
+
+def test_settings_are_set_and_taken_back(run: Run, topic: str, node: sync.NodeClient) -> None:
+    status, out, _ = run("settings", topic, "ttl=1h", "max-messages=1000")
+    assert (status, rows_of(out)["ttl"]) == (0, ["1h0m0s", "live"])
+    assert rows_of(out)["max-messages"] == ["1000", "live"]
+    status, out, _ = run("settings", "--unset", "ttl", topic, "max-messages=7")
+    assert (rows_of(out)["ttl"], rows_of(out)["max-messages"]) == (["0s", "default"], ["7", "live"])
+    run("settings", f"{topic}/c", "max-attempts=5")
+    assert node.channel_settings(topic, "c").set == {"max-attempts": 5}
+
+
+def test_settings_may_be_for_all_topics_of_a_kind(run: Run, topic: str) -> None:
+    pattern = topic[:-1] + "*"
+    assert run("settings", pattern, "ttl=2h")[0] == 0
+    assert rows_of(run("settings", topic)[1])["ttl"] == ["2h0m0s", "live"]
+
+
+def test_a_wrong_setting_is_told_and_changes_nothing(run: Run, topic: str, node: sync.NodeClient) -> None:
+    before = node.topic_settings(topic)
+    for change in ("ttl=soon", "colour=green"):
+        status, out, err = run("settings", topic, "max-messages=5", change)
+        assert (status, out) == (1, "")
+        assert err.startswith("flintmq settings: INVALID_SETTING: ")
+    assert node.topic_settings(topic) == before
+
+
+# --- The document -----------------------------------------------------------------------------------------------------
+
+DOCUMENT = (Path(__file__).parent.parent / "docs" / "tools.md").read_text()
+
+
+@pytest.mark.parametrize("tool", ["pub", "sub", "peek", "seek", "redrive", "settings", "log"])
+def test_every_flag_is_in_the_document(tool: str, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        importlib.import_module(f"flintmq.tools.{tool}").main(["--help"])
+    flags = set(re.findall(r"--[a-z][a-z-]+", capsys.readouterr().out)) - {"--help"}
+    assert {"--json"} <= flags
+    assert sorted(flag for flag in flags if f"`{flag}" not in DOCUMENT) == []
+    assert f"`flintmq {tool}`" in DOCUMENT
