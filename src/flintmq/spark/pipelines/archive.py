@@ -77,9 +77,12 @@ def archive(
     if not common.is_remote(spark):
         # Behind Spark Connect all files are the server's: the first batch will say what is wrong.
         writer.prepare(new_query=new_query)
-    common.ship(spark)
-    stream = source(spark).writeStream.queryName("flintmq archive").option("checkpointLocation", writer.checkpoint)
-    query = common.trigger(stream.foreachBatch(writer), once=once, every=every).start()
+    try:
+        stream = source(spark).writeStream.queryName("flintmq archive").option("checkpointLocation", writer.checkpoint)
+        with common.shipping(spark):
+            query = common.trigger(stream.foreachBatch(writer), once=once, every=every).start()
+    except Exception as exc:
+        raise PipelineError(common.explain(exc)) from exc
     summary = common.follow(query, "archive", quiet=quiet)
     if not common.is_remote(spark):
         # What Spark counts is what it read, which is more where a schema was inferred.

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import importlib
 import json
 import re
 import signal
@@ -53,7 +52,7 @@ __all__ = [
     "print_summary",
     "register",
     "say",
-    "ship",
+    "shipping",
     "source_arguments",
     "spark_arguments",
     "stream_arguments",
@@ -75,8 +74,6 @@ _LINE_SECONDS = 10.0
 _LAST_BATCH_SECONDS = 60.0
 # So many messages say what their JSON looks like.
 _INFERRED_FROM = 10_000
-# What runs inside `foreachBatch`.
-_SHIPPED = ("flintmq.errors", *(f"flintmq.spark.pipelines.{name}" for name in ("common", "store", "lake", "archive")))
 
 
 # --- Where messages come from -----------------------------------------------------------------------------------------
@@ -417,14 +414,21 @@ def is_remote(spark: SparkSession) -> bool:
     return type(spark).__module__.startswith("pyspark.sql.connect")
 
 
-def ship(spark: SparkSession) -> None:
-    """Let a Spark Connect server have our code with each function, so that it need not be installed there."""
+@contextlib.contextmanager
+def shipping(spark: SparkSession) -> Iterator[None]:
+    """Inside, functions given to a Spark Connect server take our code along: it need not be installed there."""
     if not is_remote(spark):
+        yield
         return
     from pyspark import cloudpickle
 
-    for name in _SHIPPED:
-        cloudpickle.register_pickle_by_value(importlib.import_module(name))
+    import flintmq
+
+    cloudpickle.register_pickle_by_value(flintmq)
+    try:
+        yield
+    finally:
+        cloudpickle.unregister_pickle_by_value(flintmq)
 
 
 def register(spark: SparkSession) -> None:

@@ -125,8 +125,9 @@ def metrics(
             writer = measured.select(message, f.lit(topic).alias("topic")).writeStream.format("nsq")
             writer = writer.options(**(network or {})).outputMode("append")
         elif table is not None:
-            common.ship(spark)
-            writer = measured.writeStream.foreachBatch(BatchWriter(str(local_path(table)), place)).outputMode("append")
+            with common.shipping(spark):
+                writer = measured.writeStream.foreachBatch(BatchWriter(str(local_path(table)), place))
+            writer = writer.outputMode("append")
         else:
             writer = measured.writeStream.foreachBatch(board).outputMode("update")
         writer = writer.option("checkpointLocation", place)

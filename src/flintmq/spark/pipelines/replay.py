@@ -35,6 +35,11 @@ __all__ = ["Chunk", "add_arguments", "archive_chunks", "log_chunks", "replay", "
 CHUNK_MESSAGES = 200_000
 
 
+#: A place among messages in the order of their times: time in ns, offset.
+Place = tuple[int, int]
+_LEAST = -(2**63)
+
+
 @dataclass(frozen=True)
 class Chunk:
     """A part of a replay."""
@@ -57,7 +62,7 @@ def archive_chunks(
     until: datetime.datetime | None = None,
     size: int = CHUNK_MESSAGES,
 ) -> list[Chunk]:
-    """The messages of an archive, hour by hour; long hours are cut by time."""
+    """The messages of an archive, hour by hour; long hours are cut, by time and offset."""
     since_ns, until_ns = _ns(since, 0), _ns(until, 2**63 - 1)
     hours: dict[datetime.datetime, list[DataFile]] = {}
     for file in Archive(root).snapshot().files.values():
@@ -66,18 +71,30 @@ def archive_chunks(
         if file.oldest is not None and file.newest is not None and file.oldest < until_ns and file.newest >= since_ns:
             hours.setdefault(hour_of(file), []).append(file)
     chunks = []
+    folder = local_path(root)
     for _, files in sorted(hours.items()):
-        first = max(since_ns, min(file.oldest or 0 for file in files))
-        stop = min(until_ns, max(file.newest or 0 for file in files) + 1)
-        rows = sum(file.rows for file in files)
-        parts = math.ceil(rows / size)
-        edges = [first + (stop - first) * part // parts for part in range(parts)] + [stop]
-        for begin, end in itertools.pairwise(edges):
-            touched = [file for file in files if (file.oldest or 0) < end and (file.newest or 0) >= begin]
-            if touched and begin < end:
+        edges: list[Place] = [(since_ns, _LEAST), *_cuts(folder, files, size), (until_ns, _LEAST)]
+        for first, stop in itertools.pairwise(edge for edge in edges if since_ns <= edge[0] <= until_ns):
+            touched = [file for file in files if (file.oldest or 0) <= stop[0] and (file.newest or 0) >= first[0]]
+            if touched:
+                rows = min(size, sum(file.rows for file in touched))
                 paths = sorted(file.path for file in touched)
-                chunks.append(Chunk(math.ceil(rows / parts), {"files": paths, "first": begin, "stop": end}))
+                chunks.append(Chunk(rows, {"files": paths, "first": list(first), "stop": list(stop)}))
     return chunks
+
+
+def _cuts(root: Path, files: Sequence[DataFile], size: int) -> list[Place]:
+    """Where to cut the messages of some files, so that about `size` of them are between two cuts."""
+    if sum(file.rows for file in files) <= size:
+        return []
+    import pyarrow
+    import pyarrow.parquet as parquet
+
+    columns = ["timestamp_ns", "offset"]
+    # Not as one dataset: its folders would be read as columns.
+    parts = [parquet.ParquetFile(root / file.path).read(columns=columns) for file in files]
+    places = pyarrow.concat_tables(parts).sort_by([(name, "ascending") for name in columns])
+    return [tuple(row.values()) for row in places.take(list(range(size, len(places), size))).to_pylist()]
 
 
 def archive_reader(root: str | Path) -> ReadChunk:
@@ -86,8 +103,13 @@ def archive_reader(root: str | Path) -> ReadChunk:
         gone = [path for path in chunk.what["files"] if not (folder / path).exists()]
         if gone:
             raise PipelineError(f"{gone[0]} was merged with others since the replay began: begin it anew")
+        (after, first), (before, stop) = chunk.what["first"], chunk.what["stop"]
         messages = read_files(spark, folder, chunk.what["files"])
-        return messages.filter(f"timestamp_ns >= {chunk.what['first']} AND timestamp_ns < {chunk.what['stop']}")
+        # The plain conditions on times let Parquet pass over what lies outside.
+        return messages.filter(
+            f"timestamp_ns >= {after} AND (timestamp_ns > {after} OR offset >= {first}) "
+            f"AND timestamp_ns <= {before} AND (timestamp_ns < {before} OR offset < {stop})"
+        )
 
     return read
 

@@ -80,8 +80,8 @@ def stream(
             writer = as_messages(rows, topic).writeStream.format("nsq").options(**(network or {}))
         elif table is not None:
             bring_in = BatchWriter(str(local_path(table)), place)
-            common.ship(spark)
-            writer = rows.writeStream.foreachBatch(bring_in)
+            with common.shipping(spark):
+                writer = rows.writeStream.foreachBatch(bring_in)
         else:
             writer = rows.writeStream.format("console").option("truncate", "false")
         writer = writer.outputMode(mode).option("checkpointLocation", place)
