@@ -494,6 +494,19 @@ class Tokens:
             raise HttpError(403, "FORBIDDEN")
 
 
+def read_token(path: str) -> str:
+    """The token that somebody has to show, from his file: the first word that is no comment. OptionError if none."""
+    try:
+        with open(path, encoding="ascii") as file:
+            for line in file:
+                if (words := line.split()) and not words[0].startswith("#"):
+                    return words[0]
+    except (OSError, UnicodeDecodeError) as exc:
+        reason = exc.strerror if isinstance(exc, OSError) else "it is no ASCII text"
+        raise OptionError(f"cannot read the token in {path} - {reason}") from exc
+    raise OptionError(f"there is no token in {path}")
+
+
 def _digest(token: str) -> bytes:
     return hashlib.sha256(token.encode("utf-8", "surrogateescape")).digest()
 

@@ -86,19 +86,8 @@ def encode_command(name: bytes, *params: bytes, body: bytes | None = None) -> by
 
 
 def encode_mpub(topic: bytes, bodies: Sequence[bytes], key: bytes = b"") -> bytes:
-    # Two parts a message, put in place without a step of ours per message.
-    parts = [b""] * (2 * len(bodies))
-    sizes = list(map(len, bodies))
-    parts[::2] = map(_size.pack, sizes)
-    parts[1::2] = bodies
-    head = (
-        b"MPUB "
-        + topic
-        + (b" " + key if key else b"")
-        + b"\n"
-        + _frame_head.pack(4 + 4 * len(sizes) + sum(sizes), len(sizes))
-    )
-    return head + b"".join(parts)
+    line = b"MPUB " + topic + (b" " + key if key else b"") + b"\n"
+    return kernel.encode_mpub(line, bodies if type(bodies) is list else list(bodies))
 
 
 def encode_fins(ids: Sequence[bytes]) -> bytes:

@@ -23,7 +23,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import flintmq
-from flintmq.broker import backup
+from flintmq.broker import backup, stats
 from flintmq.broker import keys as keys_module
 from flintmq.broker.channel import Channel
 from flintmq.broker.daemon import Broker
@@ -310,6 +310,9 @@ async def test_a_repeat_is_answered_and_not_stored(start_broker: StartBroker, du
     assert stored(broker) == [b"one", b"two", b"three", b"four", b"one"]
     assert broker.topics["t"].message_count == 5
     assert client.session.publish_counts == {"t": 5}
+    scraped, _ = await stats.scrape(broker)
+    assert b'nsqd_topic_keys{topic="t"} 4' in scraped
+    assert b'nsqd_topic_repeats_total{topic="t"} 3' in scraped
 
 
 async def test_a_key_counts_for_its_topic_alone_and_whatever_the_command(broker: Broker) -> None:
@@ -753,6 +756,31 @@ async def test_without_a_damaged_file_of_keys_the_broker_goes_on_and_says_so(
     assert not await is_known(broker, "key-0")
     # Those of the segment that is still there.
     assert await is_known(broker, "key-59")
+
+
+async def test_keys_that_the_device_cannot_read_do_not_hold_up_a_start_nor_a_segment_for_ever(
+    start_broker: StartBroker, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class BadDisk(CountingDisk):
+        bad = True
+
+        def read(self, fd: int, size: int, offset: int) -> bytes:
+            if self.bad and size and size % KeyBlock.size(1) == 0 and offset > 4096:
+                raise OSError(errno.EIO, os.strerror(errno.EIO))
+            return super().read(fd, size, offset)
+
+    broker = await start_broker(max_bytes_per_file=5_000)
+    broker.topic("t").channel("c")
+    await fill(broker, range(60))
+    await broker.stop()
+    disk = BadDisk()
+    broker = await start_broker(max_bytes_per_file=5_000, disk=disk)
+    assert "cannot be read - [Errno 5]" in caplog.text
+    topic = broker.topics["t"]
+    while len(topic.log.segments) > 1:
+        await drain(broker, topic.channels["c"])
+    assert "they are given up" in caplog.text
+    assert not await is_known(broker, "key-0")
 
 
 async def test_a_segment_ends_at_so_many_keys(

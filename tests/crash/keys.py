@@ -280,16 +280,21 @@ class Connection(asyncio.Protocol):
     def close(self) -> None:
         self._transport.close()
 
+    def say(self, command: bytes) -> None:
+        # What the broker had sent is still read when it is dead.
+        if not self._transport.is_closing():
+            self._transport.write(command)
+
     def data_received(self, data: bytes) -> None:
         for kind, payload in self._decoder.feed(data):
             if kind == FRAME_MESSAGE:
                 message = decode_message(payload)
                 self.run.saw(message.body, int(message.id, 16))
-                self._transport.write(b"FIN %b\n" % message.id)
+                self.say(b"FIN %b\n" % message.id)
             elif kind != FRAME_RESPONSE:
                 self.run.violate("refused", payload.decode(errors="replace"))
             elif payload == HEARTBEAT:
-                self._transport.write(b"NOP\n")
+                self.say(b"NOP\n")
             else:
                 self._awaited.popleft()(payload)
 
@@ -304,7 +309,7 @@ class Connection(asyncio.Protocol):
 class Consumer(Connection):
     def _begin(self) -> None:
         self._awaited.append(lambda _: self.ready.set_result(None))
-        self._transport.write(b"SUB %b %b\nRDY %d\n" % (TOPIC, CHANNEL, RDY))
+        self.say(b"SUB %b %b\nRDY %d\n" % (TOPIC, CHANNEL, RDY))
 
 
 class Producer(Connection):
@@ -326,7 +331,7 @@ class Producer(Connection):
                 return
             self._unanswered.append(batch)
             self._awaited.append(self._answered)
-            self._transport.write(batch.command)
+            self.say(batch.command)
 
     def _answered(self, payload: bytes) -> None:
         if payload != b"OK":

@@ -195,30 +195,40 @@ def test_a_lost_answer_is_asked_for_again_and_nothing_is_lost(spark, nsqd, topic
         assert published == 3000
 
 
-def failing_once(frame):
-    """The same rows, in tasks that fail at the end of their first try."""
+def failing_once(frame, nsqd, topic):
+    """The same rows, in tasks that fail at the end of their first try, when some of their rows are published."""
+    url = f"http://{nsqd.http}/stats?format=json&topic={topic}"
 
     def fail_once(batches):
+        import json
+        import time
+        import urllib.request
+
         from pyspark import TaskContext
 
         yield from batches
         if TaskContext.get().attemptNumber() == 0:
-            raise RuntimeError("the first try fails")
+            for _ in range(600):
+                with urllib.request.urlopen(url) as answer:
+                    topics = json.load(answer)["topics"]
+                if topics and topics[0]["message_count"]:
+                    raise RuntimeError("the first try fails")
+                time.sleep(0.1)
 
     return frame.mapInArrow(fail_once, "value string")
 
 
 def test_a_task_that_is_tried_again_stores_its_rows_once(spark, broker, topic):
-    frame = spark.range(4000).selectExpr("cast(id as string) as value").repartition(2)
-    write(failing_once(frame), to(broker, topic=topic, mpubMaxMessages="50"))
-    assert count_of(broker, topic) == 4000
-    assert sorted(map(int, consume(broker, topic, 4000))) == list(range(4000))
+    frame = spark.range(100_000).selectExpr("lpad(cast(id as string), 20, '0') as value").repartition(2)
+    write(failing_once(frame, broker, topic), to(broker, topic=topic))
+    assert count_of(broker, topic) == 100_000
+    assert sorted(map(int, consume(broker, topic, 100_000))) == list(range(100_000))
 
 
 def test_on_other_brokers_a_task_that_is_tried_again_publishes_again(spark, go_broker, topic):
-    frame = spark.range(100).selectExpr("cast(id as string) as value").coalesce(1)
-    write(failing_once(frame), to(go_broker, topic=topic, mpubMaxMessages="10"))
-    assert count_of(go_broker, topic) > 100
+    frame = spark.range(50_000).selectExpr("lpad(cast(id as string), 20, '0') as value").coalesce(1)
+    write(failing_once(frame, go_broker, topic), to(go_broker, topic=topic))
+    assert count_of(go_broker, topic) > 50_000
     with pytest.raises(Exception, match="knows no idempotent publish: set idempotent=auto"):
         write(frame, to(go_broker, topic=topic, idempotent="true"))
 

@@ -122,7 +122,7 @@ class Broker:
         self._illness = ""
         self._draining: asyncio.Task[DrainReport] | None = None
         #: Called by ``reload``: each reads again what it keeps in memory of a file, such as certificates.
-        self.reloaders: list[Callable[[], None]] = [self.reload_certificates]
+        self.reloaders: list[Callable[[], None]] = [self.reload_certificates, self.peers.load_token]
         #: What single topics and channels do differently.
         self.settings = Settings(self)
         # One buffer that every session receives into, one after the other.
@@ -199,6 +199,7 @@ class Broker:
         try:
             self._open_path()
             self.peers.load_tls()
+            self.peers.load_token()
             # Before anybody can connect: no first message is missed.
             declared = self.settings.declare()
             for topic in declared if self.options.nsqlookupd_tcp_addresses else ():
@@ -215,8 +216,8 @@ class Broker:
         self._statsd.start()
         self._every("scan", self.options.queue_scan_interval / 1e9, lambda: self.scan.tick(self.clock.now))
         self._every("sync", self.options.sync_timeout / 1e9, self._sync)
-        self._every("space", SPACE_INTERVAL, self._look_at_space)
-        self._look_at_space()
+        self._every("space", SPACE_INTERVAL, self.look_at_space)
+        self.look_at_space()
         self.structure_changed(False)
         self.peers.start()
         for topic in declared:
@@ -902,7 +903,8 @@ class Broker:
         self._syncing = True
         self.journal.when_synced(self.journal.noted, free)
 
-    def _look_at_space(self) -> None:
+    def look_at_space(self) -> None:
+        """Refuse publishes from here on, or take them again, by what is free on the disk."""
         if self._draining is not None:
             return
         try:

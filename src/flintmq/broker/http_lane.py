@@ -528,8 +528,6 @@ class HttpConnection(asyncio.BufferedProtocol):
         # The request that is under way: is it waiting for its commit, and is it the last one?
         self._pending = False
         self._last = False
-        #: It was done before, under the same key.
-        self._repeat = False
         self._paused = False
         self._ended = False
         self._writable = True
@@ -745,6 +743,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         """The request is all there. False if it has to wait."""
         publishing = self._publishing
         batch = head.batch
+        is_repeat = False
         try:
             if pos == stop and not batch:
                 raise HttpError(400, "MSG_EMPTY")
@@ -756,7 +755,7 @@ class HttpConnection(asyncio.BufferedProtocol):
                 self._pause(obstacle)
                 return False
             if key:
-                commit, self._repeat = publishing.once(key, order, topic, data, pos, stop, batch=batch)
+                commit, is_repeat = publishing.once(key, order, topic, data, pos, stop, batch=batch)
             elif batch:
                 commit = publishing.batch(order, topic, data, pos, stop)
             else:
@@ -771,9 +770,14 @@ class HttpConnection(asyncio.BufferedProtocol):
         self._last = not head.keep_alive
         if commit is not None:
             self._pending = True
-            self.lane.when_committed(commit, self)
-        elif self._last or self._repeat:
-            self._answer_ok()
+            if is_repeat:
+                commit.waiters.append(partial(self._repeated, commit))
+            else:
+                self.lane.when_committed(commit, self)
+        elif is_repeat:
+            self._answer(REPEATED)
+        elif self._last:
+            self._answer(OK)
         else:
             self.transport.write(self.lane.ok())
         return True
@@ -823,12 +827,21 @@ class HttpConnection(asyncio.BufferedProtocol):
     @property
     def simple(self) -> bool:
         """Can its answer be sent together with others: one like all, on a plain socket with nothing unsent?"""
-        return self.fd >= 0 and self._writable and not (self._last or self._closing or self._repeat)
+        return self.fd >= 0 and self._writable and not self._last and not self._closing
 
     def committed(self) -> None:
         """The publish is safe, and its answer is not sent yet."""
         if not self._closing:
-            self._answer_ok()
+            self._answer(OK)
+        self.settled()
+
+    def _repeated(self, commit: Commit) -> None:
+        """What this request repeats is safe, or is not to be."""
+        if commit.error is not None:
+            self.refused(commit.error)
+            return
+        if not self._closing:
+            self._answer(REPEATED)
         self.settled()
 
     def settled(self) -> None:
@@ -840,14 +853,9 @@ class HttpConnection(asyncio.BufferedProtocol):
 
     def refused(self, error: Exception) -> None:
         """The publish could not be made safe."""
-        self._repeat = False
         if not self._closing:
             self._answer(envelope(refusal(error)))
         self.settled()
-
-    def _answer_ok(self) -> None:
-        repeat, self._repeat = self._repeat, False
-        self._answer(REPEATED if repeat else OK)
 
     def _answer(self, answer: Answer) -> None:
         if self._last:

@@ -303,7 +303,11 @@ class KeyFiles:
             if not name.endswith(".keys"):
                 continue
             path = self._folder / name
-            block = self._read(path)
+            try:
+                block = self._read(path)
+            except OSError as exc:
+                log.error("KEYS(%s): cannot read %s - %s", self._name, path, exc)
+                block = None
             if block is None or not len(block):
                 log.error(
                     "KEYS(%s): %s is damaged and set aside, what is repeated with one of its keys is stored again",

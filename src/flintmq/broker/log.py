@@ -1610,8 +1610,13 @@ class Log:
     def keys(self) -> Iterator[KeyBlock]:
         """The keys in the files, of the newest segment first."""
         for segment in reversed(self.segments):
-            if segment.key_count:
+            if not segment.key_count:
+                continue
+            try:
                 yield self._keys_in(segment, self._store.file(segment))
+            except OSError as exc:
+                # They are forgotten: what is published again with one of them is stored again.
+                log.error("LOG(%s): the keys in %s cannot be read - %s", self.name, segment.path, exc)
 
     def _keys_in(self, segment: Segment, fd: int) -> KeyBlock:
         keys = segment.keys

@@ -483,6 +483,13 @@ TOPIC_FAMILIES = (
     Family("nsqd_topic_messages_total", COUNTER, "Messages published.", attrgetter("message_count")),
     Family("nsqd_topic_message_bytes_total", COUNTER, "Bytes of their bodies.", attrgetter("message_bytes")),
     Family("nsqd_topic_channels", GAUGE, "Channels of the topic.", lambda t: len(t.channels)),
+    Family("nsqd_topic_keys", GAUGE, "Idempotency keys remembered.", lambda t: len(t.keys.window) if t.keys else 0),
+    Family(
+        "nsqd_topic_repeats_total",
+        COUNTER,
+        "Publishes under a key that was known: nothing was stored.",
+        lambda t: t.keys.repeats if t.keys else 0,
+    ),
     Family("nsqd_topic_paused", GAUGE, "1 while the topic is paused, else 0.", lambda t: int(t.paused)),
 )
 CHANNEL_FAMILIES = (

@@ -18,7 +18,7 @@ from hashlib import blake2b
 from types import TracebackType
 from typing import Any
 
-from flintmq import wire
+from flintmq import kernel, wire
 from flintmq.client import tracing
 from flintmq.client.brokers import Brokers
 from flintmq.client.connection import Clock, Connection, Message, Settings, Timer, addresses, split_address
@@ -261,6 +261,14 @@ class Producer:
         """The brokers that we are connected to."""
         return sorted(connection.address for connection in self._outlets)
 
+    def add_nsqd(self, address: str) -> None:
+        """Publish to one more broker too. It is dialled until the end, as if it had been named at the start."""
+        split_address(address)
+        if not self._started:
+            self._fixed = addresses([*self._fixed, address])
+        else:
+            self._brokers.add(address)
+
     # --- Publishing --------------------------------------------------------------------------------------------------
 
     async def publish(self, topic: str, body: bytes, *, key: str | None = None) -> None:
@@ -271,7 +279,7 @@ class Producer:
         """
         self._check(topic, body)
         if key is not None:
-            await self._publish_command(topic, [body], None, key)
+            await self._publish_command(topic, [body], len(body), None, key)
             return
         if self._pending_bytes >= self._max_pending_bytes:
             await self._room()
@@ -286,10 +294,11 @@ class Producer:
         bodies = list(bodies)
         if not bodies:
             return
-        # Without a step per message: the first that is wrong stands for all.
-        wrong = set(map(type, bodies)) != {bytes} or not all(bodies)
+        size = kernel.total_size(bodies)
+        # The first that is wrong stands for all.
+        wrong = size < 0
         self._check(topic, next(body for body in bodies if type(body) is not bytes or not body) if wrong else bodies[0])
-        await self._publish_command(topic, bodies, None, key)
+        await self._publish_command(topic, bodies, size, None, key)
 
     async def defer(self, topic: str, body: bytes, delay: float, *, key: str | None = None) -> None:
         """Publish one message that is delivered only after `delay` seconds."""
@@ -299,7 +308,7 @@ class Producer:
             raise OptionError(
                 f"a message can be deferred for 0 to {self._max_defer:g} seconds (max_defer), not {delay}"
             )
-        await self._publish_command(topic, [body], round(delay * 1000), key)
+        await self._publish_command(topic, [body], len(body), round(delay * 1000), key)
 
     def _check(self, topic: str, body: bytes) -> None:
         if not self._started or self._closed:
@@ -347,14 +356,16 @@ class Producer:
         for command in commands:
             self._send(command)
 
-    async def _publish_command(self, topic: str, bodies: list[bytes], delay: int | None, key: str | None) -> None:
+    async def _publish_command(
+        self, topic: str, bodies: list[bytes], size: int, delay: int | None, key: str | None
+    ) -> None:
         if key is not None and not wire.valid_key(key):
             raise OptionError(f"{key!r} is not a key: 1 to 128 printable ASCII characters without space")
         if self._pending_bytes >= self._max_pending_bytes:
             await self._room()
         command = _Command(topic, delay, key or "")
         command.bodies = bodies
-        command.size = sum(map(len, bodies))
+        command.size = size
         future = self._loop.create_future()
         command.futures.append(future)
         self._pending += 1

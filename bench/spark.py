@@ -1,0 +1,358 @@
+"""``python -m bench.spark``: how fast Spark reads and writes topics, beside what its Python sources can do at most.
+
+The ceiling is a source of the same shape that makes its rows in the reader: no broker, no network. Each scenario runs
+on all its sides in turn, round after round, so that whatever else slows the machine down hits all of them. Needs
+pyspark, pyarrow and Java. Spark is started once, with as many cores as the machine has.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from pyspark.sql import DataFrame, SparkSession
+from pyspark.sql.datasource import (
+    DataSource,
+    DataSourceArrowWriter,
+    DataSourceReader,
+    DataSourceStreamReader,
+    InputPartition,
+    WriterCommitMessage,
+)
+from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadLimit, SupportsTriggerAvailableNow
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+from .daemons import Daemon, Side, fresh
+
+BATCH_ROWS = 10_000
+SCHEMA = (
+    "value BINARY, topic STRING, node STRING, offset BIGINT, id STRING, timestamp TIMESTAMP, timestamp_ns BIGINT, "
+    "attempts INT"
+)
+
+
+# --- The ceiling ------------------------------------------------------------------------------------------------------
+
+
+class Slice(InputPartition):
+    def __init__(self, first: int, stop: int) -> None:
+        self.first = first
+        self.stop = stop
+
+
+def generated_rows(part: Slice, size: int) -> Iterator[Any]:
+    """Rows as ours are: random bodies, numbers that go up, the rest constant."""
+    import numpy
+    import pyarrow as pa
+
+    bodies = numpy.random.default_rng(part.first).integers(0, 256, BATCH_ROWS * size, dtype=numpy.uint8).tobytes()
+    begins = pa.py_buffer(numpy.arange(0, (BATCH_ROWS + 1) * size, size, dtype=numpy.int32))
+    topic, node = pa.repeat("orders", BATCH_ROWS), pa.repeat("0" * 32, BATCH_ROWS)
+    id_begins = pa.py_buffer(numpy.arange(0, (BATCH_ROWS + 1) * 16, 16, dtype=numpy.int32))
+    nothing = pa.nulls(BATCH_ROWS, pa.int32())
+    names = [field.split()[0] for field in SCHEMA.split(", ")]
+    for first in range(part.first, part.stop, BATCH_ROWS):
+        rows = min(BATCH_ROWS, part.stop - first)
+        seqs = numpy.arange(first, first + rows, dtype=numpy.int64)
+        ids = b"".join([b"%016x" % seq for seq in range(first, first + rows)])
+        times = numpy.full(rows, 1_770_000_000_000_000_000, dtype=numpy.int64)
+        yield pa.record_batch(
+            [
+                pa.Array.from_buffers(pa.binary(), rows, [None, begins, pa.py_buffer(bodies)]),
+                topic.slice(0, rows),
+                node.slice(0, rows),
+                pa.array(seqs),
+                pa.Array.from_buffers(pa.string(), rows, [None, id_begins, pa.py_buffer(ids)]),
+                pa.array(times // 1000, pa.timestamp("us", tz="UTC")),
+                pa.array(times),
+                nothing.slice(0, rows),
+            ],
+            names=names,
+        )
+
+
+def slices(first: int, stop: int, count: int) -> list[InputPartition]:
+    return [Slice(first + (stop - first) * n // count, first + (stop - first) * (n + 1) // count) for n in range(count)]
+
+
+class GeneratedReader(DataSourceReader):
+    def __init__(self, rows: int, partitions: int, size: int) -> None:
+        self._rows, self._partitions, self._size = rows, partitions, size
+
+    def partitions(self) -> list[InputPartition]:
+        return slices(0, self._rows, self._partitions)
+
+    def read(self, partition: InputPartition) -> Iterator[Any]:
+        assert isinstance(partition, Slice)
+        return generated_rows(partition, self._size)
+
+
+class GeneratedStream(DataSourceStreamReader, SupportsTriggerAvailableNow):
+    def __init__(self, rows: int, per_batch: int, partitions: int, size: int) -> None:
+        self._rows, self._per_batch, self._partitions, self._size = rows, per_batch, partitions, size
+
+    def initialOffset(self) -> dict[str, int]:
+        return {"o": 0}
+
+    def getDefaultReadLimit(self) -> ReadLimit:
+        return ReadAllAvailable()
+
+    def prepareForTriggerAvailableNow(self) -> None:
+        pass
+
+    def latestOffset(self, start: dict[str, int], limit: ReadLimit) -> dict[str, int]:
+        return {"o": min(self._rows, start["o"] + self._per_batch)}
+
+    def partitions(self, start: dict[str, int], end: dict[str, int]) -> list[InputPartition]:
+        return slices(start["o"], end["o"], self._partitions) if start != end else []
+
+    def read(self, partition: InputPartition) -> Iterator[Any]:
+        assert isinstance(partition, Slice)
+        return generated_rows(partition, self._size)
+
+
+class DiscardingWriter(DataSourceArrowWriter):
+    def write(self, iterator: Iterator[Any]) -> WriterCommitMessage:
+        for batch in iterator:
+            batch.column("value").to_pylist()
+        return WriterCommitMessage()
+
+
+class Generated(DataSource):
+    @classmethod
+    def name(cls) -> str:
+        return "generated"
+
+    def schema(self) -> str:
+        return SCHEMA
+
+    def _numbers(self, *names: str) -> list[int]:
+        return [int(self.options[name]) for name in names]
+
+    def reader(self, schema: Any) -> DataSourceReader:
+        return GeneratedReader(*self._numbers("rows", "partitions", "size"))
+
+    def streamReader(self, schema: Any) -> DataSourceStreamReader:
+        return GeneratedStream(*self._numbers("rows", "perBatch", "partitions", "size"))
+
+    def writer(self, schema: Any, overwrite: bool) -> DataSourceArrowWriter:
+        return DiscardingWriter()
+
+
+# --- The scenarios ----------------------------------------------------------------------------------------------------
+
+
+class Bench:
+    """One session, one broker with a full topic, and the same rows as Parquet."""
+
+    def __init__(self, options: argparse.Namespace, spark: SparkSession, daemon: Daemon, folder: Path) -> None:
+        self._rows, self._size, self._cores = options.rows, options.size, options.cores
+        self._spark, self._daemon, self._folder = spark, daemon, folder
+        self._count = 0
+
+    def prepare(self) -> None:
+        """Fill the topic through the sink, wait until it is durable, and write the same rows as Parquet."""
+        self._publish(self._generated(), "orders")
+        self._wait_durable()
+        self._topic().write.parquet(str(self._folder / "source"))
+
+    def scenarios(self) -> dict[str, dict[str, Callable[[], float]]]:
+        """By scenario and side: run it once, and say how long it took."""
+        per_batch = max(1, self._rows // 5)
+        return {
+            "batch read, noop": {
+                "topic": lambda: self._timed(lambda: self._noop(self._topic())),
+                "ceiling": lambda: self._timed(lambda: self._noop(self._generated())),
+                "parquet": lambda: self._timed(lambda: self._noop(self._parquet())),
+            },
+            "batch read, to Parquet": {
+                "topic": lambda: self._timed(lambda: self._to_parquet(self._topic())),
+                "ceiling": lambda: self._timed(lambda: self._to_parquet(self._generated())),
+                "parquet": lambda: self._timed(lambda: self._to_parquet(self._parquet())),
+            },
+            "batch write": {
+                "topic": lambda: self._timed(lambda: self._publish(self._generated(), self._new_name())),
+                "ceiling": lambda: self._timed(lambda: self._discard(self._generated())),
+            },
+            "stream, noop": {
+                "topic": lambda: self._stream("nsq", {**self._where(), "maxMessagesPerTrigger": str(per_batch)}),
+                "ceiling": lambda: self._stream("generated", {**self._shape(), "perBatch": str(per_batch)}),
+            },
+        }
+
+    def _where(self) -> dict[str, str]:
+        return {
+            "nsq.nsqd.addresses": f"127.0.0.1:{self._daemon.port}",
+            "subscribe": "orders",
+            "startingOffsets": "earliest",
+            "minPartitions": str(self._cores),
+        }
+
+    def _shape(self) -> dict[str, str]:
+        return {"rows": str(self._rows), "partitions": str(self._cores), "size": str(self._size)}
+
+    def _topic(self) -> DataFrame:
+        return self._spark.read.format("nsq").options(**self._where()).load()
+
+    def _generated(self) -> DataFrame:
+        return self._spark.read.format("generated").options(**self._shape()).load()
+
+    def _parquet(self) -> DataFrame:
+        return self._spark.read.parquet(str(self._folder / "source"))
+
+    def _new_name(self) -> str:
+        self._count += 1
+        return f"out-{self._count}"
+
+    def _timed(self, run: Callable[[], None]) -> float:
+        before = time.monotonic()
+        run()
+        return time.monotonic() - before
+
+    def _noop(self, frame: DataFrame) -> None:
+        frame.write.format("noop").mode("overwrite").save()
+
+    def _to_parquet(self, frame: DataFrame) -> None:
+        path = self._folder / self._new_name()
+        frame.write.parquet(str(path))
+        shutil.rmtree(path)
+
+    def _publish(self, frame: DataFrame, topic: str) -> None:
+        where = {"nsq.nsqd.addresses": f"127.0.0.1:{self._daemon.port}", "topic": topic}
+        frame.select("value").write.format("nsq").options(**where).mode("append").save()
+
+    def _discard(self, frame: DataFrame) -> None:
+        frame.select("value").write.format("generated").mode("append").save()
+
+    def _stream(self, name: str, options: dict[str, str]) -> float:
+        """The time its batches took, without what comes once: the start of a query takes seconds."""
+        checkpoint = self._folder / self._new_name()
+        query = (
+            self._spark.readStream.format(name)
+            .options(**options)
+            .load()
+            .writeStream.format("noop")
+            .option("checkpointLocation", str(checkpoint))
+            .trigger(availableNow=True)
+            .start()
+        )
+        query.awaitTermination()
+        shutil.rmtree(checkpoint, ignore_errors=True)
+        progress = [found for found in query.recentProgress if found.numInputRows]
+        rows = sum(found.numInputRows for found in progress)
+        if rows != self._rows:
+            raise SystemExit(f"bench: the stream had {rows} rows, not {self._rows}")
+        return sum(found.durationMs["triggerExecution"] for found in progress) / 1000
+
+    def _wait_durable(self) -> None:
+        give_up = time.monotonic() + 120
+        while self._topic().count() != self._rows:
+            if time.monotonic() > give_up:
+                raise SystemExit("bench: the topic does not hold what was published")
+            time.sleep(0.5)
+
+
+def main() -> int:
+    options = parse_options()
+    console = Console(stderr=True)
+    folder = Path(tempfile.mkdtemp(prefix="flintmq-bench-spark-"))
+    try:
+        with console.status("starting Spark"):
+            spark = make_session(options.cores, folder)
+        with fresh(Side.ours(None, "os")) as daemon:
+            bench = Bench(options, spark, daemon, folder)
+            with console.status(f"publishing {options.rows} messages of {options.size} bytes"):
+                bench.prepare()
+            samples = measure(bench, options, console)
+        spark.stop()
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    report(samples, options)
+    return 0
+
+
+def make_session(cores: int, folder: Path) -> SparkSession:
+    from flintmq.spark import register
+
+    os.environ["PYSPARK_PYTHON"] = os.environ["PYSPARK_DRIVER_PYTHON"] = sys.executable
+    source = str(Path(__file__).resolve().parent.parent / "src")
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH")]))
+    spark: SparkSession = (
+        SparkSession.builder.master(f"local[{cores},4]")
+        .appName("flintmq bench")
+        .config("spark.driver.memory", "4g")
+        .config("spark.ui.enabled", "false")
+        .config("spark.driver.bindAddress", "127.0.0.1")
+        .config("spark.driver.host", "127.0.0.1")
+        .config("spark.local.dir", str(folder / "local"))
+        .config("spark.sql.parquet.outputTimestampType", "TIMESTAMP_MICROS")
+        .getOrCreate()
+    )
+    spark.sparkContext.setLogLevel("ERROR")
+    spark.dataSource.register(Generated)
+    register(spark)
+    return spark
+
+
+def measure(bench: Bench, options: argparse.Namespace, console: Console) -> list[dict[str, Any]]:
+    """All sides of a scenario in turn, once to warm up and then ``repeat`` times."""
+    scenarios = {name: sides for name, sides in bench.scenarios().items() if options.only in name}
+    samples: list[dict[str, Any]] = []
+    columns = (SpinnerColumn(), TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    with Progress(*columns, TimeElapsedColumn(), console=console) as progress:
+        task = progress.add_task("", total=(options.repeat + 1) * sum(map(len, scenarios.values())))
+        for name, sides in scenarios.items():
+            for number in range(options.repeat + 1):
+                for side, run in sides.items():
+                    progress.update(task, description=f"{name}, {side}, run {number} of {options.repeat}")
+                    seconds = run()
+                    if number:
+                        samples.append({"scenario": name, "side": side, "run": number, "rate": options.rows / seconds})
+                    progress.advance(task)
+    return samples
+
+
+def report(samples: list[dict[str, Any]], options: argparse.Namespace) -> None:
+    rates: dict[str, dict[str, list[float]]] = {}
+    for sample in samples:
+        rates.setdefault(sample["scenario"], {}).setdefault(sample["side"], []).append(sample["rate"])
+    table = Table(title=f"{options.rows:,} messages of {options.size} bytes, {options.cores} cores, rows/s")
+    for column in ("", "side", "median", "best", "of the ceiling"):
+        table.add_column(column, justify="left" if column in ("", "side") else "right")
+    for name, sides in rates.items():
+        ceiling = statistics.median(sides["ceiling"])
+        for side, found in sides.items():
+            median = statistics.median(found)
+            table.add_row(name, side, f"{median:,.0f}", f"{max(found):,.0f}", f"{median / ceiling:.2f}")
+    Console(width=None if sys.stdout.isatty() else 110).print(table)
+    if options.json:
+        facts = {"machine": platform.platform(), "cores": os.cpu_count(), "load_average": os.getloadavg()}
+        settings = {"rows": options.rows, "size": options.size, "cores": options.cores}
+        options.json.write_text(json.dumps({**facts, **settings, "samples": samples}, indent=1))
+
+
+def parse_options() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="python -m bench.spark", description="Spark on topics, beside its ceiling.")
+    parser.add_argument("--rows", type=int, default=1_000_000, help="messages (default: a million)")
+    parser.add_argument("--size", type=int, default=200, help="bytes of a message (default: 200)")
+    parser.add_argument("--cores", type=int, default=os.cpu_count() or 2, help="of Spark (default: all)")
+    parser.add_argument("--repeat", type=int, default=3, help="runs per side, after one to warm up (default: 3)")
+    parser.add_argument("--only", default="", metavar="TEXT", help="scenarios with this in their names")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="write every sample")
+    return parser.parse_args()
+
+
+if __name__ == "__main__":
+    sys.exit(main())

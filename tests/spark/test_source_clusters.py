@@ -1,0 +1,164 @@
+"""The same scenario on clusters of several processes, with flintmq on every machine and shipped to those without it."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import re
+import socket
+import subprocess
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("pyspark")
+
+from .conftest import SOURCE, wait_for
+
+SCENARIO = Path(__file__).with_name("scenario.py")
+RIGHT = {"batch": True, "stream": 3000, "stream after a restart": 3000, "out": True}
+
+
+def environment(**more):
+    """What processes of Spark inherit: nothing by which they would find flintmq."""
+    import pyspark
+
+    kept = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHONPATH", "SPARK_", "PYSPARK_"))}
+    return {
+        **kept,
+        "SPARK_HOME": str(Path(pyspark.__file__).parent),
+        "SPARK_LOCAL_IP": "127.0.0.1",
+        "PYSPARK_PYTHON": sys.executable,
+        "PYSPARK_DRIVER_PYTHON": sys.executable,
+        **more,
+    }
+
+
+def play(master, broker, topic, folder, *, ship, env=None):
+    """The scenario in a driver of its own; what it found."""
+    folder.mkdir(exist_ok=True)
+    command = [sys.executable, str(SCENARIO), master, broker.tcp, topic, str(folder), str(SOURCE), "1" if ship else "0"]
+    env = env or environment(**({} if ship else {"PYTHONPATH": str(SOURCE)}))
+    if master.startswith("sc://"):
+        env = {key: value for key, value in env.items() if key != "SPARK_HOME"}
+    done = subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-6000:]}"
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+class Process:
+    """One of Spark's own programs; ready when it has said so."""
+
+    def __init__(self, name, arguments, env, ready, folder):
+        self._log = folder / f"{name}.log"
+        with open(self._log, "wb") as log:
+            command = [str(Path(env["SPARK_HOME"]) / "bin" / "spark-class"), *arguments]
+            self._process = subprocess.Popen(command, stdout=log, stderr=log, stdin=subprocess.DEVNULL, env=env)
+        try:
+            self.found = wait_for(lambda: self._ready(ready), f"{name} is ready")
+        except BaseException:
+            self.stop()
+            raise
+
+    def _ready(self, pattern):
+        text = self._log.read_text(errors="replace")
+        assert self._process.poll() is None, text[-3000:]
+        return re.search(pattern, text)
+
+    def stop(self):
+        self._process.terminate()
+        try:
+            self._process.wait(60)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+
+
+def free_port():
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        return server.getsockname()[1]
+
+
+@contextlib.contextmanager
+def standalone(folder, env):
+    """A master and two workers; the master's URL."""
+    port = free_port()
+    env = {**env, "SPARK_WORKER_DIR": str(folder / "work"), "SPARK_DAEMON_MEMORY": "256m"}
+    listen = ["--host", "127.0.0.1", "--webui-port", "0"]
+    with contextlib.ExitStack() as stack:
+        master = Process(
+            "master",
+            ["org.apache.spark.deploy.master.Master", *listen, "--port", str(port)],
+            env,
+            "elected leader",
+            folder,
+        )
+        stack.callback(master.stop)
+        url = f"spark://127.0.0.1:{port}"
+        workers: list[Process] = []
+        lock = threading.Lock()
+
+        def start(name):
+            arguments = ["org.apache.spark.deploy.worker.Worker", *listen, "--cores", "1", "--memory", "1g", url]
+            worker = Process(name, arguments, env, "Successfully registered with master", folder)
+            with lock:
+                workers.append(worker)
+
+        threads = [threading.Thread(target=start, args=(f"worker-{n}",)) for n in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        for worker in workers:
+            stack.callback(worker.stop)
+        assert len(workers) == 2
+        yield url
+
+
+def test_executors_in_processes_of_their_own(spark_environment, broker, topic, tmp_path):
+    found = play("local-cluster[2,1,1024]", broker, topic, tmp_path, ship=False)
+    assert found == {"executors have flintmq": [True], **RIGHT}
+
+
+def test_a_standalone_cluster_that_has_flintmq(spark_environment, broker, topic, tmp_path):
+    env = environment(PYTHONPATH=str(SOURCE))
+    with standalone(tmp_path, env) as url:
+        assert play(url, broker, topic, tmp_path / "app", ship=False) == {"executors have flintmq": [True], **RIGHT}
+
+
+def test_a_standalone_cluster_that_gets_it_shipped(spark_environment, broker, topic, tmp_path):
+    with standalone(tmp_path, environment()) as url:
+        assert play(url, broker, topic, tmp_path / "app", ship=True) == {"executors have flintmq": [False], **RIGHT}
+
+
+def test_spark_connect_gets_it_shipped(spark_environment, broker, topic, tmp_path):
+    pytest.importorskip("grpc")
+    port = free_port()
+    env = environment()
+    arguments = [
+        "org.apache.spark.deploy.SparkSubmit",
+        "--class",
+        "org.apache.spark.sql.connect.service.SparkConnectServer",
+        "--master",
+        "local[2,4]",
+        "--driver-memory",
+        "1g",
+        "--conf",
+        f"spark.connect.grpc.binding.port={port}",
+        "--conf",
+        "spark.connect.grpc.binding.address=127.0.0.1",
+        "--conf",
+        "spark.ui.enabled=false",
+        "--conf",
+        f"spark.sql.warehouse.dir={tmp_path / 'warehouse'}",
+        "spark-internal",
+    ]
+    server = Process("connect", arguments, env, "Spark Connect server started", tmp_path)
+    try:
+        found = play(f"sc://127.0.0.1:{port}", broker, topic, tmp_path / "app", ship=True, env=env)
+    finally:
+        server.stop()
+    assert found == {"executors have flintmq": [False], **RIGHT}
