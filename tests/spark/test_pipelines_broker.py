@@ -48,6 +48,17 @@ def hold(broker: Node, topic: str) -> None:
     broker.post("/channel/create", topic=topic, channel="holder")
 
 
+def publish(broker: Node, topic: str, messages: list[bytes]) -> None:
+    """Publish, and wait until it is on the device: readers of a log are shown nothing else."""
+    broker.publish(topic, messages)
+
+    def is_durable() -> bool:
+        info = broker.get("/log/info", topic=topic)
+        return bool(info["durable"] == info["end"])
+
+    wait_for(is_durable, "all is on the device")
+
+
 def texts(spark: Any, broker: Node, topic: str) -> list[str]:
     rows = batch(broker, topic).batch(spark).orderBy("offset").selectExpr("cast(value AS string) AS text").collect()
     return [row["text"] for row in rows]
@@ -64,14 +75,14 @@ def bodies(first: int, stop: int) -> list[bytes]:
 
 def test_archive_audit_and_replay_of_a_topic(spark, broker: Node, topic: str, tmp_path: Path):
     hold(broker, topic)
-    broker.publish(topic, bodies(0, 3000))
+    publish(broker, topic, bodies(0, 3000))
     root = tmp_path / "archive"
     source = topics(broker, topic, maxMessagesPerTrigger="1000")
     summary = archiving.archive(spark, source.stream, root, once=True)
     assert summary.rows == 3000
     assert summary.batches >= 3
     assert summary.lag == 0
-    broker.publish(topic, bodies(3000, 4000))
+    publish(broker, topic, bodies(3000, 4000))
     assert archiving.archive(spark, source.stream, root, once=True).rows == 1000
     report = audit(spark, batch(broker, topic).batch, lambda spark: archiving.read(spark, root), complete=True)
     assert report.passed
@@ -108,7 +119,7 @@ def test_archive_audit_and_replay_of_a_topic(spark, broker: Node, topic: str, tm
 
 def test_replay_of_a_log_keeps_a_rate(spark, broker: Node, topic: str, tmp_path: Path):
     hold(broker, topic)
-    broker.publish(topic, bodies(0, 300))
+    publish(broker, topic, bodies(0, 300))
     options = {**network(broker), "subscribe": topic}
     chunks = replay.log_chunks(options, size=100)
     assert [chunk.rows for chunk in chunks] == [100, 100, 100]
@@ -122,7 +133,7 @@ def test_replay_of_a_log_keeps_a_rate(spark, broker: Node, topic: str, tmp_path:
 
 def test_metrics_and_a_query_to_topics(spark, broker: Node, topic: str, tmp_path: Path):
     hold(broker, topic)
-    broker.publish(topic, bodies(0, 300))
+    publish(broker, topic, bodies(0, 300))
     board = metrics.Board()
     metrics.metrics(spark, topics(broker, topic).stream, window=3600, path="$.country", board=board, once=True)
     assert sum(row["messages"] for row in board.of(topic)) == 300
@@ -147,7 +158,7 @@ def test_dead_letters_are_reported_and_sent_back_by_a_filter(spark, broker: Node
         broker.get("/channel/redrive", topic=topic, channel="billing")
     except urllib.error.HTTPError as exc:
         pytest.skip(f"this broker has no dead letters: {exc}")
-    broker.publish(topic, bodies(0, 30))
+    publish(broker, topic, bodies(0, 30))
     fail_all(broker, topic, "billing", 30)
     table = dead_letters.as_table(spark, letters)
     [group] = dead_letters.report(table)
@@ -189,7 +200,7 @@ def run(*argv: str, **variables: str) -> subprocess.CompletedProcess[str]:
 
 def test_commands_end_to_end_and_their_exit_status(spark_environment, broker: Node, topic: str, tmp_path: Path):
     hold(broker, topic)
-    broker.publish(topic, bodies(0, 500))
+    publish(broker, topic, bodies(0, 500))
     small = ("--nsqd", broker.tcp, "--conf", "spark.driver.memory=1g", "--master", "local[2,4]")
     archive = str(tmp_path / "archive")
     done = run("archive", topic, "--to", archive, "--once", *small)
@@ -218,7 +229,7 @@ def unused_port() -> int:
 def test_the_declarative_example_runs(spark_environment, broker: Node, topic: str, tmp_path: Path):
     hold(broker, topic)
     orders = [json.dumps({"id": n, "country": "de" if n % 3 else "fr", "amount": 2.5}).encode() for n in range(30)]
-    broker.publish(topic, orders)
+    publish(broker, topic, orders)
     project = tmp_path / "project"
     shutil.copytree(REPOSITORY / "examples" / "declarative", project)
     spec = (project / "spark-pipeline.yml").read_text()
@@ -245,14 +256,14 @@ def test_the_declarative_example_runs(spark_environment, broker: Node, topic: st
         assert table.num_rows == expected
         sales = dataset.dataset(str(tmp_path / "warehouse" / "sales"), format="parquet").to_table().to_pylist()
         assert sum(row["orders"] for row in sales) == expected
-        broker.publish(topic, orders[:10])
+        publish(broker, topic, orders[:10])
 
 
 def test_archive_behind_spark_connect_without_our_code_there(
     spark_environment, broker: Node, topic: str, tmp_path: Path
 ):
     hold(broker, topic)
-    broker.publish(topic, bodies(0, 400))
+    publish(broker, topic, bodies(0, 400))
     port = unused_port()
     server = spark_cluster.Program(
         [
