@@ -52,6 +52,7 @@ usage: flintmq COMMAND [ARGUMENTS]
   settings      what a topic or channel does differently; show it, change it
   backup        copy the data path of a broker, while it runs
   restore       make a data path from a backup
+  pipeline      archive, measure, replay or query topics with Spark
 
 flintmq COMMAND --help tells more; flintmq --version prints the version."""
 
@@ -68,6 +69,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         **{name: _tool(name) for name in ("peek", "seek", "log", "redrive", "settings")},
         "backup": _backup,
         "restore": _restore,
+        "pipeline": _pipeline,
     }
     if command in commands:
         return commands[command](rest)
@@ -461,6 +463,12 @@ def _tool(name: str) -> Callable[[Sequence[str]], int]:
         return status
 
     return run
+
+
+def _pipeline(argv: Sequence[str]) -> int:
+    from flintmq.spark import pipelines
+
+    return pipelines.main(argv)
 
 
 def _nsq_version(options_class: type[Options]) -> str:

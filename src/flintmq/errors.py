@@ -16,6 +16,7 @@ FlintError
 ├── FullError          one more than we can keep; the text says of what
 ├── OptionError        a flag, a config file key or a value is wrong
 ├── StartError         a daemon cannot start: the data path is locked, an address is taken, …
+├── PipelineError      a Spark pipeline cannot run; the text says what is missing or wrong
 ├── DataLossError      messages that were still to be read are gone; carries where
 ├── SpoolError         a spool of Spark's source cannot be used, or is not the one it should be
 ├── BackupError        a backup cannot be made, is damaged, or cannot be restored
@@ -42,6 +43,7 @@ __all__ = [
     "LimitError",
     "NotFoundError",
     "OptionError",
+    "PipelineError",
     "ProtocolError",
     "PublishError",
     "PublishUnknownError",
@@ -159,6 +161,10 @@ class OptionError(FlintError):
 
 class StartError(FlintError):
     """A daemon cannot start; the text says why."""
+
+
+class PipelineError(FlintError):
+    """A Spark pipeline cannot run, or Spark itself cannot start; the text says what to do about it."""
 
 
 class DataLossError(FlintError):

@@ -1,13 +1,16 @@
 """Topics as Spark tables: ``format("nsq")``, batch and streaming, read and write.
 
-This module names what is public; everything is imported when it is first used, so that ``import flintmq.spark`` costs
-nothing and needs neither pyspark nor Java.
+This module names what is public; what is not small is imported when it is first used, so that ``import flintmq.spark``
+costs nothing and needs neither pyspark nor Java.
 """
 
 from __future__ import annotations
 
 import importlib
 from typing import TYPE_CHECKING, Any
+
+# Now and not later: it has the name of its module, which would take its place.
+from flintmq.spark.session import session as session
 
 if TYPE_CHECKING:
     from flintmq.spark.draining import drain as drain
@@ -20,7 +23,6 @@ _PUBLIC = {
     "drain": "flintmq.spark.draining",
     "lag": "flintmq.spark.registration",
     "register": "flintmq.spark.registration",
-    "session": "flintmq.spark.session",
 }
 
 
