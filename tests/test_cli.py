@@ -296,6 +296,23 @@ def test_nsqlookupd_reads_its_file(tmp_path):
         read_until(running, "stderr", r"\[here\] .* INFO: TCP: listening on 127\.0\.0\.1:\d+\n")
 
 
+def test_a_hangup_makes_nsqlookupd_read_its_tokens_again(tmp_path):
+    tokens = tmp_path / "tokens"
+    tokens.touch(0o600)
+    tokens.write_text("old read\n")
+    flags = ("--tcp-address=127.0.0.1:0", "--http-address=127.0.0.1:0", f"--http-auth-token-file={tokens}")
+    with process("nsqlookupd", *flags) as running:
+        address = read_until(running, "stderr", r"HTTP: listening on (\S+)\n(?s:.*)TCP: listening on \S+\n")[1]
+        assert ask(address, "GET", "/ping")[0] == 200
+        assert ask(address, "GET", "/nodes")[0] == 401
+        assert ask(address, "GET", "/nodes", Authorization="Bearer old")[0] == 200
+        tokens.write_text("new read\n")
+        running.send_signal(signal.SIGHUP)
+        read_until(running, "stderr", r"HTTP: 1 tokens in")
+        assert ask(address, "GET", "/nodes", Authorization="Bearer new")[0] == 200
+        assert ask(address, "GET", "/nodes", Authorization="Bearer old")[0] == 401
+
+
 def fetch(address: str, path: str) -> bytes:
     with urllib.request.urlopen(f"http://{address}{path}", timeout=PATIENCE) as response:
         body: bytes = response.read()

@@ -96,6 +96,40 @@ def filled(kernel: Any, bodies: list[bytes], size: int = 1 << 16) -> Any:
 bodies_of_any_size = st.lists(st.binary(min_size=1, max_size=30), min_size=1, max_size=200)
 
 
+# --- Publishes --------------------------------------------------------------------------------------------------------
+
+
+@given(st.lists(st.binary(max_size=300), max_size=40))
+def test_messages_become_one_command(kernel: Any, bodies: list[bytes]) -> None:
+    parts = b"".join(len(body).to_bytes(4, "big") + body for body in bodies)
+    size = 4 + len(parts)
+    expected = b"MPUB t.1\n" + size.to_bytes(4, "big") + len(bodies).to_bytes(4, "big") + parts
+    assert kernel.encode_mpub(b"MPUB t.1\n", bodies) == expected
+
+
+@pytest.mark.parametrize("wrong", [None, 5, "text"])
+def test_what_is_no_message_does_not_become_a_command(kernel: Any, wrong: Any) -> None:
+    with pytest.raises(TypeError):
+        kernel.encode_mpub(b"MPUB t\n", [b"good", wrong])
+
+
+@given(st.lists(st.binary(min_size=1, max_size=300), max_size=40))
+def test_messages_are_measured(kernel: Any, bodies: list[bytes]) -> None:
+    assert kernel.total_size(bodies) == sum(map(len, bodies))
+
+
+class MyBytes(bytes):
+    """May be anything: its own length, for one."""
+
+
+@pytest.mark.parametrize("wrong", [b"", None, "text", bytearray(b"x"), memoryview(b"x"), MyBytes(b"x")])
+@pytest.mark.parametrize("place", [0, 1, 2])
+def test_empty_messages_and_what_is_none_are_noticed(kernel: Any, wrong: Any, place: int) -> None:
+    bodies: list[Any] = [b"a", b"b"]
+    bodies.insert(place, wrong)
+    assert kernel.total_size(bodies) == -1
+
+
 # --- Lines ------------------------------------------------------------------------------------------------------------
 
 

@@ -583,7 +583,7 @@ def test_the_example_file_of_nsqlookupd_shows_known_keys_and_true_defaults(tmp_p
     path.write_text(text)
     options, defaults = parse(NsqlookupdOptions, [f"--config={path}"]), NsqlookupdOptions()
     changed = {key for key in vars(defaults) if getattr(options, key) != getattr(defaults, key)}
-    assert changed == {"broadcast_address", "tls_cert", "tls_key", "tls_root_ca_file"}
+    assert changed == {"broadcast_address", "http_auth_token_file", "tls_cert", "tls_key", "tls_root_ca_file"}
 
 
 @pytest.mark.parametrize(

@@ -125,7 +125,35 @@ async def _read_config(request: Request) -> str:
     return request.parameters["opt"]
 
 
+class _Pieces:
+    """An answer in pieces; what became of it is noted."""
+
+    def __init__(self, count: int, failure: Exception | None = None) -> None:
+        self.count = count
+        self.failure = failure
+        self.closed = 0
+
+    async def __aiter__(self) -> AsyncIterator[bytes]:
+        for number in range(self.count):
+            yield b"%d," % number
+        if self.failure is not None:
+            raise self.failure
+
+    async def aclose(self) -> None:
+        self.closed += 1
+
+
+STREAMS: list[_Pieces] = []
+
+
+async def _stream(request: Request) -> Answer:
+    failure = {"bug": ValueError("a bug"), "cut": ConnectionAbortedError("no more")}.get(request.query)
+    STREAMS.append(_Pieces(3, failure))
+    return Answer(content_type="a/b", headers={"X-Y": "z"}, pieces=STREAMS[-1])
+
+
 ROUTES = [
+    Route("GET", "/stream", _stream, READ),
     Route("GET", "/ping", _ok, OPEN, plain=True),
     Route("GET", "/stats", _ok, READ),
     Route("POST", "/pub", _echo, PUBLISH, unlogged=True),
@@ -196,6 +224,35 @@ async def test_an_answer_has_gos_headers_and_no_others(serve: Serve) -> None:
         "Date",
         "Connection",
     }
+
+
+async def test_an_answer_may_come_in_pieces(serve: Serve) -> None:
+    answer = await ask(await serve(), request_of("GET", "/stream"))
+    head, _, body = answer.partition(b"\r\n\r\n")
+    status, *headers = sorted(head.decode().split("\r\n"))
+    assert status == "Connection: close" and "HTTP/1.1 200 OK" in headers
+    assert {"Content-Type: a/b", "X-Y: z", "Transfer-Encoding: chunked"} < set(headers)
+    assert not any(header.startswith(("Server", "Content-Length")) for header in headers)
+    assert body == b"2\r\n0,\r\n2\r\n1,\r\n2\r\n2,\r\n0\r\n\r\n"
+    assert STREAMS[-1].closed == 1
+
+
+@pytest.mark.parametrize("failure", ["bug", "cut"])
+async def test_an_answer_in_pieces_that_fails_is_cut_off(
+    serve: Serve, failure: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    address = await serve()
+    answer = await ask(address, request_of("GET", f"/stream?{failure}").replace(b"Connection: close\r\n", b""))
+    assert answer.endswith(b"2,\r\n"), "what came before is there, and no last chunk"
+    assert STREAMS[-1].closed == 1
+    assert ("ValueError: a bug" in caplog.text) == (failure == "bug")
+    assert status_of(await ask(address, request_of("GET", "/ping"))) == 200
+
+
+async def test_who_could_not_tell_a_part_from_the_whole_gets_no_pieces(serve: Serve) -> None:
+    answer = await ask(await serve(), b"GET /stream HTTP/1.0\r\n\r\n")
+    assert status_of(answer) == 505
+    assert STREAMS[-1].closed == 1
 
 
 async def test_parts_of_a_path_are_parameters(serve: Serve) -> None:

@@ -353,7 +353,8 @@ async def _serve_lookupd(options: NsqlookupdOptions) -> int:
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, asked_to_stop.set)
-    async with Lookupd(options):
+    async with Lookupd(options) as lookupd:
+        loop.add_signal_handler(signal.SIGHUP, lookupd.reload)
         gc.collect()
         gc.freeze()
         await asked_to_stop.wait()

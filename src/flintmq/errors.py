@@ -5,7 +5,8 @@ FlintError
 ├── PublishError       a publish was refused: the topic is going away, the disk is full, a write failed
 │   ├── LimitError     … or it would exceed a limit of its topic
 │   │   └── RateError  … or of its rate
-│   └── PublishUnknownError   sent, and nobody knows whether it was stored: the connection was lost before the answer
+│   ├── PublishUnknownError   sent, and nobody knows whether it was stored: the connection was lost before the answer
+│   └── KeysUnsupportedError  a publish with a key, and no broker that knows keys
 ├── AuthError          no auth server could say what a client may do
 ├── ConnectError       no broker can be reached, or the one that was is not what it should be
 ├── ClosedError        this producer or consumer was closed
@@ -34,6 +35,7 @@ __all__ = [
     "FormatError",
     "FullError",
     "HttpError",
+    "KeysUnsupportedError",
     "LimitError",
     "NotFoundError",
     "OptionError",
@@ -91,6 +93,13 @@ class RateError(LimitError):
 
 class PublishUnknownError(PublishError):
     """The publish was sent and the connection lost before its answer: it may be stored. A retry may store it twice."""
+
+
+class KeysUnsupportedError(PublishError):
+    """A publish with a key, and no broker that knows keys: NSQ's own would ignore it, and store repeats."""
+
+    def __init__(self, text: str = "") -> None:
+        super().__init__(text, retriable=False)
 
 
 class AuthError(FlintError):

@@ -16,6 +16,7 @@ import cython
 
 if cython.compiled:
     from cython.cimports.cpython.bytearray import PyByteArray_FromStringAndSize
+    from cython.cimports.cpython.bytes import PyBytes_FromStringAndSize
     from cython.cimports.flintmq.native import (
         MSG_DONTWAIT,
         MSG_NOSIGNAL,
@@ -187,6 +188,65 @@ def line_records(data: bytearray, pos: cython.Py_ssize_t, stop: cython.Py_ssize_
     lines = list(filter(None, bytes(memoryview(data)[pos:stop]).split(b"\n")))
     sizes = map(_u32.pack, map(len, lines))
     return bytearray().join([part for pair in zip(sizes, lines, strict=True) for part in pair]), len(lines)
+
+
+def total_size(bodies: list) -> cython.longlong:
+    """The bytes of all messages of a publish; -1 if one of them is empty, or is no ``bytes``."""
+    if cython.compiled:
+        total: cython.longlong = 0
+        size: cython.Py_ssize_t
+        i: cython.Py_ssize_t
+        for i in range(len(bodies)):
+            if type(bodies[i]) is not bytes:
+                return -1
+            size = len(cython.cast(bytes, bodies[i]))
+            if size == 0:
+                return -1
+            total += size
+        return total
+    if not set(map(type, bodies)) <= {bytes} or not all(bodies):
+        return -1
+    return sum(map(len, bodies))
+
+
+def encode_mpub(line: bytes, bodies: list) -> bytes:
+    """The command MPUB: its line, the size of what follows, the count, and each message behind its size."""
+    count: cython.Py_ssize_t = len(bodies)
+    total: cython.longlong = 4 + 4 * count
+    if cython.compiled:
+        body: bytes
+        i: cython.Py_ssize_t
+        size: cython.Py_ssize_t
+        for i in range(count):
+            body = bodies[i]
+            total += len(body)
+        if total > 0xFFFFFFFF:
+            raise OverflowError("too much for one MPUB")
+        size = len(line)
+        command: bytes = PyBytes_FromStringAndSize(cython.NULL, size + 4 + total)
+        start: cython.p_uchar = line
+        out: cython.p_uchar = command
+        memcpy(out, start, size)
+        _wr32(out + size, cython.cast(cython.uint, total))
+        _wr32(out + size + 4, cython.cast(cython.uint, count))
+        out += size + 8
+        for i in range(count):
+            body = bodies[i]
+            size = len(body)
+            start = body
+            _wr32(out, cython.cast(cython.uint, size))
+            memcpy(out + 4, start, size)
+            out += 4 + size
+        return command
+    # Two parts a message, put in place without a step of ours per message.
+    parts = [b""] * (2 * count)
+    sizes = list(map(len, bodies))
+    total += sum(sizes)
+    if total > 0xFFFFFFFF:
+        raise OverflowError("too much for one MPUB")
+    parts[::2] = map(_u32.pack, sizes)
+    parts[1::2] = bodies
+    return line + _u32.pack(total) + _u32.pack(count) + b"".join(parts)
 
 
 @cython.cclass

@@ -414,6 +414,9 @@ class NsqdOptions(Options):
     )
     lookupd_tls_cert: str = option(STRING, "", "path of the certificate that an nsqlookupd is shown (PEM)")
     lookupd_tls_key: str = option(STRING, "", "path of that certificate's key (PEM)")
+    lookupd_token_file: str = option(
+        STRING, "", "path of the token that every nsqlookupd is shown over HTTP, the first word in it; empty: none"
+    )
     topology_region: str = option(STRING, "", "the region this node is in, for topology-aware-consumption")
     topology_zone: str = option(STRING, "", "the zone this node is in, for topology-aware-consumption")
     http_client_connect_timeout: int = option(
@@ -603,6 +606,11 @@ class NsqlookupdOptions(Options):
     event_loop: str = option(EVENT_LOOP, "auto", "auto, asyncio or uvloop; auto is uvloop where it is installed")
     tcp_address: str = option(STRING, "0.0.0.0:4160", "where nsqds connect: host:port")
     http_address: str = option(STRING, "0.0.0.0:4161", "where everyone else asks, over HTTP: host:port")
+    http_auth_token_file: str = option(
+        STRING,
+        "",
+        "path of the tokens that HTTP requests must carry, with their rights; empty: no tokens are asked for",
+    )
     broadcast_address: str = option(
         STRING, socket.gethostname, "the address that nsqds are told for HTTP; by default the host name"
     )

@@ -77,17 +77,17 @@ class Producer:
     def start(self) -> None:
         self._background.run(self._producer.start())
 
-    def publish(self, topic: str, body: bytes) -> None:
-        """Publish one message. Returns when a broker has stored it."""
-        self._background.run(self._producer.publish(topic, body))
+    def publish(self, topic: str, body: bytes, *, key: str | None = None) -> None:
+        """Publish one message. Returns when a broker has stored it; under a `key` it stores it once."""
+        self._background.run(self._producer.publish(topic, body, key=key))
 
-    def publish_many(self, topic: str, bodies: Sequence[bytes]) -> None:
-        """Publish messages together, in one command: all are stored or none."""
-        self._background.run(self._producer.publish_many(topic, bodies))
+    def publish_many(self, topic: str, bodies: Sequence[bytes], *, key: str | None = None) -> None:
+        """Publish messages together, in one command: all are stored or none. One `key` stands for all of them."""
+        self._background.run(self._producer.publish_many(topic, bodies, key=key))
 
-    def defer(self, topic: str, body: bytes, delay: float) -> None:
+    def defer(self, topic: str, body: bytes, delay: float, *, key: str | None = None) -> None:
         """Publish one message that is delivered only after `delay` seconds."""
-        self._background.run(self._producer.defer(topic, body, delay))
+        self._background.run(self._producer.defer(topic, body, delay, key=key))
 
     def close(self) -> None:
         self._background.run(self._producer.close())

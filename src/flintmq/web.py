@@ -23,12 +23,12 @@ import stat
 import sys
 import time
 import warnings
-from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cache
 from http import HTTPStatus
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 from urllib.parse import quote, unquote_to_bytes
 
 import msgspec
@@ -49,6 +49,7 @@ __all__ = [
     "TEXT",
     "Answer",
     "HttpError",
+    "Pieces",
     "Request",
     "Route",
     "Server",
@@ -88,11 +89,22 @@ HEAD_SECONDS = 30.0
 HALF_OPEN_SECONDS = 10.0
 #: What is left of a body that nobody wants is read for this long, so that the client gets to see the answer.
 LINGER_SECONDS = 2.0
+#: What an answer in pieces may take: so long for each piece, and as much again for each MiB of it.
+PIECE_SECONDS = 60.0
 #: The bodies that most routes read and ignore.
 IGNORED_BODY = 1 << 20
 
 
 # --- Answers ----------------------------------------------------------------------------------------------------------
+
+
+class Pieces(Protocol):
+    """The body of an answer that is not at hand as a whole."""
+
+    def __aiter__(self) -> AsyncIterator[bytes | memoryview]: ...
+
+    async def aclose(self) -> None:
+        """Nobody wants more; called once in any case, perhaps before the first piece."""
 
 
 @dataclass(frozen=True)
@@ -105,6 +117,9 @@ class Answer:
     headers: Mapping[str, str] = field(default_factory=dict)
     #: The connection ends with this answer.
     close: bool = False
+    #: Instead of the body: what comes, piece by piece, as fast as the client takes it. If it ends with an error the
+    #: connection is cut, so that nobody takes the beginning for the whole.
+    pieces: Pieces | None = None
 
 
 def json_bytes(value: Any) -> bytes:
@@ -133,11 +148,7 @@ def envelope(result: Any, *, plain: bool = False) -> Answer:
     """
     headers = {} if plain else VERSION_HEADER
     if isinstance(result, Answer):
-        return (
-            result
-            if plain
-            else Answer(result.body, result.content_type, result.status, {**headers, **result.headers}, result.close)
-        )
+        return result if plain else replace(result, headers={**headers, **result.headers})
     if isinstance(result, HttpError):
         if result.status == 401:
             headers = {**headers, "WWW-Authenticate": "Bearer"}
@@ -145,7 +156,7 @@ def envelope(result: Any, *, plain: bool = False) -> Answer:
         close = result.status == 413
         if plain:
             return Answer(result.code.encode("utf-8", "surrogateescape"), TEXT, result.status, headers, close)
-        return Answer(json_bytes({"message": result.code}), JSON, result.status, headers, close)
+        return Answer(json_bytes({"message": result.code, **result.details}), JSON, result.status, headers, close)
     if result is None or result == "" or result == b"":
         return Answer(headers=headers)
     if isinstance(result, str):
@@ -483,6 +494,19 @@ class Tokens:
             raise HttpError(403, "FORBIDDEN")
 
 
+def read_token(path: str) -> str:
+    """The token that somebody has to show, from his file: the first word that is no comment. OptionError if none."""
+    try:
+        with open(path, encoding="ascii") as file:
+            for line in file:
+                if (words := line.split()) and not words[0].startswith("#"):
+                    return words[0]
+    except (OSError, UnicodeDecodeError) as exc:
+        reason = exc.strerror if isinstance(exc, OSError) else "it is no ASCII text"
+        raise OptionError(f"cannot read the token in {path} - {reason}") from exc
+    raise OptionError(f"there is no token in {path}")
+
+
 def _digest(token: str) -> bytes:
     return hashlib.sha256(token.encode("utf-8", "surrogateescape")).digest()
 
@@ -622,7 +646,7 @@ class Server:
         await self._server.shutdown(grace)
 
     async def _handle(self, raw: aio.BaseRequest) -> aio.StreamResponse:
-        # Whole answers only: HEAD is no method of any route, so nothing here is ever without its body.
+        # HEAD is no method of any route, so nothing here is ever without its body.
         target = raw.raw_path
         transport = raw.transport
         if transport is None:
@@ -664,7 +688,36 @@ class Server:
         # protocol, and aiohttp loses some of it.
         if (expectation and raw.content_length) or "Upgrade" in raw.headers:
             answer = replace(answer, close=True)
+        if answer.pieces is not None:
+            return await self._stream(raw, transport, answer, answer.pieces)
         return _response(answer)
+
+    async def _stream(
+        self, raw: aio.BaseRequest, transport: asyncio.Transport, answer: Answer, pieces: Pieces
+    ) -> aio.StreamResponse:
+        try:
+            if raw.version < (1, 1):
+                # It could not tell an answer that was cut off from a whole one.
+                return _response(Answer(b"505 HTTP Version Not Supported", TEXT, 505, close=True))
+            response = _response(answer)
+            response.enable_chunked_encoding()
+            await response.prepare(raw)
+            async for piece in pieces:
+                async with asyncio.timeout(PIECE_SECONDS * (1 + len(piece) / (1 << 20))):
+                    await response.write(piece)
+            await response.write_eof()
+        except TimeoutError as exc:
+            # What it has not taken would be kept for it for ever.
+            transport.abort()
+            raise ConnectionError("the client takes no more") from exc
+        except ConnectionError:
+            raise
+        except Exception as exc:
+            log.exception("an answer was cut off - %s %s", raw.method, raw.raw_path)
+            raise ConnectionError("cut off") from exc
+        finally:
+            await pieces.aclose()
+        return response
 
 
 def render(answer: Answer, date: str) -> bytes:
@@ -683,24 +736,32 @@ def _response(answer: Answer) -> aio.StreamResponse:
     headers = dict(answer.headers)
     if answer.content_type:
         headers["Content-Type"] = answer.content_type
-    response = _classes()[1](status=answer.status, headers=headers, body=answer.body)
+    _, whole, streamed = _classes()
+    response: aio.StreamResponse
+    if answer.pieces is None:
+        response = whole(status=answer.status, headers=headers, body=answer.body)
+    else:
+        response = streamed(status=answer.status, headers=headers)
     if answer.close:
         response.force_close()
     return response
 
 
 @cache
-def _classes() -> tuple[Any, type[aio.Response]]:
+def _classes() -> tuple[Any, type[aio.Response], type[aio.StreamResponse]]:
     """aiohttp's own, less talkative."""
     from aiohttp import web as aio
 
-    class Response(aio.Response):
+    class Streamed(aio.StreamResponse):
         async def _prepare_headers(self) -> None:
             await super()._prepare_headers()
             # Go's servers do not say what they are made of. Should aiohttp rename this method, ours will say it.
             self.headers.pop("Server", None)
 
-    class Protocol(aio.RequestHandler):
+    class Response(Streamed, aio.Response):
+        pass
+
+    class Connection(aio.RequestHandler):
         head_seconds = HEAD_SECONDS
         gone: Callable[[], None] | None = None
         _deadline: asyncio.TimerHandle | None = None
@@ -744,4 +805,4 @@ def _classes() -> tuple[Any, type[aio.Response]]:
                 raise ConnectionError("a part of the answer is sent already")
             return _response(Answer(f"{status} {HTTPStatus(status).phrase}".encode(), TEXT, status, close=True))
 
-    return Protocol, Response
+    return Connection, Response, Streamed

@@ -45,6 +45,7 @@ __all__ = [
     "is_ephemeral",
     "parse_base10",
     "parse_id",
+    "valid_key",
     "valid_name",
 ]
 
@@ -66,6 +67,7 @@ _message_head = Struct(">qH16s")
 _size = Struct(">I")
 _name = re.compile(r"[.a-zA-Z0-9_-]+(?:#ephemeral)?")
 _name_bytes = re.compile(rb"[.a-zA-Z0-9_-]+(?:#ephemeral)?")
+_key = re.compile(rb"[!-~]{1,128}")
 _hex_id = re.compile(rb"[0-9a-f]{16}")
 
 
@@ -83,14 +85,9 @@ def encode_command(name: bytes, *params: bytes, body: bytes | None = None) -> by
     return line if body is None else line + _size.pack(len(body)) + body
 
 
-def encode_mpub(topic: bytes, bodies: Sequence[bytes]) -> bytes:
-    # Two parts a message, put in place without a step of ours per message.
-    parts = [b""] * (2 * len(bodies))
-    sizes = list(map(len, bodies))
-    parts[::2] = map(_size.pack, sizes)
-    parts[1::2] = bodies
-    head = b"MPUB " + topic + b"\n" + _frame_head.pack(4 + 4 * len(sizes) + sum(sizes), len(sizes))
-    return head + b"".join(parts)
+def encode_mpub(topic: bytes, bodies: Sequence[bytes], key: bytes = b"") -> bytes:
+    line = b"MPUB " + topic + (b" " + key if key else b"") + b"\n"
+    return kernel.encode_mpub(line, bodies if type(bodies) is list else list(bodies))
 
 
 def encode_fins(ids: Sequence[bytes]) -> bytes:
@@ -219,6 +216,13 @@ def valid_name(name: str | bytes) -> bool:
     if isinstance(name, str):
         return 0 < len(name) <= 64 and _name.fullmatch(name) is not None
     return 0 < len(name) <= 64 and _name_bytes.fullmatch(name) is not None
+
+
+def valid_key(key: str | bytes) -> bool:
+    """The key of an idempotent publish: 1–128 printable ASCII characters without space. NSQ has none."""
+    if isinstance(key, str):
+        return key.isascii() and _key.fullmatch(key.encode()) is not None
+    return _key.fullmatch(key) is not None
 
 
 def is_ephemeral(name: str) -> bool:

@@ -64,8 +64,19 @@ class HttpClient:
         async with asyncio.timeout(PATIENCE):
             status, *lines = (await self.reader.readuntil(b"\r\n\r\n")).decode().strip().split("\r\n")
             headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
-            body = await self.reader.readexactly(int(headers.get("content-length", "0")))
+            if headers.get("transfer-encoding") == "chunked":
+                body = await self.chunks()
+            else:
+                body = await self.reader.readexactly(int(headers.get("content-length", "0")))
         return Answer(int(status.split()[1]), headers, body)
+
+    async def chunks(self) -> bytes:
+        """A body in chunks; IncompleteReadError if the connection ends before its last one."""
+        body = bytearray()
+        while size := int(await self.reader.readuntil(b"\r\n"), 16):
+            body += (await self.reader.readexactly(size + 2))[:-2]
+        await self.reader.readexactly(2)
+        return bytes(body)
 
     async def ended(self) -> bytes:
         """All that comes until the server closes the connection."""

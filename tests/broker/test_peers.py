@@ -818,6 +818,46 @@ async def test_files_that_hold_no_certificate_are_a_start_error(start, certifica
         await Lookupd(tls_cert=nothing, tls_key=nothing).start()
 
 
+# --- Tokens
+
+
+def write_tokens(path: Path, text: str) -> None:
+    path.touch(0o600)
+    path.write_text(text)
+
+
+async def test_a_lookupd_that_asks_for_a_token_is_shown_one(start, tmp_path, caplog):
+    known, mine = tmp_path / "known", tmp_path / "mine"
+    write_tokens(known, "right read\n")
+    write_tokens(mine, "# for the lookupds\n\n  wrong\n")
+    async with Lookupd(http_auth_token_file=str(known)) as lookupd:
+        for name in ("first", "second", "third"):
+            lookupd.registry.make_channel(name, "c")
+        broker = await start(lookupd.tcp_address, lookupd_token_file=str(mine))
+        await until(lambda: lookupd.registry.producers)
+        first = broker.topic("first")
+        await until(lambda: "got response 401" in caplog.text)
+        assert not first.channels
+        write_tokens(mine, "right\n")
+        broker.reload()
+        second = broker.topic("second")
+        await until(lambda: list(second.channels) == ["c"])
+        # Nothing in it: the one before stays.
+        write_tokens(mine, "# nothing\n")
+        broker.reload()
+        assert f"there is no token in {mine}" in caplog.text
+        third = broker.topic("third")
+        await until(lambda: list(third.channels) == ["c"])
+
+
+async def test_a_token_that_cannot_be_read_is_a_start_error(start, tmp_path):
+    with pytest.raises(StartError, match=r"cannot read the token in .* - No such file"):
+        await start("127.0.0.1:1", lookupd_token_file=str(tmp_path / "missing"))
+    (tmp_path / "text").write_bytes(b"\xff\n")
+    with pytest.raises(StartError, match="no ASCII text"):
+        await start("127.0.0.1:1", lookupd_token_file=str(tmp_path / "text"))
+
+
 # --- On the other event loop
 
 

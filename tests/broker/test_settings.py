@@ -676,6 +676,30 @@ async def test_a_limit_reaches_producers_on_the_short_way(start_broker: StartBro
         await writer.wait_closed()
 
 
+async def test_a_limit_reaches_those_who_are_looked_at_without_being_asked_to(start_broker: StartBroker) -> None:
+    """Publishers of the last turn are read again, because their next publish may have come."""
+    broker = await start_broker()
+    host, _, port = broker.tcp_address.rpartition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    try:
+        writer.write(b"  V2")
+        for _ in range(5):
+            writer.write(pub("t", b"x"))
+            assert (await reader.readexactly(10))[8:] == b"OK"
+        lane = broker.lane(broker.topics["t"], "PUB")
+        if lane is None or not lane._regulars:
+            pytest.skip("there is no short way here")
+        broker.settings.change(("t",), {"max-messages": 5})
+        # The loop does not get to see that it came.
+        writer.write(pub("t", b"x"))
+        lane.run()
+        assert broker.topics["t"].depth == 5
+        assert b"limit of 5 messages" in await asyncio.wait_for(reader.read(), 60)
+    finally:
+        writer.close()
+        await writer.wait_closed()
+
+
 async def test_rates_of_publishing_and_delivery_hold_at_once(broker: Broker, clock: FakeClock) -> None:
     consumer, producer = Client(broker), Client(broker)
     await consumer.subscribe("t", "c", 100)
@@ -884,6 +908,9 @@ async def test_a_file_that_asks_for_too_much_at_once_is_followed_as_far_as_possi
     assert (topic.settings.durability, topic.log.durability, topic.settings.ttl) == ("os", "os", HOUR)
     assert "its durability stays as it was" in caplog.text
     assert broker.settings.describe(("t",))["settings"]["durability"] == "os"
+    # Other changes are not held up by it.
+    broker.settings.change(("t",), {"max-messages": 9})
+    assert (topic.settings.durability, topic.settings.max_messages) == ("os", 9)
     assert broker.topic("other").log.durability == "os"
 
 

@@ -92,6 +92,8 @@ class TopicModel:
     #: Not handed to any channel yet: seq → when due, 0 if it was not deferred.
     backlog: dict[int, int] = field(default_factory=dict)
     bodies: dict[int, bytes] = field(default_factory=dict)
+    #: When those that were deferred by their publisher are due.
+    dues: dict[int, int] = field(default_factory=dict)
     channels: dict[str, ChannelModel] = field(default_factory=dict)
 
     @property
@@ -301,7 +303,7 @@ class BrokerMachine(RuleBasedStateMachine):
         for seq, body in enumerate(bodies, first):
             assert seq not in model.bodies, "a seq was used twice"
             model.bodies[seq] = body
-            model.backlog[seq] = due
+            model.backlog[seq] = model.dues[seq] = due
         self.hand_over(name)
         self.settle()
 
@@ -551,6 +553,36 @@ class BrokerMachine(RuleBasedStateMachine):
                 consumer.held.clear()
         self.operated()
 
+    @precondition(lambda self: self.all_channels())
+    @rule(random=some, where=st.sampled_from(["earliest", "latest", "somewhere"]))
+    def seek(self, random: Any, where: str) -> None:
+        """All that is in the files from there on comes again; from the very beginning, copies of older ones too."""
+        topic, channel = random.choice(self.all_channels())
+        log, model, pumped = self.topic(topic).log, self.model(topic, channel), self.topic(topic).pumped
+        places = {"earliest": log.first, "latest": log.end, "somewhere": random.randint(log.first, log.end)}
+        start = places[where]
+        there = {seq for first, stop in log.spans() for seq in range(first, stop)}
+
+        async def seek() -> None:
+            self.channel(topic, channel).seek(start)
+
+        for seq in self.models[topic].bodies.keys() - self.models[topic].backlog.keys():
+            entry = model.entries.get(seq)
+            if start < pumped and seq >= start and seq in there:
+                due = self.models[topic].dues[seq]
+                later = due > self.clock.now()
+                model.entries[seq] = Entry(LATER if later else WAITING, due=due if later else 0)
+            elif entry is not None and entry.place != FINISHED:
+                if start >= pumped or start > log.first:
+                    entry.place, entry.owner = FINISHED, None
+                elif entry.place == IN_FLIGHT:
+                    entry.put_back()
+        for consumer in self.consumers:
+            if (consumer.topic, consumer.channel) == (topic, channel):
+                consumer.held.clear()
+        self.run(seek())
+        self.operated()
+
     @precondition(lambda self: self.models)
     @rule(random=some)
     def empty_topic(self, random: Any) -> None:
@@ -692,6 +724,7 @@ class BrokerMachine(RuleBasedStateMachine):
             shift = self.clock.now() - before - seconds * SECOND
             for model in self.models.values():
                 model.backlog = {seq: due and due + shift for seq, due in model.backlog.items()}
+                model.dues = {seq: due and due + shift for seq, due in model.dues.items()}
                 for channel in model.channels.values():
                     for entry in channel.entries.values():
                         entry.due += shift if entry.due else 0

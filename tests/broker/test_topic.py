@@ -393,7 +393,7 @@ async def test_a_nearly_full_disk_refuses_publishes_and_recovers_by_itself(start
     await quiet(broker)
     assert broker.health == "OK"
     disk.free_bytes = 4_000
-    broker._look_at_space()
+    broker.look_at_space()
     refused = {b"PUB": pub("t", b"x"), b"MPUB": encode_mpub(b"t", [b"x"]), b"DPUB": b"DPUB t 5\n\0\0\0\1x"}
     for verb, command in refused.items():
         client = Client(broker)
@@ -406,7 +406,7 @@ async def test_a_nearly_full_disk_refuses_publishes_and_recovers_by_itself(start
     await quiet(broker)
     assert consumer.bodies == bodies(2)
     disk.free_bytes = 6_000
-    broker._look_at_space()
+    broker.look_at_space()
     assert broker.health == "OK"
     await Client(broker).publish("t", b"again")
     assert broker.topics["t"].message_count == 3
@@ -444,7 +444,7 @@ async def test_a_write_that_fails_is_told_to_its_publishers_and_leaves_no_messag
     await quiet(broker)
     assert consumer.bodies == [b"before", b"after"]
     assert broker.topics["t"].depth == 0
-    broker._look_at_space()
+    broker.look_at_space()
     assert broker.health == "OK"
 
 

@@ -15,6 +15,7 @@ import pytest
 
 from flintmq.client import Consumer, Message
 from flintmq.errors import ClosedError, ConnectError, OptionError, ProtocolError
+from flintmq.testing import NsqBroker
 
 from .fakes import FakeConnection, FakeNsqd, MovableClock, several, until
 
@@ -580,6 +581,27 @@ async def test_ready_is_shared_by_the_brokers(fake: FakeNsqd) -> None:
         assert messages.connections == sorted(nsqd.address for nsqd in nsqds)
 
 
+async def test_one_more_broker_may_be_named_at_any_time() -> None:
+    async with several(3) as (first, second, third):
+        messages = consumer(first, max_in_flight=9)
+        messages.add_nsqd(second.address)
+        with pytest.raises(ClosedError, match="start"):
+            await messages.look()
+        async with messages:
+            await until(lambda: messages.connections == sorted([first.address, second.address]))
+            messages.add_nsqd(third.address)
+            messages.add_nsqd(third.address)
+            await until(lambda: all(nsqd.connections and nsqd.last.ready == 3 for nsqd in (first, second, third)))
+            with pytest.raises(OptionError, match="no address"):
+                messages.add_nsqd("nowhere")
+            await messages.look()  # there is nobody to ask
+        # Too late.
+        messages.add_nsqd(first.address)
+        await messages.look()
+        await asyncio.sleep(0.01)
+        assert [len(nsqd.connections) for nsqd in (first, second, third)] == [1, 1, 1]
+
+
 async def test_a_lost_broker_is_found_again(fake: FakeNsqd) -> None:
     async with consumer(fake, max_in_flight=2, reconnect_delay=0.01) as messages:
         connection = await fake.subscribed()
@@ -670,7 +692,7 @@ BAD = [
 ]
 
 
-@pytest.mark.parametrize("moment", [b"IDENTIFY", b"SUB", b"RDY", b"FIN"])
+@pytest.mark.parametrize("moment", [b"IDENTIFY", b"AUTH", b"SUB", b"RDY", b"FIN"])
 @pytest.mark.parametrize("misbehave", BAD)
 async def test_a_bad_broker_is_reported_and_tried_again(fake: FakeNsqd, misbehave: Behave, moment: bytes) -> None:
     """At any moment of the conversation; and the second time, when it behaves, all is well."""
@@ -685,9 +707,10 @@ async def test_a_bad_broker_is_reported_and_tried_again(fake: FakeNsqd, misbehav
                 connection.deliver(b"x")
 
     fake.on_command = bad
-    options = (
-        {"reconnect_delay": 0.01, "dial_timeout": 0.5} if moment in (b"IDENTIFY", b"SUB") else {"reconnect_delay": 0.01}
-    )
+    fake.features["auth_required"] = moment == b"AUTH"
+    options: dict[str, Any] = {"reconnect_delay": 0.01, "auth_secret": "secret"}
+    if moment in (b"IDENTIFY", b"AUTH", b"SUB"):
+        options["dial_timeout"] = 0.5
     async with consumer(fake, on_error=lambda address, error: reported.append((address, error)), **options) as messages:
         async with asyncio.timeout(60):
             async for message in messages:
@@ -700,6 +723,82 @@ async def test_a_bad_broker_is_reported_and_tried_again(fake: FakeNsqd, misbehav
         assert "HTTP" in str(reported[0][1])
     if misbehave is an_error:
         assert "bad mood" in str(reported[0][1])
+
+
+@pytest.mark.parametrize("misbehave", BAD)
+async def test_a_bad_broker_cannot_keep_us_from_closing(fake: FakeNsqd, misbehave: Behave) -> None:
+    async def bad(connection: FakeConnection, command: tuple[bytes, ...]) -> None:
+        if command[0] == b"CLS":
+            await misbehave(connection)
+        else:
+            await fake.behave(connection, command)
+
+    fake.on_command = bad
+    async with asyncio.timeout(60):
+        async with consumer(fake, stop_timeout=0.5) as messages:
+            connection = await fake.subscribed()
+        await until(lambda: connection.is_over)
+        with pytest.raises(StopAsyncIteration):
+            await anext(messages)
+
+
+@pytest.mark.parametrize("compression", ["snappy", "deflate"])
+async def test_compressed_nonsense_is_reported_and_the_broker_tried_again(
+    nsq_broker: NsqBroker, compression: str
+) -> None:
+    reported: list[Exception] = []
+    async with Consumer(
+        "t",
+        "c",
+        nsqd=nsq_broker.address,
+        reconnect_delay=0.01,
+        on_error=lambda _, error: reported.append(error),
+        **{compression: True},
+    ) as messages:
+        nsq_broker.publish("t", b"before")
+        with await anext(messages) as message:
+            assert message.body == b"before"
+        [connection] = messages._connections
+        connection.data_received(b"\xff" * 100)
+        nsq_broker.publish("t", b"after")
+        with await anext(messages) as message:
+            assert message.body == b"after"
+    assert [type(error) for error in reported] == [ProtocolError]
+
+
+async def test_a_length_that_swallows_all_that_follows_is_noticed(fake: FakeNsqd, clock: MovableClock) -> None:
+    """Something does come: heartbeats, but each is taken for a piece of the frame that never ends."""
+    reported: list[Exception] = []
+    async with consumer(fake, clock=clock, on_error=lambda _, error: reported.append(error)) as messages:
+        connection = await fake.subscribed()
+        [ours] = messages._connections
+        connection.write((32 << 20).to_bytes(4, "big") + (2).to_bytes(4, "big"))
+        while ours.is_open:
+            came = ours._unfinished
+            connection.respond(b"_heartbeat_")
+            await until(lambda came=came: ours._unfinished > came)
+            clock.advance(29)
+        await until(lambda: reported)
+        assert "no frame" in str(reported[0])
+        clock.advance(1)
+        await fake.subscribed(2)
+
+
+async def test_a_large_message_on_a_slow_line_is_waited_for(fake: FakeNsqd, clock: MovableClock) -> None:
+    async with consumer(fake, clock=clock) as messages:
+        connection = await fake.subscribed()
+        [ours] = messages._connections
+        frame = bytes(10) + b"0" * 16 + b"x" * (4 << 20)
+        data = (4 + len(frame)).to_bytes(4, "big") + (2).to_bytes(4, "big") + frame
+        step = 512 << 10
+        for start in range(0, len(data), step):
+            came = ours._unfinished
+            connection.write(data[start : start + step])
+            if start + step < len(data):
+                await until(lambda came=came: ours._unfinished == came + step)
+                clock.advance(29)
+        with await anext(messages) as message:
+            assert len(message.body) == 4 << 20
 
 
 async def test_silence_after_the_magic_is_noticed(fake: FakeNsqd, clock: MovableClock) -> None:
@@ -744,9 +843,48 @@ async def test_a_broker_that_does_not_read_is_noticed(fake: FakeNsqd, clock: Mov
         while ours._write_timer is None:
             ours.write(b"NOP\n" * 100_000)
             await asyncio.sleep(0)
-        clock.advance(10)
+        while ours.is_open:
+            # The kernel may still take something; then there is more time.
+            clock.advance(10)
+            await asyncio.sleep(0)
         await until(lambda: reported)
         assert "does not read" in str(reported[0])
+
+
+async def test_a_broker_that_reads_slowly_is_waited_for(fake: FakeNsqd, clock: MovableClock) -> None:
+    async with consumer(fake, clock=clock, write_timeout=10, read_timeout=600) as messages:
+        await fake.subscribed()
+        [ours] = messages._connections
+        transport = SlowTransport(ours._transport)
+        ours._transport = transport  # type: ignore[assignment]
+        ours.write(b"x" * 1000)
+        ours.flush()
+        transport.buffered = 1000
+        ours.pause_writing()
+        for _ in range(5):
+            transport.buffered -= 1
+            ours.write(b"x" * 5)  # more is wanted than leaves
+            ours.flush()
+            transport.buffered += 5
+            clock.advance(10)
+            assert ours.is_open
+        clock.advance(10)
+        assert not ours.is_open
+        assert "does not read" in str(ours.reason)
+
+
+class SlowTransport:
+    """As much is buffered as the test says; what is written goes nowhere."""
+
+    def __init__(self, real: Any) -> None:
+        self.abort = real.abort
+        self.is_closing = real.is_closing
+        self.buffered = 0
+
+    def write(self, data: bytes) -> None: ...
+
+    def get_write_buffer_size(self) -> int:
+        return self.buffered
 
 
 async def test_a_broker_that_does_not_keep_to_ready_is_left(fake: FakeNsqd) -> None:

@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 
 from flintmq import sync
-
-from .daemons import Nsqd
+from flintmq.testing import NsqBroker
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 EXAMPLES = REPOSITORY / "examples"
@@ -22,11 +21,9 @@ DOCUMENT = (REPOSITORY / "docs" / "client.md").read_text()
 
 
 @pytest.fixture(scope="module")
-def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    nsqd = Nsqd("flintmq", tmp_path_factory.mktemp("nsqd"))
-    nsqd.start()
-    yield nsqd.address
-    nsqd.stop()
+def address() -> Iterator[str]:
+    with NsqBroker() as broker:
+        yield broker.address
 
 
 def start(name: str, address: str) -> subprocess.Popen[str]:

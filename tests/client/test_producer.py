@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from flintmq.client import Producer
-from flintmq.errors import ClosedError, ConnectError, OptionError, PublishError, PublishUnknownError
+from flintmq.errors import ClosedError, ConnectError, OptionError, ProtocolError, PublishError, PublishUnknownError
 
 from .fakes import FakeConnection, FakeNsqd, MovableClock, several, until
 
@@ -425,6 +425,104 @@ async def test_a_message_to_a_producer_ends_the_connection(fake: FakeNsqd) -> No
         fake.last.deliver(b"x")
         await until(lambda: len(fake.connections) == 2)
         await nsq.publish("t", b"x")
+
+
+def a_frame(size: int, kind: int, payload: bytes = b"") -> bytes:
+    return struct.pack(">iI", size, kind) + payload
+
+
+BAD_ANSWERS = {
+    "garbage": b"\xff" * 64,
+    "an HTTP server": b"HTTP/1.1 400 Bad Request\r\n\r\n",
+    "a lying length": a_frame(1 << 30, 0),
+    "a negative length": a_frame(-1, 0),
+    "a short message": a_frame(29, 2, bytes(25)),
+    "an unknown frame": a_frame(4, 7),
+    "half a frame and the end": a_frame(1000, 0, b"O"),
+    "the end": b"",
+}
+
+
+@pytest.mark.parametrize("moment", [b"IDENTIFY", b"AUTH", b"PUB", b"MPUB", b"DPUB"])
+@pytest.mark.parametrize("answer", BAD_ANSWERS)
+async def test_a_bad_broker_is_reported_and_tried_again(fake: FakeNsqd, answer: str, moment: bytes) -> None:
+    """Nobody knows what became of a publish then; and the next time, when it behaves, all is well."""
+    reported: list[Exception] = []
+    is_bad = True
+
+    async def bad(connection: FakeConnection, command: tuple[bytes, ...]) -> None:
+        if is_bad and command[0] == moment:
+            connection.write(BAD_ANSWERS[answer])
+            if "end" in answer:
+                connection.close()
+        else:
+            await fake.behave(connection, command)
+
+    def publishes(nsq: Producer) -> list[asyncio.Task[None]]:
+        return [
+            asyncio.create_task(call)
+            for call in (nsq.publish("t", b"one"), nsq.publish_many("t", [b"a", b"b"]), nsq.defer("t", b"later", 1))
+        ]
+
+    fake.on_command = bad
+    fake.features["auth_required"] = moment == b"AUTH"
+    options: dict[str, Any] = {"auth_secret": "secret", "reconnect_delay": 0.01}
+    async with asyncio.timeout(60):
+        if moment in (b"IDENTIFY", b"AUTH"):
+            with pytest.raises(ConnectError):
+                await producer(fake, dial_timeout=0.5, **options).start()
+            is_bad = False
+        async with producer(fake, on_error=lambda _, error: reported.append(error), **options) as nsq:
+            if is_bad:
+                outcomes = [await outcome(task) for task in publishes(nsq)]
+                assert any(isinstance(error, PublishUnknownError) for error in outcomes)
+                assert all(error is None or isinstance(error, PublishUnknownError) for error in outcomes)
+                is_bad = False
+                assert [type(error) in (ConnectError, ProtocolError) for error in reported] == [True]
+            assert [await outcome(task) for task in publishes(nsq)] == [None, None, None]
+
+
+async def test_an_error_at_any_moment_ends_nothing_for_good(fake: FakeNsqd) -> None:
+    reported: list[Exception] = []
+    async with producer(fake, reconnect_delay=0.01, on_error=lambda _, error: reported.append(error)) as nsq:
+        fake.last.refuse("E_INVALID the broker is in a bad mood")
+        await until(lambda: len(fake.connections) == 2)
+        assert "bad mood" in str(reported[0])
+        await until(lambda: nsq.connections)
+        fake.last.refuse("E_FIN_FAILED of which a producer knows nothing")
+        await nsq.publish("t", b"x")
+    assert len(fake.connections) == 2
+
+
+async def test_a_broker_that_falls_silent_is_left(fake: FakeNsqd, clock: MovableClock) -> None:
+    reported: list[Exception] = []
+    fake.on_command = hold
+    async with producer(fake, clock=clock, timeout=3600, on_error=lambda _, error: reported.append(error)) as nsq:
+        publish = asyncio.create_task(nsq.publish("t", b"x"))
+        await until(lambda: published(fake))
+        clock.advance(60)
+        assert isinstance(await outcome(publish), PublishUnknownError)
+        assert "nothing came for 60 s" in str(reported[0])
+        fake.on_command = fake.behave
+        clock.advance(1)
+        await nsq.publish("t", b"y")
+
+
+async def test_one_more_broker_may_be_named_at_any_time() -> None:
+    async with several(3) as (first, second, third):
+        nsq = producer(first)
+        nsq.add_nsqd(second.address)
+        async with nsq:
+            await until(lambda: nsq.connections == sorted([first.address, second.address]))
+            nsq.add_nsqd(third.address)
+            await until(lambda: len(nsq.connections) == 3)
+            await first.stop()
+            await second.stop()
+            await until(lambda: nsq.connections == [third.address])
+            await nsq.publish("t", b"x")
+            with pytest.raises(OptionError, match="no address"):
+                nsq.add_nsqd("nowhere")
+        assert published(third) == [b"x"]
 
 
 async def test_heartbeats_are_answered(fake: FakeNsqd) -> None:

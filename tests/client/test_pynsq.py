@@ -16,6 +16,7 @@ import pytest
 
 from flintmq import sync
 from flintmq.compat import pynsq as nsq
+from flintmq.testing import NsqBroker, NsqCluster
 
 from .daemons import Nsqd
 from .fakes import FakeConnection, FakeNsqd, until
@@ -234,6 +235,348 @@ def test_commands() -> None:
     assert (message.timestamp, message.attempts, message.body) == (5, 65535, b"body")
     assert nsq.valid_topic_name("a.b") and not nsq.valid_channel_name("a b")
 
+
+# --- Brokers that come later, and pauses ------------------------------------------------------------------------------
+
+
+async def test_a_reader_and_a_writer_connect_to_one_more_nsqd(nsq_cluster: Callable[..., NsqCluster]) -> None:
+    first, second = nsq_cluster(brokers=2, lookupds=0).brokers
+    found: list[bytes] = []
+
+    def handler(message: nsq.Message) -> bool:
+        found.append(message.body)
+        return True
+
+    made = nsq.Reader("t", "c", handler, nsqd_tcp_addresses=[first.address], max_in_flight=2)
+    writer = nsq.Writer([first.address])
+    host, _, port = second.address.rpartition(":")
+    for each in (made, writer):
+        await until(lambda each=each: list(each.conns) == [first.address])
+        added = each.connect_to_nsqd(host, int(port))
+        assert added is not None
+        assert (added.id, added.host, added.port) == (second.address, host, int(port))
+        await until(lambda each=each: sorted(each.conns) == sorted([first.address, second.address]))
+        # It is there already.
+        assert each.connect_to_nsqd(host, int(port)) is None
+    second.publish("t", b"from the second")
+    await until(lambda: found == [b"from the second"])
+    # The only one that is left must be used.
+    first.stop()
+    await until(lambda: list(writer.conns) == [second.address])
+    await writer.pub("t", b"to the second")
+    await until(lambda: found == [b"from the second", b"to the second"])
+    for each in (made, writer):
+        each.close()
+        await each._closing
+
+
+async def test_an_nsqd_that_is_added_before_the_start_is_used_too(nsq_broker: NsqBroker) -> None:
+    nowhere = "127.0.0.1:1"
+    host, _, port = nsq_broker.address.rpartition(":")
+    writer = nsq.Writer([nowhere], reconnect_interval=0.01)
+    writer.connect_to_nsqd(host, int(port))
+    await writer.pub("t", b"x")
+    writer.close()
+    await writer._closing
+    assert nsq_broker.take("t") == [b"x"]
+
+
+async def test_lookupds_are_asked_when_somebody_wants_it(nsq_cluster: Callable[..., NsqCluster]) -> None:
+    cluster = nsq_cluster(brokers=1)
+    found: list[bytes] = []
+
+    def handler(message: nsq.Message) -> bool:
+        found.append(message.body)
+        return True
+
+    made = nsq.Reader(
+        "t", "c", handler, lookupd_http_addresses=cluster.lookupd_addresses, lookupd_poll_interval=10 * 3600
+    )
+    await made.query_lookupd()
+    assert made.conns == {}  # nobody has the topic
+    cluster.brokers[0].publish("t", b"x")
+    cluster.wait_until_registered("t")
+    await made.query_lookupd()
+    await until(lambda: found == [b"x"])
+    made.close()
+    await made._closing
+
+
+async def test_without_lookupds_there_is_nobody_to_ask(fake: FakeNsqd) -> None:
+    made = reader(fake, lambda message: True)
+    with pytest.raises(AssertionError):
+        made.query_lookupd()
+    await fake.subscribed()
+    made.close()
+    await made._closing
+
+
+async def test_a_disabled_reader_receives_nothing_until_it_is_enabled(
+    fake: FakeNsqd, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(nsq, "_DISABLED_POLL_SECONDS", 0.001)
+    answer: list[Any] = [True]
+
+    class Pausable(nsq.Reader):
+        def disabled(self) -> bool:
+            if isinstance(answer[0], Exception):
+                raise answer[0]
+            return bool(answer[0])
+
+    made = Pausable("t", "c", lambda message: True, nsqd_tcp_addresses=[fake.address], max_in_flight=10)
+    await until(lambda: fake.connections and fake.last.said(b"SUB"))
+    made.set_max_in_flight(7)
+    await asyncio.sleep(0.02)
+    assert not fake.last.ready
+    answer[0] = False
+    await until(lambda: fake.last.ready == 7)
+    answer[0] = True
+    await until(lambda: fake.last.ready == 0)
+    # Who cannot tell changes nothing.
+    answer[0] = ZeroDivisionError()
+    await until(lambda: "disabled() failed" in caplog.text)
+    assert fake.last.ready == 0
+    answer[0] = False
+    await until(lambda: fake.last.ready == 7)
+    made.close()
+    await made._closing
+
+
+async def test_a_legacy_reader_has_a_channel_for_each_task(nsq_broker: NsqBroker) -> None:
+    found: list[str] = []
+
+    def handler(name: str) -> Callable[[nsq.Message], bool]:
+        def handle(message: nsq.Message) -> bool:
+            found.append(f"{name} {message.body.decode()}")
+            return True
+
+        return handle
+
+    with pytest.warns(DeprecationWarning, match="Reader for each handler"):
+        made = nsq.LegacyReader({"a": handler("a"), "b": handler("b")}, "t", "c", [nsq_broker.address], max_in_flight=3)
+    with pytest.warns(DeprecationWarning):
+        single = nsq.LegacyReader(
+            all_tasks={"only": handler("only")}, topic="t", channel="d", nsqd_tcp_addresses=nsq_broker.address
+        )
+    assert [reader.channel for reader in (*made.readers, *single.readers)] == ["c.a", "c.b", "d"]
+    assert made.readers[0].max_in_flight == 3
+    await until(lambda: all(reader.conns for reader in (*made.readers, *single.readers)))
+    nsq_broker.publish("t", b"x")
+    await until(lambda: len(found) == 3)
+    assert sorted(found) == ["a x", "b x", "only x"]
+    for each in (*made.readers, *single.readers):
+        each.close()
+        await each._closing
+    with pytest.warns(DeprecationWarning), pytest.raises(AssertionError, match="callable"):
+        nsq.LegacyReader({"a": 5}, "t", "c", [nsq_broker.address])
+
+
+# --- Single connections -----------------------------------------------------------------------------------------------
+
+
+class Listener:
+    """Notes every event of an AsyncConn."""
+
+    NAMES = (
+        *("connect", "identify", "identify_response", "auth", "auth_response", "ready", "message", "response"),
+        *("heartbeat", "error", "close", "backoff", "resume", "continue"),
+    )
+
+    def __init__(self, conn: nsq.AsyncConn) -> None:
+        self.events: list[str] = []
+        self.messages: list[nsq.Message] = []
+        self.responses: list[bytes] = []
+        self.errors: list[nsq.Error] = []
+        self.data: dict[str, Any] = {}
+        for name in self.NAMES:
+            conn.on(name, self._noting(conn, name))
+
+    def _noting(self, expected: nsq.AsyncConn, name: str) -> Callable[..., None]:
+        def note(
+            conn: nsq.AsyncConn,
+            data: Any = None,
+            message: nsq.Message | None = None,
+            error: nsq.Error | None = None,
+        ) -> None:
+            assert conn is expected
+            self.events.append(name)
+            if message is not None:
+                self.messages.append(message)
+            if error is not None:
+                self.errors.append(error)
+            if name == "response":
+                self.responses.append(data)
+            elif data is not None:
+                self.data[name] = data
+
+        return note
+
+
+def connection_to(address: str, **options: Any) -> tuple[nsq.AsyncConn, Listener]:
+    host, _, port = address.rpartition(":")
+    conn = nsq.AsyncConn(host, int(port), **options)
+    return conn, Listener(conn)
+
+
+async def test_a_connection_tells_what_happens(nsq_broker: NsqBroker) -> None:
+    conn, told = connection_to(nsq_broker.address, requeue_delay=0, deflate=True)
+    assert conn.id == str(conn) == nsq_broker.address
+    assert conn.closed() and conn.in_flight == conn.rdy == 0
+    with pytest.raises(nsq.SendError, match="not connected"):
+        conn.send(nsq.nop())
+    assert not conn.send_rdy(1)
+    conn.connect()
+    assert conn.connecting()
+    conn.connect()  # already on its way
+    await until(lambda: "ready" in told.events)
+    assert told.events == ["connect", "identify", "identify_response", "ready"]
+    assert told.data["identify"]["deflate"] is told.data["identify_response"]["deflate"] is True
+    assert conn.connected() and conn.max_rdy_count == told.data["identify_response"]["max_rdy_count"]
+
+    # All in one turn; what belongs before RDY goes before it.
+    conn.send(nsq.pub("t", b"one"))
+    conn.send(nsq.mpub("t", [b"two", b"three"]))
+    conn.send(nsq.subscribe("t", "c"))
+    assert conn.send_rdy(5)
+    assert conn.send_rdy(5)
+    await until(lambda: len(told.messages) == 3)
+    assert told.responses == [b"OK"] * 3
+    assert (conn.rdy, conn.last_rdy, conn.in_flight) == (5, 5, 3)
+    one, two, three = told.messages
+    assert (one.body, two.body, three.body) == (b"one", b"two", b"three")
+
+    one.finish()
+    two.requeue()
+    three.touch()
+    three.requeue(backoff=False, delay=0)
+    await until(lambda: len(told.messages) == 5)
+    assert told.events[-5:-2] == ["resume", "backoff", "continue"]
+    assert [message.attempts for message in told.messages[3:]] == [2, 2]
+    # By hand, as a program may that keeps only ids.
+    for message in told.messages[3:]:
+        conn.send(nsq.finish(message.id))
+    assert conn.in_flight == 0
+    assert told.events[-2:] == ["resume", "resume"]
+    await nsq_broker.until_empty("t", "c")
+    conn.send(nsq.finish(one.id))  # twice
+    await until(lambda: told.errors)
+    assert "E_FIN_FAILED" in str(told.errors[0])
+
+    conn.close()
+    await until(lambda: "close" in told.events)
+    assert conn.closed() and len(told.errors) == 1
+    conn.close()
+
+
+async def test_a_connection_that_is_refused_or_lost_tells_so_and_may_be_made_again(nsq_broker: NsqBroker) -> None:
+    conn, told = connection_to(nsq_broker.address)
+    nsq_broker.stop()
+    conn.connect()
+    await until(lambda: "close" in told.events)
+    assert told.events == ["error", "close"]
+    assert isinstance(told.errors[0], nsq.ConnectionClosedError)
+
+    nsq_broker.restart()
+    conn.connect()
+    await until(lambda: "ready" in told.events)
+    nsq_broker.cut()
+    await until(lambda: told.events.count("close") == 2)
+    assert isinstance(told.errors[1], nsq.ConnectionClosedError)
+    assert conn.closed()
+
+    conn.connect()
+    await until(lambda: told.events.count("ready") == 2)
+    conn.send(b"NONSENSE\n")
+    await until(lambda: told.events.count("close") == 3)
+    # Once, though the connection ends by it.
+    assert len(told.errors) == 3
+    assert "E_INVALID" in str(told.errors[2])
+
+    conn.connect()
+    conn.close()
+    await until(lambda: told.events.count("close") == 4)
+    assert len(told.errors) == 3
+
+
+async def test_a_connection_to_somebody_who_talks_nonsense_ends(fake: FakeNsqd) -> None:
+    conn, told = connection_to(fake.address, auth_secret="secret")
+    fake.features["auth_required"] = True
+    conn.connect()
+    await until(lambda: "ready" in told.events)
+    assert told.events[2:] == ["identify_response", "auth", "auth_response", "ready"]
+    assert told.data["auth"] == "secret"
+    assert told.data["auth_response"]["permission_count"] == 1
+    fake.last.respond(b"_heartbeat_")
+    await until(lambda: fake.last.said(b"NOP") and "heartbeat" in told.events)
+    fake.last.write(b"\xff" * 20)
+    await until(lambda: "close" in told.events)
+    assert isinstance(told.errors[0], nsq.IntegrityError)
+
+
+async def test_a_listener_that_fails_ends_nothing(fake: FakeNsqd, caplog: pytest.LogCaptureFixture) -> None:
+    conn, told = connection_to(fake.address)
+
+    def fail(**_: Any) -> None:
+        raise ZeroDivisionError
+
+    conn.on("ready", fail)
+    conn.connect()
+    await until(lambda: "a listener to ready failed" in caplog.text)
+    conn.send(nsq.nop())
+    await until(lambda: fake.last.said(b"NOP"))
+    conn.off("ready", fail)
+    conn.close()
+    await until(lambda: "close" in told.events)
+
+
+def test_a_connection_takes_pynsqs_arguments_only() -> None:
+    assert nsq.AsyncConn("::1", 4150, 2.0, 15).id == "[::1]:4150"
+    for arguments in ({"host": 1}, {"port": "4150"}, {"no_such_argument": 1}, {"requeue_delay": -1}):
+        with pytest.raises(AssertionError):
+            nsq.AsyncConn(**{"host": "127.0.0.1", "port": 4150, **arguments})
+
+
+def test_a_socket_that_blocks(nsq_broker: NsqBroker) -> None:
+    host, _, port = nsq_broker.address.rpartition(":")
+    with nsq.SyncConn(timeout=60.0) as conn:
+        with pytest.raises(nsq.SendError, match="not connected"):
+            conn.send(nsq.nop())
+        conn.connect(host, int(port))
+        body = b"x" * 100_000
+        conn.send(nsq.mpub("t", [b"one", body]) + nsq.subscribe("t", "c") + nsq.ready(2))
+        frames = [nsq.unpack_response(conn.read_response()) for _ in range(4)]
+        assert frames[:2] == [(nsq.FRAME_TYPE_RESPONSE, b"OK")] * 2
+        assert [kind for kind, _ in frames[2:]] == [nsq.FRAME_TYPE_MESSAGE] * 2
+        messages = [nsq.decode_message(payload) for _, payload in frames[2:]]
+        assert [message.body for message in messages] == [b"one", body]
+        for message in messages:
+            conn.send(nsq.finish(message.id))
+        nsq_broker.wait_until_empty("t", "c")
+        nsq_broker.cut()
+        with pytest.raises((nsq.ConnectionClosedError, ConnectionError)):
+            conn.read_response()
+
+
+async def test_a_socket_does_not_believe_a_size_and_keeps_what_came(fake: FakeNsqd) -> None:
+    host, _, port = fake.address.rpartition(":")
+    with nsq.SyncConn(timeout=0.05) as conn:
+        await asyncio.to_thread(conn.connect, host, int(port))
+        await until(lambda: fake.connections)
+        fake.last.write(b"\0\0\0\x06\0\0")
+        # Half a frame: nobody knows when the rest comes.
+        with pytest.raises(TimeoutError):
+            await asyncio.to_thread(conn.read_response)
+        fake.last.write(b"\0\0OK")
+        conn.s.settimeout(60)  # type: ignore[union-attr]
+        assert await asyncio.to_thread(conn.read_response) == b"\0\0\0\0OK"
+        for size in (-1, 3, 1 << 30):
+            conn.buffer.clear()
+            fake.last.write(size.to_bytes(4, "big", signed=True))
+            with pytest.raises(nsq.IntegrityError, match=f"a frame of {size} bytes"):
+                await asyncio.to_thread(conn.read_response)
+
+
+# --- A whole program --------------------------------------------------------------------------------------------------
 
 PROGRAM = """
     import sys

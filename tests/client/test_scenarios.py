@@ -13,6 +13,7 @@ import pytest
 
 from flintmq.client import Consumer, Message, Producer
 from flintmq.errors import ConnectError, PublishError, PublishUnknownError
+from flintmq.testing import NsqBroker, NsqLookupd
 
 from .daemons import Lookupd, Nsqd
 from .fakes import MovableClock, until
@@ -316,3 +317,24 @@ async def test_a_deferred_message_waits(nsqd: Nsqd) -> None:
             with await anext(consumer) as message:
                 assert message.body == body
     assert time.monotonic() - before >= 0.3
+
+
+async def test_lookupds_that_ask_for_a_token(tmp_path: Path) -> None:
+    tokens = tmp_path / "tokens"
+    tokens.touch(0o600)
+    tokens.write_text("secret read\n")
+    reported: list[Exception] = []
+    with (
+        NsqLookupd(http_auth_token_file=str(tokens)) as lookupd,
+        NsqBroker(nsqlookupd_tcp_addresses=(lookupd.address,), lookupd_token_file=str(tokens)) as broker,
+    ):
+        broker.publish("t", b"x")
+        await until(lambda: lookupd.knows(broker, "t"))
+        async with Consumer("t", "c", lookupd=lookupd.http_address, lookupd_token="secret") as consumer:
+            with await anext(consumer) as message:
+                assert message.body == b"x"
+        async with Consumer("t", "c", lookupd=lookupd.http_address, on_error=lambda _, error: reported.append(error)):
+            await until(lambda: reported)
+        assert "HTTP 401" in str(reported[0])
+        async with Producer(lookupd=lookupd.http_address, lookupd_token="secret") as producer:
+            await producer.publish("t", b"y")

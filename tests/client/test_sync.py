@@ -1,4 +1,4 @@
-"""The client for programs without asyncio, with a real broker in another process."""
+"""The client for programs without asyncio, with a real broker."""
 
 from __future__ import annotations
 
@@ -13,16 +13,13 @@ import pytest
 
 from flintmq import sync
 from flintmq.errors import ClosedError, ConnectError, OptionError
-
-from .daemons import Nsqd
+from flintmq.testing import NsqBroker
 
 
 @pytest.fixture(scope="module")
-def address(tmp_path_factory: pytest.TempPathFactory) -> Iterator[str]:
-    nsqd = Nsqd("flintmq", tmp_path_factory.mktemp("nsqd"))
-    nsqd.start()
-    yield nsqd.address
-    nsqd.stop()
+def address() -> Iterator[str]:
+    with NsqBroker() as broker:
+        yield broker.address
 
 
 def test_publish_and_consume(address: str) -> None:

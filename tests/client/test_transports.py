@@ -195,9 +195,9 @@ async def auth_server() -> AsyncIterator[str]:
         await runner.cleanup()
 
 
-async def test_auth(tmp_path: Path) -> None:
+async def test_auth(kind: str, tmp_path: Path) -> None:
     async with auth_server() as address:
-        with running(Nsqd("go", tmp_path / "data", f"--auth-http-address={address}")) as nsqd:
+        with running(Nsqd(kind, tmp_path / "data", f"--auth-http-address={address}")) as nsqd:
             await converse(nsqd.address, auth_secret="secret")
             with pytest.raises(ConnectError, match="asks for AUTH"):
                 await Producer(nsqd.address).start()

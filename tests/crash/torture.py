@@ -302,12 +302,12 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _run(arguments: argparse.Namespace, data_path: Path) -> bool:
     if arguments.startup:
         startup = asyncio.run(limits.startup(data_path, arguments.messages or 1_000_000))
-        _print(asdict(startup), arguments.json)
+        print_report(asdict(startup), arguments.json)
         return startup.seconds < limits.STARTUP_SECONDS or not arguments.assert_startup
     if arguments.memory:
         measure = limits.waiting_memory if arguments.memory == "waiting" else limits.idle_memory
         memory = asyncio.run(measure(data_path, arguments.messages or 10_000_000))
-        _print({**asdict(memory), "passed": memory.passed}, arguments.json)
+        print_report({**asdict(memory), "passed": memory.passed}, arguments.json)
         return memory.passed
     seed = secrets.randbelow(1 << 32) if arguments.seed is None else arguments.seed
     settings = Settings(arguments.kills, arguments.durability, seed, arguments.seconds_between)
@@ -323,11 +323,11 @@ def _run(arguments: argparse.Namespace, data_path: Path) -> bool:
             progress.update(task, completed=report.kills, description=text + (f" · {broken} broken" if broken else ""))
 
         report = asyncio.run(torture(settings, data_path, progressed))
-    _print({**asdict(report), "passed": report.passed}, arguments.json)
+    print_report({**asdict(report), "passed": report.passed}, arguments.json)
     return report.passed
 
 
-def _print(report: dict[str, object], as_json: bool) -> None:
+def print_report(report: dict[str, object], as_json: bool) -> None:
     if as_json:
         sys.stdout.write(json.dumps(report, indent=2) + "\n")
         return

@@ -69,7 +69,8 @@ def query_of(route: Route) -> str:
         topic = "made"
     elif route.path == "/channel/create":
         channel = "made"
-    return f"topic={topic}&channel={channel}&seconds=1&rate=1&id={AN_ID}&delay=60000"
+    there = "time=1&from=earliest&to=latest&reader=kept"
+    return f"topic={topic}&channel={channel}&seconds=1&rate=1&id={AN_ID}&delay=60000&{there}"
 
 
 #: Stands for the id of a message, which only its broker knows.
@@ -592,7 +593,13 @@ class Target:
             )
             for name, topic in self.broker.topics.items()
         }
-        return {"topics": topics, "options": self.broker.options, "refusing": self.broker.refusing}
+        readers = {name: dict(topic.readers.positions) for name, topic in self.broker.topics.items() if topic.readers}
+        return {
+            "topics": topics,
+            "readers": readers,
+            "options": self.broker.options,
+            "refusing": self.broker.refusing,
+        }
 
     def hand_out(self, tokens: dict[str, str]) -> None:
         self.tokens.write_text("".join(f"{token} {rights}\n" for token, rights in tokens.items()))
@@ -634,6 +641,7 @@ async def target(certificates: Certificates, path: Path, **options: Any) -> Asyn
             topic.channel(name)
             topic.pause(name == "paused")
             topic.channels[name].pause(name == "paused")
+            topic.readers.move(name, topic.log.first)
             for body in (b"one", b"two"):
                 topic.publish(bytearray(len(body).to_bytes(4, "big") + body), 0, 7, 1)
         # For dead letters: to send them back makes a channel of it.

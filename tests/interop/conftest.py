@@ -13,7 +13,7 @@ StartBroker = Callable[..., Broker]
 StartClient = Callable[[Broker], Client]
 
 
-@pytest.fixture(params=["flintmq", "go"])
+@pytest.fixture(params=["flintmq", "flintmq-everything", "go"])
 def kind_of_broker(request: pytest.FixtureRequest) -> BrokerKind:
     kind = broker_kind(request.param)
     if kind.missing:

@@ -82,6 +82,34 @@ class BrokerKind:
     command: list[str]
     # Why it cannot run here, or "" when it can.
     missing: str = ""
+    # The config file it is started with.
+    config: str = ""
+
+
+# Everything that NSQ does not have is switched on for every topic and channel: none of it may show.
+EVERYTHING = """
+requeue_on_disconnect = true
+
+[topic."*"]
+durability = "fsync"
+max-messages = 1000000
+max-bytes = 1000000000
+publish-rate = 1000000
+max-defer = "2h"
+retain-bytes = 100000000
+retain-age = "24h"
+ttl = "24h"
+ttl-action = "dead-letter"
+key-count = 1000
+key-age = "1h"
+reader-age = "1h"
+reader-bytes = 1000000
+
+[topic."*".channel."*"]
+max-defer = "2h"
+delivery-rate = 1000000
+max-attempts = 50
+"""
 
 
 def broker_kind(name: str) -> BrokerKind:
@@ -90,7 +118,8 @@ def broker_kind(name: str) -> BrokerKind:
         missing = "" if os.access(binary, os.X_OK) else f"no Go nsqd at {binary}: run scripts/peers"
         return BrokerKind(name, [str(binary)], missing)
     missing = "" if importable("flintmq.cli") else "flintmq.cli cannot be imported"
-    return BrokerKind(name, [sys.executable, "-m", "flintmq", "nsqd"], missing)
+    config = EVERYTHING if name == "flintmq-everything" else ""
+    return BrokerKind(name, [sys.executable, "-m", "flintmq", "nsqd"], missing, config)
 
 
 def importable(module: str) -> bool:
@@ -111,6 +140,10 @@ class Broker:
             f"--data-path={data_path}",
             *flags,
         ]
+        if kind.config:
+            config = data_path.with_suffix(".toml")
+            config.write_text(kind.config)
+            command.append(f"--config={config}")
         self._process = subprocess.Popen(
             command, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
         )

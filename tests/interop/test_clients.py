@@ -1,4 +1,4 @@
-"""What users of the other NSQ client libraries rely on, the same for every library and both brokers.
+"""What users of the other NSQ client libraries rely on, the same for every library and all brokers.
 
 No test asks the broker what it thinks: a consumer's limit of messages in flight shows whether a message was really
 finished (`assert_all_finished`), so these scenarios need nothing but the TCP protocol.

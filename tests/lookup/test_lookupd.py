@@ -7,6 +7,7 @@ what nobody may do to it.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import logging
 import re
@@ -22,6 +23,7 @@ import pytest
 from flintmq.errors import StartError
 from flintmq.lookup import daemon, registry
 from flintmq.lookup.daemon import Lookupd
+from secure import Certificates
 
 from .nsqds import IDENTITY, Nsqd, StartLookupd, Time, connected, identify, until
 
@@ -448,3 +450,102 @@ async def test_a_line_of_the_log_is_one_line_whatever_a_peer_calls_itself(lookup
     await nsqd.identify(broadcast_address="a\nFATAL: b", version="\x1b[31m")
     assert await nsqd.ask(b"x\x07\xff\n") == b"E_INVALID invalid command x\x07\xff"
     assert not [line for line in caplog.messages if not line.isprintable()]
+
+
+# --- Who may ask, and what is read again
+
+
+def write_tokens(path: Path, text: str) -> None:
+    path.touch(0o600)
+    path.write_text(text)
+
+
+async def status(lookupd: Lookupd, method: str, path: str, token: str = "") -> int:
+    headers = {"Authorization": f"Bearer {token}"} if token else {}
+    arguments = {"topic": "t", "channel": "c", "node": "127.0.0.1:1"}
+    async with aiohttp.ClientSession(headers=headers) as session:
+        async with session.request(method, f"http://{lookupd.http_address}{path}", params=arguments) as response:
+            await response.read()
+            return response.status
+
+
+@pytest.fixture
+def tokens(tmp_path: Path) -> Path:
+    path = tmp_path / "tokens"
+    write_tokens(path, "looks read\npublishes publish\nrules admin\n")
+    return path
+
+
+async def test_every_route_but_ping_needs_a_token_with_its_right(start_lookupd: StartLookupd, tokens: Path):
+    lookupd = await start_lookupd(http_auth_token_file=str(tokens))
+    lookupd.registry.make_channel("t", "c")
+    for route in lookupd._site().routes:
+        found = [
+            await status(lookupd, route.method, route.path, token) for token in ("", "unknown", "looks", "publishes")
+        ]
+        if route.path == "/ping":
+            assert found == [200] * 4
+        elif route.method == "GET":
+            assert found[:2] == [401, 401], route
+            assert found[2] in (200, 404), route  # nobody has the topic
+            assert found[3] == 403, route
+        else:
+            assert found == [401, 401, 403, 403], route
+            assert await status(lookupd, route.method, route.path, "rules") in (200, 404), route
+    # What an nsqd registers is none of their business.
+    async with connected(lookupd.tcp_address) as nsqd:
+        await nsqd.identify()
+        await until(lambda: lookupd.registry.producers)
+
+
+async def test_a_reload_reads_the_tokens_again(start_lookupd: StartLookupd, tokens: Path, caplog):
+    lookupd = await start_lookupd(http_auth_token_file=str(tokens))
+    write_tokens(tokens, "sees read\n")
+    lookupd.reload()
+    assert await status(lookupd, "GET", "/topics", "sees") == 200
+    assert await status(lookupd, "GET", "/topics", "looks") == 401
+    write_tokens(tokens, "nonsense\n")
+    lookupd.reload()
+    assert "the tokens stay as they were" in caplog.text
+    assert "nonsense" not in caplog.text
+    assert await status(lookupd, "GET", "/topics", "sees") == 200
+
+
+async def test_tokens_that_cannot_be_read_are_a_start_error(tmp_path: Path):
+    with pytest.raises(StartError, match="cannot read the tokens"):
+        await Lookupd(http_auth_token_file=str(tmp_path / "missing")).start()
+
+
+async def test_a_reload_reads_the_certificate_again(start_lookupd: StartLookupd, tmp_path: Path, caplog):
+    certificates = Certificates(tmp_path)
+    lookupd = await start_lookupd(**certificates.options)
+
+    async def shown() -> list[bytes]:
+        """The certificates that the two ports show."""
+        found = []
+        for address in (lookupd.tcp_address, lookupd.http_address):
+            host, _, port = address.rpartition(":")
+            _, writer = await asyncio.open_connection(host, int(port), ssl=certificates.client())
+            found.append(writer.get_extra_info("ssl_object").getpeercert(binary_form=True))
+            writer.close()
+            with contextlib.suppress(OSError):
+                await writer.wait_closed()
+        return found
+
+    first = await shown()
+    assert len(set(first)) == 1
+    assert await shown() == first
+    certificates.issue()
+    lookupd.reload()
+    second = await shown()
+    assert len(set(second)) == 1
+    assert second != first
+    Path(certificates.key).write_text("nonsense")
+    lookupd.reload()
+    assert "the certificate stays as it was" in caplog.text
+    assert await shown() == second
+
+
+async def test_a_reload_with_nothing_to_read_harms_nothing(lookupd, http):
+    lookupd.reload()
+    assert (await http.get("/ping")).text == "OK"

@@ -26,8 +26,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from flintmq.broker import deadletters, peek, settings_api, stats
-from flintmq.broker.http_lane import IDLE_SECONDS, HttpLane, Publishing, refusal
+from flintmq.broker import deadletters, log_api, peek, settings_api, stats
+from flintmq.broker.http_lane import IDLE_SECONDS, REPEATED, HttpLane, Publishing, refusal
 from flintmq.broker.sockets import Poller, SocketTransport
 from flintmq.broker.topic import Topic
 from flintmq.errors import HttpError, NotFoundError, OptionError, PublishError
@@ -188,6 +188,8 @@ class Api:
             Route("POST", "/channel/unpause", self._pause_channel(False), ADMIN),
             *deadletters.routes(self._broker),
             *peek.routes(self._broker),
+            # What lies in the files.
+            *log_api.routes(self._broker),
             # The end of the node.
             Route("POST", "/drain", self._drain, ADMIN),
             # Settings.
@@ -216,7 +218,7 @@ class Api:
 
     async def _info(self, request: Request) -> dict[str, Any]:
         broker, options = self._broker, self._broker.options
-        return {
+        info: dict[str, Any] = {
             "version": NSQ_VERSION,
             "broadcast_address": options.broadcast_address,
             "hostname": socket.gethostname(),
@@ -230,6 +232,12 @@ class Api:
             "topology_zone": options.topology_zone,
             "topology_region": options.topology_region,
         }
+        # NSQ does not look at the query.
+        if "extended" in request.query and request.arguments().get("extended") == "true":
+            info["flintmq"] = broker.about()
+            if broker.http_port:
+                info["flintmq"]["http_address"] = f"{options.broadcast_address}:{broker.http_port}"
+        return info
 
     async def _drain(self, request: Request) -> str:
         """Draining goes on after the answer; the log and ``/stats`` tell how far it is."""
@@ -238,31 +246,37 @@ class Api:
 
     # --- Publishing ------------------------------------------------------------------------------------------------
 
-    async def _pub(self, request: Request) -> str:
+    async def _pub(self, request: Request) -> str | Answer:
         body = await request.body(self._broker.options.max_msg_size, "MSG_TOO_BIG")
         if not body:
             raise HttpError(400, "MSG_EMPTY")
         return await self._publish(request, body, batch=False)
 
-    async def _mpub(self, request: Request) -> str:
+    async def _mpub(self, request: Request) -> str | Answer:
         body = await request.body(self._broker.options.max_body_size, "BODY_TOO_BIG")
         return await self._publish(request, body, batch=True)
 
-    async def _publish(self, request: Request, body: bytearray, *, batch: bool) -> str:
+    async def _publish(self, request: Request, body: bytearray, *, batch: bool) -> str | Answer:
         publishing = self._publishing
+        header = request.headers.get("X-Flintmq-Key")
+        key = publishing.key(None if header is None else header.encode("utf-8", "surrogateescape"))
         order = publishing.order(request.query, batch=batch)
         topic = publishing.topic(order)
         while (obstacle := publishing.obstacle(topic)) is not None:
             await self._until(obstacle)
             topic = publishing.topic(order)
         data = bytearray(4) + body
-        publish = publishing.batch if batch else publishing.message
-        commit = publish(order, topic, data, 4, len(data))
+        is_repeat = False
+        if key:
+            commit, is_repeat = publishing.once(key, order, topic, data, 4, len(data), batch=batch)
+        else:
+            publish = publishing.batch if batch else publishing.message
+            commit = publish(order, topic, data, 4, len(data))
         if commit is not None:
             await self._until(commit.waiters.append)
             if commit.error is not None:
                 raise refusal(commit.error)
-        return "OK"
+        return REPEATED if is_repeat else "OK"
 
     async def _until(self, tell: Callable[[Callable[[], None]], None]) -> None:
         """Wait for something that takes a callback."""

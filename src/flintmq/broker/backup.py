@@ -3,7 +3,8 @@
 ``make`` only reads the data path and asks nothing of the broker. What it copies must fit together although the broker
 goes on meanwhile, so it works in this order:
 
-    1  Every segment is opened. From here on the broker may free what it likes: an open file stays readable.
+    1  Every segment is opened. From here on the broker may free what it likes: an open file stays readable. Keys that
+       outlived their segments are copied.
     2  The journal is copied, up to its last whole batch. This is the moment the backup is of: what was finished
        later is not finished in it, topics and channels that were made later are not in it.
     3  The segments are copied, those included that were begun meanwhile, but no number that the journal had not
@@ -157,6 +158,7 @@ class _Copy:
         try:
             self._pin(self._segments())
             self._copy_about()
+            self._copy_keys()
             journals = self._copy_journal()
             state = _replay(self.target / DATA / "journal")
             self._copy_topics(state)
@@ -215,6 +217,21 @@ class _Copy:
         (folder / "topics").mkdir(mode=0o700)
         with _Output(self, "format.json") as out:
             out.write((self._root / "format.json").read_bytes())
+
+    def _copy_keys(self) -> None:
+        """The files with the keys of segments that are gone. What goes from here on is held, and has its own."""
+        for folder in _names(self._root / "topics"):
+            for name in _names(self._root / "topics" / folder):
+                if folder.endswith(".lost") or not name.endswith(".keys"):
+                    continue
+                path = f"topics/{folder}/{name}"
+                try:
+                    content = (self._root / path).read_bytes()
+                except FileNotFoundError:
+                    # Its keys were too old.
+                    continue
+                with _Output(self, path) as out:
+                    out.write(content)
 
     def _copy_journal(self) -> str:
         """Copy the newest snapshot and the journals from it on; the name of the newest of them."""

@@ -25,6 +25,7 @@ from itertools import chain
 from typing import TYPE_CHECKING
 
 from flintmq.broker.deadletters import EXPIRED, LONGEST_QUEUE, REQUEUED, RETRY_DELAY, TIMED_OUT, DeadLetters, Redrive
+from flintmq.broker.disk import pack_numbers
 from flintmq.broker.journal import NEVER, SIDE
 from flintmq.broker.latency import Latency, publish_time
 from flintmq.broker.limits import Pace
@@ -881,8 +882,16 @@ class Channel:
         """Drop everything: waiting, in flight, deferred. Consumers stay."""
         self.catch_up(self.topic.pumped)
         self.broker.journal.note("empty", self.id, self.seen, self.topic.side_end)
-        self.waiting.clear()
         self.side.clear()
+        if self.redrive is not None:
+            self.redrive.emptied()
+        self._drop_all()
+        self.broker.journal.flush()
+        self.broker.soon(self)
+
+    def _drop_all(self) -> None:
+        """Forget everything of the log. The journal was told."""
+        self.waiting.clear()
         self.ring.reset(self.seen)
         self._runs.clear()
         self.unusual.clear()
@@ -892,14 +901,67 @@ class Channel:
         self.attempts.clear()
         self.leaving.clear()
         self.expired.clear()
-        if self.redrive is not None:
-            self.redrive.emptied()
         del self._back[:]
-        self.broker.journal.flush()
-        self.broker.soon(self)
         for session in self.sessions.values():
             session.in_flight = 0
             self.wake(session)
+
+    def seek(self, start: int) -> None:
+        """Deliver everything of the log from ``start`` on, for the first time or again, and nothing before it.
+
+        What is in flight is taken from its consumers, as by ``empty``, and that is what this is if ``start`` lies
+        behind all that the topic has handed on. Otherwise messages for this channel alone stay, and if it goes back
+        to the very beginning also older ones, of which only a copy is left.
+        """
+        self.catch_up(self.topic.pumped)
+        if start >= self.seen:
+            self.empty()
+            return
+        self.topic.mover.look_back()
+        earliest = start <= self.topic.log.first
+        kept = [single for single in self._put_back_state() if single[0] >= SIDE or earliest]
+        below = self.topic.mover.below if earliest else 0
+        leaving = {seq: attempts for seq, attempts in self.leaving.items() if seq < below or seq >= SIDE}
+        copies = array("q", sorted(seq for seq in chain((seq for seq, _, _ in kept), leaving) if seq < SIDE))
+        self.broker.journal.note("seek", self.id, start, pack_numbers(copies))
+        self._drop_all()
+        self.leaving.update(leaving)
+        self._wait_for(start, self.seen)
+        self.ring.reset(self.waiting.first if self.waiting else self.seen)
+        for seq, attempts, due in kept:
+            if attempts < 0:
+                self.requeued.append(seq)
+            else:
+                self._put_back(seq, attempts, due)
+        self.broker.journal.flush()
+        self.broker.soon(self)
+        self._watch(self.next_deadline())
+        self.pump()
+
+    def _put_back_state(self) -> list[tuple[int, int, int]]:
+        """(seq, attempts, when due) of messages that are not waiting and cannot be read from the log.
+
+        Attempts are -1 for one that brings its own count. A deferred one never does: the journal knows its time.
+        """
+        below = self.topic.mover.below
+        found = [(seq, message.attempts, 0) for seq, message in self.unusual.items()]
+        found += [(seq, 1, 0) for seq, _ in self.ring.held(self.ring.lo, max(self.ring.lo, below))]
+        found += [(seq, self.attempts.get(seq, -1), 0) for seq in self.requeued]
+        found += [(seq, self.attempts.get(seq, 0), due) for due, seq in self.deferred.items()]
+        return [single for single in found if single[0] < below or single[0] >= SIDE]
+
+    def _wait_for(self, start: int, stop: int) -> None:
+        """The messages ``start`` … ``stop - 1`` that are in the log are waiting, or wait for their time."""
+        log = self.topic.log
+        now = self.broker.clock.now()
+        later = deque((seq, due) for seq, due in log.deferrals(NEVER) if start <= seq < stop and due > now)
+        for first, last in Ranges(log.spans()).within([(start, stop)]):
+            while later and later[0][0] < last:
+                seq, due = later.popleft()
+                self.deferred.push(due, seq)
+                self.waiting.add(first, seq)
+                first = seq + 1
+            self.waiting.add(first, last)
 
     # One message, whatever its state. Who asks is no consumer: nobody has to hold it.
 

@@ -8,7 +8,8 @@ The data path holds, beside ``nsqd.dat`` for those who read it, one folder ``fli
 
     flintmq/format.json        format version, the node's random identity
     flintmq/journal/           what happened (journal.py)
-    flintmq/topics/NAME@N/     a topic's segment files (segment.py); N is its incarnation; ``side`` its side log
+    flintmq/topics/NAME@N/     a topic's segment files (segment.py); N is its incarnation; ``side`` its side log;
+                               keys of segments that are gone (keys.py)
     flintmq/topics/NAME@N.lost a topic that the journal does not know, after damage to it
     flintmq.restoring          a backup that is being put back: no broker starts beside it
 """
@@ -32,6 +33,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+import flintmq
 from flintmq.broker import sockets, stats, takeover
 from flintmq.broker.channel import Channel
 from flintmq.broker.deadletters import finish_moved
@@ -121,7 +123,7 @@ class Broker:
         self._illness = ""
         self._draining: asyncio.Task[DrainReport] | None = None
         #: Called by ``reload``: each reads again what it keeps in memory of a file, such as certificates.
-        self.reloaders: list[Callable[[], None]] = [self.reload_certificates]
+        self.reloaders: list[Callable[[], None]] = [self.reload_certificates, self.peers.load_token]
         #: What single topics and channels do differently.
         self.settings = Settings(self)
         # One buffer that every session receives into, one after the other.
@@ -198,6 +200,7 @@ class Broker:
         try:
             self._open_path()
             self.peers.load_tls()
+            self.peers.load_token()
             # Before anybody can connect: no first message is missed.
             declared = self.settings.declare()
             for topic in declared if self.options.nsqlookupd_tcp_addresses else ():
@@ -214,8 +217,8 @@ class Broker:
         self._statsd.start()
         self._every("scan", self.options.queue_scan_interval / 1e9, lambda: self.scan.tick(self.clock.now))
         self._every("sync", self.options.sync_timeout / 1e9, self._sync)
-        self._every("space", SPACE_INTERVAL, self._look_at_space)
-        self._look_at_space()
+        self._every("space", SPACE_INTERVAL, self.look_at_space)
+        self.look_at_space()
         self.structure_changed(False)
         self.peers.start()
         for topic in declared:
@@ -310,6 +313,15 @@ class Broker:
     def _new_session(self) -> Session:
         return Session(self)
 
+    def about(self) -> dict[str, Any]:
+        """What a client is told that asks for more than NSQ says."""
+        return {"version": flintmq.__version__, "node": self.node.hex(), "log": True, "keys": True}
+
+    @property
+    def http_port(self) -> int:
+        """Where others reach our HTTP port; 0 if it is not served, or not on a port."""
+        return self.options.broadcast_http_port or split_address(self.http_address)[1] if self.http_address else 0
+
     @property
     def tcp_address(self) -> str:
         """Where clients connect: ``host:port`` as really bound, or the path of a unix socket."""
@@ -366,6 +378,8 @@ class Broker:
                 topic.log.write_all()
                 topic.log.sync_now()
                 topic.log.close()
+                if topic.keys is not None:
+                    topic.keys.close()
                 if topic.side is not None:
                     topic.side.write_all()
                     topic.side.sync_now()
@@ -614,8 +628,10 @@ class Broker:
         if after is None and state.end is not None:
             # Messages that were finished before they were ever written leave no trace but the end.
             topic.log.end = topic.log.written = topic.log.durable = max(topic.log.end, state.end)
+        topic.restore_keys()
         topic.ceiling = state.ceiling
         topic.paused = state.paused
+        topic.readers.restore(state.readers)
         if self.disk.exists(folder / "side"):
             topic.side = topic._new_log(folder / "side", SIDE)
             topic.side.recover(state.side_end, None)
@@ -632,7 +648,7 @@ class Broker:
             behind = [first for first, stop in spans if stop > topic.pumped]
             topic.pumped = max(topic.pumped, behind[0]) if behind else end
             topic.gaps.extend(_between(spans, topic.pumped, end))
-        deferrals = list(topic.log.deferrals())
+        deferrals = list(topic.log.deferrals(topic.pumped))
         addressed = side_spans(topic.side) if topic.side is not None else {}
         copied = topic.mover.restore(copies(topic.side)) if topic.side is not None else []
         now, wall = self.clock.now(), self.clock.wall()
@@ -876,27 +892,29 @@ class Broker:
         self.store.tidy()
 
     def _free(self) -> None:
-        freeable = []
+        freeable: list[tuple[Log, int, Callable[[], int]]] = []
         for topic in self.topics.values():
+            if topic.keys is not None:
+                topic.keys.trim()
             if topic.ephemeral:
                 continue
             if topic.log.segments:
-                topic.mover.look()
-                freeable.append((topic.log, topic.first_needed()))
+                freeable.append((topic.log, topic.let_go(), topic.first_kept))
             if topic.side is not None and topic.side.segments:
-                freeable.append((topic.side, topic.first_side_needed()))
+                freeable.append((topic.side, topic.first_side_needed(), topic.first_side_needed))
         self.journal.flush()
 
         def free() -> None:
             self._syncing = False
-            for storage, seq in freeable:
+            for storage, seq, first_kept in freeable:
                 if not storage.closed:
-                    storage.free(seq)
+                    storage.free(seq, first_kept)
 
         self._syncing = True
         self.journal.when_synced(self.journal.noted, free)
 
-    def _look_at_space(self) -> None:
+    def look_at_space(self) -> None:
+        """Refuse publishes from here on, or take them again, by what is free on the disk."""
         if self._draining is not None:
             return
         try:
@@ -905,6 +923,8 @@ class Broker:
             log.error("NSQ: cannot look at the disk - %s", _reason(exc))
             return
         self.free_bytes = free
+        if free < 2 * self.options.disk_reserve:
+            self._make_room(2 * self.options.disk_reserve - free)
         if free < self.options.disk_reserve:
             if not self.refusing:
                 log.error("NSQ: the disk is nearly full, publishes are refused (%d bytes free)", free)
@@ -915,6 +935,22 @@ class Broker:
             if self.refusing:
                 log.info("NSQ: there is room on the disk again")
             self.refusing = ""
+
+    def _make_room(self, size: int) -> None:
+        """The disk gets full: what is kept by retention alone goes first, the oldest of all topics."""
+        spare = [
+            (segment.index_times[0] if segment.index_times else 0, topic.name, segment.size, stop)
+            for topic in self.topics.values()
+            for segment, stop in topic.retention.spare()
+        ]
+        for _, name, segment_size, stop in sorted(spare):
+            if size <= 0:
+                break
+            log.warning("TOPIC(%s): the disk is nearly full, a file goes before its time (up to %d)", name, stop)
+            self.topics[name].retention.give_up(stop)
+            size -= segment_size
+        if spare and not self._syncing and not self.stopping:
+            self._free()
 
     def unwell(self, reason: str) -> None:
         """A write failed: so it stays until one succeeds."""
@@ -946,6 +982,7 @@ class Broker:
             yield ("frozen", topic.incarnation, topic.pumped if topic.frozen else None)
             if topic.side is not None:
                 yield ("side", topic.incarnation, topic.side.durable)
+            yield from topic.readers.notes()
             for channel in list(topic.channels.values()):
                 if channel.ephemeral or channel.exiting:
                     continue

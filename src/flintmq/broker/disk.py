@@ -21,11 +21,22 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
-__all__ = ["BACKGROUND", "COMMIT", "READ", "SPARE", "Clock", "Disk", "SystemClock", "pack_numbers", "unpack_numbers"]
+__all__ = [
+    "BACKGROUND",
+    "COMMIT",
+    "FETCH",
+    "READ",
+    "SPARE",
+    "Clock",
+    "Disk",
+    "SystemClock",
+    "pack_numbers",
+    "unpack_numbers",
+]
 
-#: The order in which waiting work is taken up. What can be done without goes last: it has a thread for itself, which
-#: steps aside for everything else on the machine.
-COMMIT, READ, BACKGROUND, SPARE = 0, 1, 2, 3
+#: The order in which waiting work is taken up; ``FETCH`` is for those who read a log without being its channel. What
+#: can be done without goes last: it has a thread for itself, which steps aside for everything else on the machine.
+COMMIT, READ, BACKGROUND, FETCH, SPARE = 0, 1, 2, 3, 4
 
 # writev takes at most 1024 buffers on Linux.
 _MOST_BUFFERS = 1000

@@ -17,6 +17,7 @@ import socket
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from functools import partial
 from struct import Struct
 from typing import TYPE_CHECKING, cast
 
@@ -37,7 +38,7 @@ from flintmq.web import (
     render,
     split_target,
 )
-from flintmq.wire import valid_name
+from flintmq.wire import valid_key, valid_name
 
 if TYPE_CHECKING:
     from flintmq.broker.daemon import Broker
@@ -67,6 +68,8 @@ TEXT_SLICE = 64 << 10
 
 
 OK = envelope("OK")
+#: A publish under a key that was known.
+REPEATED = envelope(Answer(b"OK", TEXT, headers={"X-Flintmq-Repeat": "true"}))
 
 _DAYS = ("Mon", "Tue", "Wed", "Thu", "Fri", "Sat", "Sun")
 _MONTHS = ("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec")
@@ -151,15 +154,40 @@ class Publishing:
             return topic.when_free
         return self._broker.when_relieved if self._broker.store.congested else None
 
-    def message(self, order: Order, topic: Topic, data: bytearray, pos: int, stop: int) -> Commit | None:
-        """Publish ``data[pos:stop]``. The four bytes before ``pos`` are overwritten: they become its size."""
-        _u32.pack_into(data, pos - 4, stop - pos)
+    def key(self, header: bytes | None) -> bytes:
+        """The key of a publish, empty if it has none. HttpError if it is no good."""
+        if header is None:
+            return b""
+        if not valid_key(header):
+            raise HttpError(400, "INVALID_KEY")
+        return header
+
+    def once(
+        self, key: bytes, order: Order, topic: Topic, data: bytearray, pos: int, stop: int, *, batch: bool
+    ) -> tuple[Commit | None, bool]:
+        """Publish ``data[pos:stop]``, unless it was done before under this key: what to wait for, and was it?"""
+        if batch and not order.binary and not data[pos:stop].strip(b"\n"):
+            # A batch of no messages: nothing is stored, so the key stays free.
+            return None, False
+        publish = partial(self.batch if batch else self.message, order, topic, data, pos, stop)
         try:
-            return topic.publish(data, pos - 4, stop, 1, delay=order.delay)
+            return topic.once(key, publish)
         except PublishError as exc:
             raise refusal(exc) from exc
 
-    def batch(self, order: Order, topic: Topic, data: bytearray, pos: int, stop: int) -> Commit | None:
+    def message(
+        self, order: Order, topic: Topic, data: bytearray, pos: int, stop: int, extra: bytes = b""
+    ) -> Commit | None:
+        """Publish ``data[pos:stop]``. The four bytes before ``pos`` are overwritten: they become its size."""
+        _u32.pack_into(data, pos - 4, stop - pos)
+        try:
+            return topic.publish(data, pos - 4, stop, 1, delay=order.delay, extra=extra)
+        except PublishError as exc:
+            raise refusal(exc) from exc
+
+    def batch(
+        self, order: Order, topic: Topic, data: bytearray, pos: int, stop: int, extra: bytes = b""
+    ) -> Commit | None:
         """Publish the messages of ``data[pos:stop]``, all or none."""
         count = 0
         if order.binary:
@@ -171,10 +199,10 @@ class Publishing:
                 # A copy of our own: the buffer it came in is used again before the last slice is appended.
                 data = data[pos:stop]
                 pieces = slices(data, 0, len(data), count) if count else _lines(data, 0, len(data))
-                return topic.publish_slices(pieces)
+                return topic.publish_slices(pieces, extra)
             piece = (data, pos, stop, count) if count else next(_lines(data, pos, stop), None)
             # Nothing but empty lines is a batch of no messages, and fine.
-            return topic.publish(*piece) if piece is not None else None
+            return topic.publish(*piece, extra=extra) if piece is not None else None
         except PublishError as exc:
             raise refusal(exc) from exc
 
@@ -222,7 +250,7 @@ def _lines(data: bytearray, pos: int, stop: int) -> Iterator[Piece]:
 class Head:
     """A request head that was understood: a publish, and how its body comes."""
 
-    __slots__ = ("batch", "chunked", "expects", "keep_alive", "length", "order", "query")
+    __slots__ = ("batch", "chunked", "expects", "keep_alive", "key", "length", "order", "query")
 
     def __init__(self, query: str, *, batch: bool) -> None:
         self.query = query
@@ -231,6 +259,8 @@ class Head:
         self.chunked = False
         self.expects = False
         self.keep_alive = True
+        #: Under which the body is published, at most once.
+        self.key: bytes | None = None
         #: For the short way: a single message for a topic that is there, to be delivered at once.
         self.order: Order | None = None
 
@@ -361,12 +391,15 @@ class HttpLane:
         head.chunked = bool(encoding)
         head.expects = bool(expectation)
         head.keep_alive = parser.should_keep_alive()
+        head.key = fields.get(b"x-flintmq-key")
         options = self.broker.options
         if not head.chunked:
             head.length = int(length)
             if head.length > (options.max_body_size if head.batch else options.max_msg_size):
                 raise HttpError(413, "BODY_TOO_BIG" if head.batch else "MSG_TOO_BIG")
-        if head.keep_alive and not head.chunked and not head.expects and len(data) <= LONGEST_REMEMBERED:
+        usual = head.keep_alive and not head.chunked and not head.expects
+        # A head with a key does not come again, or only with the same publish.
+        if usual and head.key is None and len(data) <= LONGEST_REMEMBERED:
             if len(self._heads) >= REMEMBERED:
                 self._heads.clear()
             self._heads[data] = head
@@ -710,16 +743,20 @@ class HttpConnection(asyncio.BufferedProtocol):
         """The request is all there. False if it has to wait."""
         publishing = self._publishing
         batch = head.batch
+        is_repeat = False
         try:
             if pos == stop and not batch:
                 raise HttpError(400, "MSG_EMPTY")
+            key = publishing.key(head.key)
             order = publishing.order(head.query, batch=batch)
             topic = publishing.topic(order)
             obstacle = publishing.obstacle(topic)
             if obstacle is not None:
                 self._pause(obstacle)
                 return False
-            if batch:
+            if key:
+                commit, is_repeat = publishing.once(key, order, topic, data, pos, stop, batch=batch)
+            elif batch:
                 commit = publishing.batch(order, topic, data, pos, stop)
             else:
                 commit = publishing.message(order, topic, data, pos, stop)
@@ -727,13 +764,18 @@ class HttpConnection(asyncio.BufferedProtocol):
             self._last = not head.keep_alive
             self._answer(envelope(exc))
             return True
-        if not batch and not order.delay:
+        if not (batch or order.delay or key):
             head.order = order
         self._requests += 1
         self._last = not head.keep_alive
         if commit is not None:
             self._pending = True
-            self.lane.when_committed(commit, self)
+            if is_repeat:
+                commit.waiters.append(partial(self._repeated, commit))
+            else:
+                self.lane.when_committed(commit, self)
+        elif is_repeat:
+            self._answer(REPEATED)
         elif self._last:
             self._answer(OK)
         else:
@@ -791,6 +833,15 @@ class HttpConnection(asyncio.BufferedProtocol):
         """The publish is safe, and its answer is not sent yet."""
         if not self._closing:
             self._answer(OK)
+        self.settled()
+
+    def _repeated(self, commit: Commit) -> None:
+        """What this request repeats is safe, or is not to be."""
+        if commit.error is not None:
+            self.refused(commit.error)
+            return
+        if not self._closing:
+            self._answer(REPEATED)
         self.settled()
 
     def settled(self) -> None:

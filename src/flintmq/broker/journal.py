@@ -121,6 +121,8 @@ class TopicState:
     channels: dict[int, ChannelState] = field(default_factory=dict)
     #: What was set live for it (empty name), and for its channels by their name or pattern.
     settings: dict[str, dict[str, Any]] = field(default_factory=dict)
+    #: Readers of the log: where each is, and when it last moved.
+    readers: dict[str, tuple[int, int]] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -228,6 +230,23 @@ class State:
         if channel in self.channels:
             self.channels[channel].finish(0, stop)
             self.channels[channel].finish(SIDE, side_stop)
+
+    def _seek(self, channel: int, start: int, older: bytes) -> None:
+        """All from ``start`` on is to be delivered, and of what lies before it these; the channel's own stay."""
+        state = self.channels.get(channel)
+        if state is not None:
+            own = [(max(first, SIDE), stop) for first, stop in state.outstanding if stop > SIDE]
+            kept = [(seq, seq + 1) for seq in unpack_numbers(older)]
+            state.outstanding = Ranges([*kept, (start, SIDE), *own])
+            state.back = {seq: row for seq, row in state.back.items() if seq >= SIDE}
+
+    def _reader(self, incarnation: int, name: str, offset: int, moved: int) -> None:
+        if incarnation in self.topics:
+            self.topics[incarnation].readers[name] = (offset, moved)
+
+    def _unreader(self, incarnation: int, name: str) -> None:
+        if incarnation in self.topics:
+            self.topics[incarnation].readers.pop(name, None)
 
     def _open(self, boot: bytes) -> None:
         self.count_from(boot)

@@ -20,8 +20,10 @@ from dataclasses import dataclass, field
 from itertools import islice
 from mmap import MAP_ANON, MAP_PRIVATE, mmap
 from pathlib import Path
+from typing import Any
 
 from flintmq.broker.disk import BACKGROUND, COMMIT, READ, SPARE, Clock, Disk
+from flintmq.broker.keys import MOST_IN_SEGMENT, KeyBlock
 from flintmq.broker.segment import (
     CONTINUES,
     DEFERRED,
@@ -42,6 +44,7 @@ from flintmq.broker.segment import (
     new_salt,
     read_footer,
     read_header,
+    read_keys,
     read_records,
     seq_in_chunk,
     timestamp_of,
@@ -79,6 +82,10 @@ _SPARE_BLOCKS = 12
 _MOST_FILES = 400
 #: Chunks of a log whose extra bytes are remembered once they were read.
 _EXTRA_CHUNKS = 4
+
+
+#: Runs the first in a thread, then calls the second with its result or its error, as ``Disk.submit`` does.
+Submit = Callable[[Callable[[], Any], Callable[[Any, BaseException | None], None]], None]
 
 
 def _fresh_memory() -> list[mmap]:
@@ -344,6 +351,11 @@ class Log:
         self._reading: set[tuple[Segment, int]] = set()
         self._failed_reads: dict[tuple[Segment, int], int] = {}
         self.damaged: list[tuple[int, int]] = []
+        # What stood in files that could not be made sense of at all.
+        self._set_aside: list[tuple[int, int]] = []
+        #: Called in a thread with the keys of a segment that may go, and how many are in those after it: keys outlive
+        #: their messages. None: there are no keys.
+        self.keep_keys: Callable[[KeyBlock, int], None] | None = None
         # Syncing.
         self._unsynced: list[Segment] = []
         self._unsynced_bytes = 0
@@ -732,6 +744,7 @@ class Log:
             if segment is not None and (
                 record.seq != segment.end
                 or (segment.size + size > limit and segment.size > FILE_HEADER and not self._group_planned)
+                or (segment.key_count >= MOST_IN_SEGMENT and not self._group_planned)
             ):
                 pieces.append(self._seal(segment))
                 segment = piece = None
@@ -751,18 +764,18 @@ class Log:
             piece.records.append(record)
             piece.size += size
             segment.note(record.seq, record.count, segment.size, size, frames)
-            if record.extra:
-                segment.extras = True
             if record.flags & DEFERRED:
                 segment.deferrals.extend(
                     (record.seq, record.count, record.started, record.delay * 1_000_000, timestamp_of(frames))
                 )
+            if record.extra:
+                segment.extras = True
+                segment.note_key(record.extra, record.flags, record.seq, timestamp_of(frames))
         self._active = segment
         return pieces
 
     def _seal(self, segment: Segment) -> _Piece:
-        footer = segment.footer()
-        segment.sealed = True
+        footer = segment.seal()
         return _Piece(segment, segment.size, [footer], segment.end, len(footer))
 
     def _write(self, piece: _Piece) -> None:
@@ -1080,7 +1093,7 @@ class Log:
         key = segment, chunk
         if key in self._reading_extras:
             return
-        offset, size, first, after = self._extent(segment, chunk)
+        offset, size, first, after = self.extent(segment, chunk)
         try:
             fd = self.pin(segment)
         except (OSError, StorageError) as exc:
@@ -1133,7 +1146,7 @@ class Log:
             then(start, None)
             return
         segment, chunk = before
-        offset, size, first, after = self._extent(segment, chunk)
+        offset, size, first, after = self.extent(segment, chunk)
         try:
             fd = self.pin(segment)
         except (OSError, StorageError) as exc:
@@ -1167,13 +1180,99 @@ class Log:
         seqs = range(block.base, block.base + block.count)
         return block.base + bisect_left(seqs, time, key=lambda seq: timestamp_of(block.view, block.find(seq)))
 
-    def _extent(self, segment: Segment, chunk: int) -> tuple[int, int, int, int]:
+    def extent(self, segment: Segment, chunk: int) -> tuple[int, int, int, int]:
         """Where a chunk stands: its offset and size; and its seqs: the first, and the one after its last."""
         offset = segment.index_offsets[chunk]
         first = segment.index_seqs[chunk]
         if chunk + 1 == len(segment.index_offsets):
             return offset, segment.size - offset, first, segment.end
         return offset, segment.index_offsets[chunk + 1] - offset, first, segment.index_seqs[chunk + 1]
+
+    def place_from(self, seq: int, stop: int) -> tuple[int, Segment, int] | None:
+        """The first message from ``seq`` on and before ``stop``: its seq, segment and chunk. None if there is none.
+
+        Seqs that no message ever had are passed over. DamageError if messages there are known to be lost, StorageError
+        if the log is closed.
+        """
+        if self.closed:
+            raise StorageError(f"LOG({self.name}): closed")
+        found: tuple[int, Segment, int] | None = None
+        for segment in self.segments[self._index(seq) :]:
+            if segment.base >= stop:
+                break
+            k = bisect_right(segment.spans, seq)
+            if k < len(segment.spans):
+                first = seq if k % 2 else segment.spans[k]
+                if first < stop:
+                    found = first, segment, bisect_right(segment.index_seqs, first) - 1
+                break
+        lost = self.first_lost(seq, found[0] + 1 if found is not None else stop)
+        if lost is not None:
+            raise self._damage_error(lost[0], min(lost[1], stop))
+        return found
+
+    def _index(self, seq: int) -> int:
+        """Which segment holds ``seq``, if any does."""
+        return max(0, bisect_right(self.segments, seq, key=lambda segment: segment.base) - 1)
+
+    def first_lost(self, first: int, stop: int) -> tuple[int, int] | None:
+        """Of ``first`` … ``stop - 1`` the first messages that are known to be lost."""
+        lost = list(self._set_aside)
+        for segment in self.segments[self._index(first) :]:
+            if segment.base >= stop:
+                break
+            if segment.damaged or segment.lost:
+                lost += segment.damaged + segment.lost
+        met = [(max(a, first), b) for a, b in lost if a < stop and b > first]
+        return min(met) if met else None
+
+    def _damage_error(self, first: int, stop: int) -> DamageError:
+        return DamageError(f"LOG({self.name}): seqs {first} to {stop - 1} cannot be read", first, stop)
+
+    def read_from(
+        self,
+        place: tuple[int, Segment, int],
+        stop: int,
+        submit: Submit,
+        then: Callable[[Block | None, BaseException | None], None],
+    ) -> None:
+        """Read what ``place_from`` found, and what follows it in its chunk, checked, for somebody who is no channel.
+
+        ``submit`` runs it in a thread. ``then`` gets a block that holds the message, or the error: a DamageError if
+        it cannot be read. Nothing from ``stop`` on is looked at. OSError, StorageError: the file cannot be read now.
+        """
+        seq, segment, chunk = place
+        offset, size, first, after = self.extent(segment, chunk)
+        fd = self.pin(segment)
+
+        def work() -> tuple[Block | None, list[tuple[int, int]]]:
+            return decode_chunk(self._disk.read(fd, size, offset), segment.salt, first, after, seq)
+
+        def done(result: tuple[Block | None, list[tuple[int, int]]] | None, error: BaseException | None) -> None:
+            self.unpin(segment)
+            if result is None:
+                then(None, error)
+                return
+            block, damage = result
+            self._note_damage(segment, damage, stop)
+            if block is None or not block.base <= seq < block.base + block.count:
+                last = next((b for a, b in damage if a <= seq < b), seq + 1)
+                then(None, self._damage_error(seq, min(last, stop)))
+            else:
+                then(block, None)
+
+        submit(work, done)
+
+    def _note_damage(self, segment: Segment, damage: list[tuple[int, int]], stop: int) -> None:
+        """These seqs, as far as they lie before ``stop``, could not be read: say so, and remember it."""
+        for first, last in damage:
+            for a, b in segment.present(first, min(last, stop)):
+                if (a, b) not in segment.damaged:
+                    log.error(
+                        "LOG(%s): seqs %d to %d in %s do not match their checksum", self.name, a, b - 1, segment.path
+                    )
+                    segment.damaged.append((a, b))
+                    self.damaged.append((a, b))
 
     def _place(self, seq: int) -> tuple[Segment, int]:
         """In which segment and chunk ``seq`` is written; DamageError if in none."""
@@ -1215,7 +1314,7 @@ class Log:
         """Read the chunk, of which ``seq`` is wanted, in a thread."""
         if (segment, chunk) in self._reading or self.closed or self._disk.closing:
             return
-        offset, size, first, after = self._extent(segment, chunk)
+        offset, size, first, after = self.extent(segment, chunk)
         # What a thread is still writing is not there yet, and is not damaged.
         written = self.written
         try:
@@ -1256,15 +1355,7 @@ class Log:
                 self._failed_reads.pop((segment, chunk), None)
                 if block is not None:
                     self._store.keep_cold(segment, chunk, block)
-                for a, b in damage:
-                    b = min(b, written)
-                    if a >= b or (a, b) in segment.damaged:
-                        continue
-                    log.error(
-                        "LOG(%s): seqs %d to %d in %s do not match their checksum", self.name, a, b - 1, segment.path
-                    )
-                    segment.damaged.append((a, b))
-                    self.damaged.append((a, b))
+                self._note_damage(segment, damage, written)
             self._arrived()
 
         self._disk.submit(work, done, READ)
@@ -1376,15 +1467,41 @@ class Log:
         self._store.lend(self._lent, 0)
         self._lent = 0
 
-    def free(self, seq: int) -> None:
-        """Remove the segment files that lie wholly before ``seq``. Call it only when durable state allows it."""
+    def measure(self, first: int, stop: int) -> tuple[int, int]:
+        """How many messages of ``first`` … ``stop - 1`` are in the files, and about how many bytes they take there."""
+        count = size = 0
+        for segment in self.segments[self._index(first) :]:
+            if segment.base >= stop:
+                break
+            count += sum(b - a for a, b in segment.present(first, stop))
+            size += segment.offset_of(stop) - segment.offset_of(first)
+        return count, size
+
+    def boundary(self, seq: int) -> int:
+        """Up to where files go if ``free(seq)`` is called; 0 if none does."""
+        found = 0
+        for segment, following in zip(self.segments, self.segments[1:], strict=False):
+            if max(segment.end, following.base) > seq:
+                break
+            found = following.base
+        return found
+
+    def free(self, seq: int, first_kept: Callable[[], int]) -> None:
+        """Remove the segment files that lie wholly before ``seq``. Call it only when durable state allows it.
+
+        ``first_kept``: what has to stay by now, because somebody may have gone back in the log meanwhile.
+        """
         if self._disk.closing:
             return
         removed = False
+        seq = min(seq, first_kept())
         while self.segments and self.segments[0] is not self._active and not self.segments[0].pins:
             segment = self.segments[0]
             stop = self.segments[1].base if len(self.segments) > 1 else segment.end
             if max(segment.end, stop) > seq:
+                break
+            if segment.key_count and self.keep_keys is not None:
+                self._save_keys(segment, self.keep_keys, functools.partial(self.free, seq, first_kept))
                 break
             self._forget_segment(segment)
             # Giving a large file's blocks back takes the system a while.
@@ -1392,6 +1509,42 @@ class Log:
             removed = True
         if removed and self.folder is not None:
             self._progressed()
+
+    def _save_keys(self, segment: Segment, keep: Callable[[KeyBlock, int], None], go_on: Callable[[], None]) -> None:
+        """The keys of the oldest segment go elsewhere, in a thread; then removing goes on."""
+        try:
+            fd = self._store.file(segment)
+        except OSError as exc:
+            log.error("LOG(%s): cannot open %s - %s", self.name, segment.path, exc)
+            return
+        segment.pins += 1
+        later = sum(other.key_count for other in self.segments[1:])
+
+        def work() -> None:
+            try:
+                keys = self._keys_in(segment, fd)
+            except OSError as exc:
+                raise StorageError(f"the keys in {segment.path} cannot be read: {exc}") from exc
+            keep(keys, later)
+
+        def done(_: None, error: BaseException | None) -> None:
+            self.unpin(segment)
+            if self.closed or self._disk.closing:
+                return
+            if isinstance(error, StorageError):
+                self._failed_reads[segment, -1] = failures = self._failed_reads.get((segment, -1), 0) + 1
+                if failures >= READ_TRIES:
+                    # It cannot stay for ever. What is published again with one of its keys is stored again.
+                    log.error("LOG(%s): %s, they are given up", self.name, error)
+                    del self._failed_reads[segment, -1]
+                    error = None
+            if error is not None:
+                log.error("LOG(%s): %s stays for its keys - %s", self.name, segment.path, error)
+                return
+            segment.key_count = 0
+            go_on()
+
+        self._disk.submit(work, done)
 
     def _removed(self, _: None, error: BaseException | None) -> None:
         # It may have been removed already, with the whole topic.
@@ -1442,6 +1595,11 @@ class Log:
                 paths.append(path)
         for i, path in enumerate(paths):
             self._recover_segment(path, paths[i + 1] if i + 1 < len(paths) else None, durable)
+        for name in self._disk.names(self.folder):
+            if name.endswith(".bad"):
+                first = int(name.removesuffix(".bad"), 16)
+                stop = min((segment.base for segment in self.segments if segment.base > first), default=durable)
+                self._set_aside.append((first, stop))
         for segment, later in zip(self.segments, self.segments[1:], strict=False):
             # A segment that could not be cut back is hidden by the one that was begun after it.
             if segment.end > later.base:
@@ -1484,6 +1642,8 @@ class Log:
     def _settle(self, segment: Segment, fd: int, salvage: Salvage, durable: int) -> None:
         """Seal a segment that has no footer. What may be in the page cache only goes to a new file first."""
         known = [entry for entry in salvage.entries if entry.seq + entry.count <= durable]
+        # Of durability `memory` much never reaches a file.
+        lost = salvage.lost if self.durability != "memory" else []
         unknown = salvage.entries[len(known) :]
         self.salvaged.extend((entry.seq, entry.extra) for entry in unknown if entry.extra)
         copy: Segment | None = None
@@ -1502,32 +1662,33 @@ class Log:
                 record, frames = salvage.record(entry, copy.salt)
                 offset = copy.size
                 self._disk.write(out, [record, frames], offset)
-                copy.note(entry.seq, entry.count, offset, len(record) + len(frames), frames)
-                copy.extras = copy.extras or bool(entry.extra)
-                if entry.flags & DEFERRED:
-                    copy.deferrals.extend((entry.seq, entry.count, entry.started, entry.delay, timestamp_of(frames)))
-            self._disk.write(out, [copy.footer()], copy.size)
+                copy.note(entry.seq, entry.count, offset, len(record) + len(frames))
+                _note_rest(copy, entry)
+            if not known:
+                copy.lost = lost
+            self._disk.write(out, [copy.seal()], copy.size)
             self._disk.sync(out)
             self._disk.rename(temporary, path)
             assert self.folder is not None
             self._disk.sync_folder(self.folder)
-            copy.sealed = copy.folder_synced = True
+            copy.folder_synced = True
         if known or copy is None:
             for entry in known:
-                frames = salvage.frames(entry, FRAME_OVERHEAD)
-                segment.note(entry.seq, entry.count, entry.offset, entry.size, frames)
-                segment.extras = segment.extras or bool(entry.extra)
-                if entry.flags & DEFERRED:
-                    segment.deferrals.extend((entry.seq, entry.count, entry.started, entry.delay, timestamp_of(frames)))
+                segment.note(entry.seq, entry.count, entry.offset, entry.size)
+                _note_rest(segment, entry)
             if known:
+                segment.lost = lost
                 self._disk.truncate(fd, segment.size)
-                self._disk.write(fd, [segment.footer()], segment.size)
+                self._disk.write(fd, [segment.seal()], segment.size)
                 self._disk.sync(fd)
-                segment.sealed = True
                 self.segments.append(segment)
             else:
                 self._store.close_file(segment)
-                self._disk.remove(segment.path)
+                if lost:
+                    log.error("LOG(%s): nothing in %s can be read, it is set aside", self.name, segment.path)
+                    self._disk.rename(segment.path, segment.path.with_suffix(".bad"))
+                else:
+                    self._disk.remove(segment.path)
         else:
             self._store.close_file(segment)
         if copy is not None:
@@ -1555,13 +1716,8 @@ class Log:
     def addressed(self) -> Iterator[tuple[int, int, bytes]]:
         """(first seq, count, extra bytes) of every record in the files: a side log says there whom it is for."""
         for segment in self.segments:
-            fd = self._store.file(segment)
-            for chunk, start in enumerate(segment.index_offsets):
-                last = chunk + 1 == len(segment.index_offsets)
-                stop = segment.size if last else segment.index_offsets[chunk + 1]
-                for entry in read_records(self._disk.read(fd, stop - start, start), segment.salt, 0, start, True):
-                    if isinstance(entry, Entry):
-                        yield entry.seq, entry.count, entry.extra
+            for entry in self._entries(segment, self._store.file(segment)):
+                yield entry.seq, entry.count, entry.extra
 
     def delays(self, first: int, stop: int) -> Iterator[tuple[int, int]]:
         """(seq, when due by the wall clock) of each deferred message from ``first`` up to ``stop``."""
@@ -1586,8 +1742,47 @@ class Log:
                 for seq in range(max(first, record.seq), min(stop, record.seq + record.count)):
                     yield seq, due
 
-    def deferrals(self) -> Iterator[tuple[int, int]]:
-        """(seq, when due) of all deferred messages in the files, on this boot's clock."""
+    def _entries(self, segment: Segment, fd: int) -> Iterator[Entry]:
+        """Every record of a segment."""
+        for chunk, start in enumerate(segment.index_offsets):
+            last = chunk + 1 == len(segment.index_offsets)
+            stop = segment.size if last else segment.index_offsets[chunk + 1]
+            for entry in read_records(self._disk.read(fd, stop - start, start), segment.salt, 0, start, True):
+                if isinstance(entry, Entry):
+                    yield entry
+
+    def keys(self) -> Iterator[KeyBlock]:
+        """The keys in the files, of the newest segment first."""
+        for segment in reversed(self.segments):
+            if not segment.key_count:
+                continue
+            try:
+                yield self._keys_in(segment, self._store.file(segment))
+            except OSError as exc:
+                # They are forgotten: what is published again with one of them is stored again.
+                log.error("LOG(%s): the keys in %s cannot be read - %s", self.name, segment.path, exc)
+
+    def _keys_in(self, segment: Segment, fd: int) -> KeyBlock:
+        keys = segment.keys
+        if keys is None and segment.sealed:
+            keys = read_keys(self._disk, fd, segment)
+            if keys is None:
+                log.warning("LOG(%s): the keys in %s are read from its records", self.name, segment.path)
+        if keys is None:
+            # The records have them too.
+            again = Segment(segment.path, segment.base, segment.salt, segment.boot)
+            for entry in self._entries(segment, fd):
+                if entry.extra:
+                    again.note_key(entry.extra, entry.flags, entry.seq, entry.timestamp)
+            keys = again.keys or KeyBlock()
+        keys.cut(segment.end)
+        return keys
+
+    def deferrals(self, pumped: int = 0) -> Iterator[tuple[int, int]]:
+        """(seq, when due) of deferred messages in the files, on this boot's clock.
+
+        Those before ``pumped`` that are due are left out: they wait as any other.
+        """
         now, wall = self._store.clock.now(), self._store.clock.wall()
         boot = self._store.clock.boot_id()
         for segment in self.segments:
@@ -1596,6 +1791,8 @@ class Log:
             for i in range(0, len(d), 5):
                 first, count, started, delay, timestamp = d[i : i + 5]
                 due = started + delay if same else now + (timestamp + delay - wall)
+                if due <= now and first + count <= pumped:
+                    continue
                 for seq in range(first, first + count):
                     yield seq, due
 
@@ -1604,3 +1801,14 @@ def _extra_of(extras: Sequence[tuple[int, int, bytes]], seq: int) -> bytes:
     """What is said of ``seq`` in an ascending list of (first, stop, bytes)."""
     i = bisect_right(extras, seq, key=lambda row: row[0]) - 1
     return extras[i][2] if i >= 0 and seq < extras[i][1] else b""
+
+
+def _note_rest(segment: Segment, entry: Entry) -> None:
+    """Of a record that was found, what a segment's footer says beyond where it stands."""
+    if len(segment.index_times) < len(segment.index_seqs):
+        segment.index_times.append(entry.timestamp)
+    if entry.flags & DEFERRED:
+        segment.deferrals.extend((entry.seq, entry.count, entry.started, entry.delay, entry.timestamp))
+    if entry.extra:
+        segment.extras = True
+        segment.note_key(entry.extra, entry.flags, entry.seq, entry.timestamp)

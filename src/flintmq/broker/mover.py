@@ -101,6 +101,15 @@ class Mover:
             raise DamageError(f"LOG({self._topic.name}): seq {seq} is gone", seq, seq + 1)
         return side, self._places[i]
 
+    def look_back(self) -> None:
+        """A channel goes back in the log: of what is still in its files copies do not count, nor are any made now."""
+        self._give_up()
+        first = self._topic.log.first
+        if self.below > first:
+            kept = bisect_left(self._seqs, first)
+            del self._seqs[kept:], self._places[kept:]
+            self.below = first
+
     @property
     def first_place(self) -> int:
         """The first of the side log's seqs that is needed here."""
@@ -142,6 +151,9 @@ class Mover:
         stop = storage.segments[1].base
         channels = self._channels()
         if self._topic.pumped < stop or any(channel.first_unsent < stop for channel in channels):
+            return
+        if min(self._topic.readers.first, self._topic.retention.first) < stop:
+            # It stays in any case.
             return
         start = max(self.below, segment.base)
         most = sum(segment.spans[1::2]) - sum(segment.spans[::2])

@@ -68,6 +68,13 @@ class Peers:
         self._turns = asyncio.Semaphore(MOST_QUESTIONS)
         #: How TLS is spoken with them; None: not at all.
         self.tls: ssl.SSLContext | None = None
+        self._headers: dict[str, str] = {}
+
+    def load_token(self) -> None:
+        """Read the token of ``--lookupd-token-file``. OptionError, and no change, if there is none in it."""
+        path = self.broker.options.lookupd_token_file
+        if path:
+            self._headers = {"Authorization": f"Bearer {web.read_token(path)}"}
 
     def load_tls(self) -> None:
         """Read the certificates for ``--lookupd-tls``. OptionError if they are no good."""
@@ -194,7 +201,7 @@ class Peers:
         log.info("CI: querying nsqlookupd %s?topic=%s", _line(url), topic)
         content = bytearray()
         try:
-            async with aiohttp.ClientSession(timeout=timeout) as client:
+            async with aiohttp.ClientSession(timeout=timeout, headers=self._headers) as client:
                 async with client.get(url, params={"topic": topic}, ssl=self.tls or True) as response:
                     async for chunk in response.content.iter_any():
                         content += chunk

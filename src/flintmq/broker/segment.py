@@ -7,13 +7,15 @@ A segment file is a header, records, and, once it is full or the broker stops, a
     header   magic (8) | version (2) | reserved (2) | salt (4) | base seq (8) | boot id (16) | crc (4)
     record   mark (4) | length (4) | count (4) | base seq (8) | started (8) | delay ms (4) | flags (2) | extra (2)
              | crc of the frames (4) | crc of this header and the extra bytes (4) | extra bytes | frames
-    footer   body (MessagePack) | length (4) | crc (4) | magic (8)
+    footer   keys (keys.py) | body (MessagePack) | length of the body (4) | its crc (4) | magic (8)
 
 All numbers are big-endian. ``mark`` and both checksums (CRC-32C) are salted with a random value of the file, so that
 nothing inside a message body can pass for a record. ``started`` is the clock's now() of a deferred publish. A record
 is at most about 64 KiB of frames; a batch that needs more is a group: all its records but the last carry MORE, all
-but the first CONTINUES, and recovery drops a group that is not whole. A footer holds the sparse index with its times,
-the spans of seqs and the deferrals, so that a start reads only the files that have none.
+but the first CONTINUES, and recovery drops a group that is not whole. Extra bytes in a topic's main log are a
+MessagePack map: ``key`` is the digest of an idempotency key, ``dead`` what a dead letter was. A footer holds the sparse
+index with its times, the spans of seqs, the deferrals, the keys and what was lost, so that a start reads only the files
+that have none.
 
 Version 1. A later version must read every earlier one, and a file of a later version is refused, never guessed at.
 """
@@ -21,10 +23,11 @@ Version 1. A later version must read every earlier one, and a file of a later ve
 from __future__ import annotations
 
 import os
-import sys
 from array import array
+from bisect import bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 from struct import Struct
 
@@ -32,6 +35,7 @@ import google_crc32c
 import msgspec
 
 from flintmq.broker.disk import Disk, pack_numbers, unpack_numbers
+from flintmq.broker.keys import KeyBlock, key_in
 from flintmq.errors import FormatError
 from flintmq.kernel import Block, gather
 
@@ -71,6 +75,10 @@ class Segment:
         "index_offsets",
         "index_seqs",
         "index_times",
+        "key_count",
+        "key_crc",
+        "keys",
+        "lost",
         "path",
         "pins",
         "salt",
@@ -98,18 +106,30 @@ class Segment:
         self.deferrals = array("q")
         # Has any of its records extra bytes?
         self.extras = False
+        # What of them was found to be unreadable, and what was missing already when the file was last salvaged.
         self.damaged: list[tuple[int, int]] = []
+        self.lost: list[tuple[int, int]] = []
+        # The idempotency keys in it: here until it is sealed, then in the file, with their checksum.
+        self.keys: KeyBlock | None = None
+        self.key_count = 0
+        self.key_crc = 0
         # The open file, how many threads use it, and whether its name is on the device.
         self.fd = -1
         self.pins = 0
         self.folder_synced = False
 
-    def note(self, seq: int, count: int, offset: int, size: int, frames: bytes | memoryview, at: int = 0) -> None:
-        """A record of ``count`` messages from ``seq`` on stands at ``offset``; the first one is at ``frames[at:]``."""
+    def note(
+        self, seq: int, count: int, offset: int, size: int, frames: bytes | memoryview | None = None, at: int = 0
+    ) -> None:
+        """A record of ``count`` messages from ``seq`` on stands at ``offset``; the first one is at ``frames[at:]``.
+
+        Without frames the caller adds the time, where the index has grown.
+        """
         if not self.index_offsets or offset + size - self.index_offsets[-1] > CHUNK_BYTES:
             self.index_seqs.append(seq)
             self.index_offsets.append(offset)
-            self.index_times.append(timestamp_of(frames, at))
+            if frames is not None:
+                self.index_times.append(timestamp_of(frames, at))
         if self.spans and self.spans[-1] == seq:
             self.spans[-1] = seq + count
         else:
@@ -117,20 +137,58 @@ class Segment:
         self.end = seq + count
         self.size = offset + size
 
-    def footer(self) -> bytes:
-        body = msgspec.msgpack.encode(
-            {
-                "end": self.end,
-                "seqs": pack_numbers(self.index_seqs),
-                "offsets": pack_numbers(self.index_offsets),
-                "times": pack_numbers(self.index_times),
-                "spans": pack_numbers(self.spans),
-                "deferrals": pack_numbers(self.deferrals),
-                "extras": self.extras,
-                "size": self.size,
-            }
-        )
-        return body + _footer_end.pack(len(body), google_crc32c.extend(self.salt, body), _END_MAGIC)
+    def offset_of(self, seq: int) -> int:
+        """About where in the file ``seq`` stands, by the index; its end for one that comes later."""
+        if seq >= self.end:
+            return self.size
+        chunk = bisect_right(self.index_seqs, seq) - 1
+        if chunk < 0:
+            return FILE_HEADER
+        last = chunk + 1 == len(self.index_seqs)
+        start, stop = self.index_offsets[chunk], self.size if last else self.index_offsets[chunk + 1]
+        first, after = self.index_seqs[chunk], self.end if last else self.index_seqs[chunk + 1]
+        return start + (stop - start) * (seq - first) // (after - first)
+
+    def present(self, first: int, stop: int) -> Iterator[tuple[int, int]]:
+        """What of ``first`` … ``stop - 1`` it holds."""
+        for i in range(0, len(self.spans), 2):
+            a, b = max(first, self.spans[i]), min(stop, self.spans[i + 1])
+            if a < b:
+                yield a, b
+
+    def note_key(self, extra: bytes, flags: int, seq: int, timestamp: int) -> None:
+        """A record with these extra bytes stands in it. All records of a group have the same key."""
+        digest = key_in(extra)
+        if digest is None:
+            return
+        if self.keys is None:
+            self.keys = KeyBlock()
+        if not (flags & CONTINUES and len(self.keys) and self.keys.last == digest):
+            self.keys.add(digest, seq, timestamp)
+            self.key_count = len(self.keys)
+
+    def seal(self) -> bytes:
+        """No more records: the footer."""
+        keys = b""
+        fields = {
+            "end": self.end,
+            "seqs": pack_numbers(self.index_seqs),
+            "offsets": pack_numbers(self.index_offsets),
+            "times": pack_numbers(self.index_times),
+            "spans": pack_numbers(self.spans),
+            "deferrals": pack_numbers(self.deferrals),
+            "extras": self.extras,
+            "lost": pack_numbers(array("q", chain.from_iterable(self.lost))),
+            "size": self.size,
+        }
+        if self.keys is not None and self.key_count:
+            keys = self.keys.encode()
+            self.key_crc = google_crc32c.extend(self.salt, keys)
+            fields["keys"] = [self.key_count, self.key_crc]
+        self.keys = None
+        self.sealed = True
+        body = msgspec.msgpack.encode(fields)
+        return keys + body + _footer_end.pack(len(body), google_crc32c.extend(self.salt, body), _END_MAGIC)
 
 
 @dataclass(slots=True)
@@ -212,7 +270,7 @@ def _encode_head(record: Record, salt: int, size: int, frames_crc: int) -> bytes
 
 @dataclass(slots=True)
 class Entry:
-    """A whole record found in a file."""
+    """A whole record found in a file. ``timestamp`` is its first message's."""
 
     offset: int
     size: int
@@ -223,6 +281,7 @@ class Entry:
     delay: int
     extra: bytes
     frames_at: int
+    timestamp: int
 
 
 def read_records(data: bytes, salt: int, at: int, offset: int, last: bool) -> Iterator[Entry | int]:
@@ -270,7 +329,8 @@ def _entry_at(data: bytes, salt: int, at: int, offset: int) -> Entry | None:
     if google_crc32c.extend(salt, data[frames_at : frames_at + length]) != crc:
         return None
     size = RECORD_HEADER + extra_size + length
-    return Entry(offset + at, size, seq, count, flags, started, delay * 1_000_000, extra, frames_at)
+    timestamp = int.from_bytes(data[frames_at + 8 : frames_at + 16], "big")
+    return Entry(offset + at, size, seq, count, flags, started, delay * 1_000_000, extra, frames_at, timestamp)
 
 
 def decode_chunk(
@@ -356,8 +416,8 @@ def read_footer(disk: Disk, fd: int, size: int, segment: Segment) -> bool:
     if google_crc32c.extend(segment.salt, body) != crc:
         return False
     footer = msgspec.msgpack.decode(body)
-    if "times" not in footer:
-        # Of a time when there were none: it is read as if it had no footer, and gets a new one.
+    if "times" not in footer or "lost" not in footer:
+        # Of a version that did not write them: it is read as if it had no footer, and gets a new one.
         return False
     segment.end = footer["end"]
     segment.size = footer["size"]
@@ -368,8 +428,19 @@ def read_footer(disk: Disk, fd: int, size: int, segment: Segment) -> bool:
     segment.deferrals = unpack_numbers(footer["deferrals"])
     # Without a word about them it is of a time when there were none.
     segment.extras = footer.get("extras", False)
+    lost = unpack_numbers(footer["lost"])
+    segment.lost = list(zip(lost[::2], lost[1::2], strict=True))
+    segment.key_count, segment.key_crc = footer.get("keys", (0, 0))
     segment.sealed = True
     return True
+
+
+def read_keys(disk: Disk, fd: int, segment: Segment) -> KeyBlock | None:
+    """The keys of a sealed segment, as they stand before its footer; None if they are damaged."""
+    data = disk.read(fd, KeyBlock.size(segment.key_count), segment.size)
+    if google_crc32c.extend(segment.salt, data) != segment.key_crc:
+        return None
+    return KeyBlock.decode(data, segment.key_count)
 
 
 def hide_after(segment: Segment, seq: int) -> None:
@@ -384,6 +455,9 @@ def hide_after(segment: Segment, seq: int) -> None:
         segment.spans[-1] = seq
     while segment.deferrals and segment.deferrals[-5] >= seq:
         del segment.deferrals[-5:]
+    if segment.keys is not None:
+        segment.keys.cut(seq)
+        segment.key_count = len(segment.keys)
     segment.end = max(segment.base, min(segment.end, seq))
 
 
@@ -443,10 +517,16 @@ class Salvage:
         if group >= 0:
             del self.entries[group:]
 
-    def frames(self, entry: Entry, most: int = sys.maxsize) -> bytes:
-        """The entry's frames, or so many bytes of them."""
+    @property
+    def lost(self) -> list[tuple[int, int]]:
+        """What was on the device and is not there any more. What never was may just have come too late."""
+        end = self.entries[-1].seq + self.entries[-1].count if self.entries else self._segment.base
+        missing = [*self.damage, (end, self._limit)]
+        return [(first, min(stop, self._durable)) for first, stop in missing if first < min(stop, self._durable)]
+
+    def frames(self, entry: Entry) -> bytes:
         skip = RECORD_HEADER + len(entry.extra)
-        return self._disk.read(self._fd, min(entry.size - skip, most), entry.offset + skip)
+        return self._disk.read(self._fd, entry.size - skip, entry.offset + skip)
 
     def record(self, entry: Entry, salt: int) -> tuple[bytes, bytes]:
         """The record again, for a file with another salt."""

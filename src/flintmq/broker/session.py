@@ -15,6 +15,7 @@ import logging
 import socket
 from collections import deque
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import chain
 from struct import Struct
 from typing import TYPE_CHECKING, Any, cast
@@ -40,6 +41,7 @@ from flintmq.wire import (
     go_quote,
     parse_base10,
     parse_id,
+    valid_key,
     valid_name,
 )
 
@@ -97,6 +99,7 @@ _IDENTIFY_FIELDS: dict[str, tuple[str, Any]] = {
     "snappy": ("bool", False),
     "topology_region": ("string", ""),
     "topology_zone": ("string", ""),
+    "flintmq": ("bool", False),
 }
 
 
@@ -120,6 +123,8 @@ class Session(asyncio.BufferedProtocol):
         self._own_deliver_timeout = False
         self.deliver_timeout = broker.options.msg_timeout
         self.sample_rate = 0
+        #: The client knows what NSQ does not: a further word of a publish is its key.
+        self.keyed = False
         #: 0: a client of the node's own zone, 1: of its region, 2: any other, and everybody without the experiment.
         self.locality = 2
         #: The same, as far as it gives precedence.
@@ -730,6 +735,8 @@ class Session(asyncio.BufferedProtocol):
             "topology_region": options.topology_region,
             "topology_zone": options.topology_zone,
         }
+        if self.keyed:
+            response["flintmq"] = self.broker.about() | {"http_port": self.broker.http_port}
         self._answer(encode_frame(FRAME_RESPONSE, msgspec.json.encode(response)))
         if tls is None and not deflate and not snappy:
             return int(body.stop)
@@ -834,6 +841,7 @@ class Session(asyncio.BufferedProtocol):
         if msg_timeout:
             self.msg_timeout = msg_timeout * _MS
             self._own_timeout = True
+        self.keyed = fields["flintmq"]
         if not self._identified:
             # As in NSQ only the first IDENTIFY reaches deliveries and the heartbeat timer.
             self._identified = True
@@ -973,7 +981,8 @@ class Session(asyncio.BufferedProtocol):
     def _pub(self, params: list[bytes], data: bytearray, at: int, stop: int) -> int:
         if len(params) < 2:
             raise ProtocolError("E_INVALID", "PUB insufficient number of parameters")
-        return self._pub_body(_name(params[1], "E_BAD_TOPIC", "PUB topic"), data, at, stop, "PUB", 0)
+        name = _name(params[1], "E_BAD_TOPIC", "PUB topic")
+        return self._pub_body(name, data, at, stop, "PUB", 0, self._key(params, 2))
 
     def _dpub(self, params: list[bytes], data: bytearray, at: int, stop: int) -> int:
         if len(params) < 3:
@@ -987,9 +996,21 @@ class Session(asyncio.BufferedProtocol):
         settings = topic.settings if topic is not None else self.broker.settings.topic(name)
         if not 0 <= _signed_ns(delay) <= settings.max_defer:
             raise ProtocolError("E_INVALID", f"DPUB timeout {delay} out of range 0-{settings.max_defer // _MS}")
-        return self._pub_body(name, data, at, stop, "DPUB", _signed_ns(delay))
+        return self._pub_body(name, data, at, stop, "DPUB", _signed_ns(delay), self._key(params, 3))
 
-    def _pub_body(self, target: Topic | str, data: bytearray, at: int, stop: int, verb: str, delay: int) -> int:
+    def _key(self, params: list[bytes], index: int) -> bytes:
+        """The key of a publish; empty without one. NSQ ignores words that it does not ask for."""
+        if len(params) <= index or not self.keyed:
+            return b""
+        key = b" ".join(params[index:])
+        if not valid_key(key):
+            text = f"{_text(params[0])} bad key {_text(go_quote(key[:128]))}: 1 to 128 printable characters, no space"
+            raise ProtocolError("E_INVALID", text)
+        return key
+
+    def _pub_body(
+        self, target: Topic | str, data: bytearray, at: int, stop: int, verb: str, delay: int, key: bytes = b""
+    ) -> int:
         limit = self.broker.options.max_msg_size
         if stop - at < 4:
             self._missing = f"E_BAD_MESSAGE {verb} failed to read message body size"
@@ -1010,23 +1031,33 @@ class Session(asyncio.BufferedProtocol):
         if self.broker.store.congested or target.busy:
             return self._wait(target.when_free if target.busy else self.broker.when_relieved)
         try:
-            commit = target.publish(data, at, after, 1, delay=delay)
+            if key:
+                commit = self._once(target, key, 1, partial(_publish, target, data, at, after, 1, delay))
+            else:
+                commit = target.publish(data, at, after, 1, delay=delay)
+                self._count(target, 1)
         except PublishError as exc:
             raise ProtocolError(f"E_{verb}_FAILED", f"{verb} failed {exc}") from exc
-        self._count(target, 1)
         self._answer_when(commit, verb)
         return after
+
+    def _once(self, topic: Topic, key: bytes, count: int, publish: Callable[[bytes], Commit | None]) -> Commit | None:
+        commit, is_repeat = topic.once(key, publish)
+        if not is_repeat:
+            self._count(topic, count)
+        return commit
 
     def _mpub(self, params: list[bytes], data: bytearray, at: int, stop: int) -> int:
         if len(params) < 2:
             raise ProtocolError("E_INVALID", "MPUB insufficient number of parameters")
         # NSQ says the code twice here, and clients know it so.
         name = _name(params[1], "E_BAD_TOPIC", "E_BAD_TOPIC MPUB topic")
+        key = self._key(params, 2)
         if self._must_ask("MPUB", name):
             return _AGAIN
-        return self._mpub_body(self._topic(name, "MPUB"), data, at, stop)
+        return self._mpub_body(self._topic(name, "MPUB"), data, at, stop, key)
 
-    def _mpub_body(self, topic: Topic, data: bytearray, at: int, stop: int) -> int:
+    def _mpub_body(self, topic: Topic, data: bytearray, at: int, stop: int, key: bytes = b"") -> int:
         """``[body size][count]{[size][body]}``: the sizes inside count, the body size is only held to its limit."""
         options = self.broker.options
         size = self._size(data, at, stop)
@@ -1070,13 +1101,12 @@ class Session(asyncio.BufferedProtocol):
         if self.broker.store.congested or topic.busy:
             return self._wait(topic.when_free if topic.busy else self.broker.when_relieved)
         self._scanned = (0, 0)
-        self._count(topic, count)
         try:
-            if count > SLICED_FROM:
-                batch = data[first : scan.pos]
-                commit = topic.publish_slices(slices(batch, 0, len(batch), count))
+            if key:
+                commit = self._once(topic, key, count, partial(_publish, topic, data, first, scan.pos, count, 0))
             else:
-                commit = topic.publish(data, first, scan.pos, count)
+                self._count(topic, count)
+                commit = _publish(topic, data, first, scan.pos, count, 0, b"")
         except PublishError as exc:
             raise ProtocolError("E_MPUB_FAILED", f"MPUB failed {exc}") from exc
         self._answer_when(commit, "MPUB")
@@ -1160,6 +1190,14 @@ class Session(asyncio.BufferedProtocol):
         return at
 
 
+def _publish(topic: Topic, data: bytearray, pos: int, stop: int, count: int, delay: int, extra: bytes) -> Commit | None:
+    """Append records, very many in slices."""
+    if count > SLICED_FROM:
+        batch = data[pos:stop]
+        return topic.publish_slices(slices(batch, 0, len(batch), count), extra)
+    return topic.publish(data, pos, stop, count, delay=delay, extra=extra)
+
+
 def _nowhere(_: bytes | memoryview) -> None:
     """Where a session writes before it has a connection, and during a handshake."""
 
@@ -1213,7 +1251,8 @@ class Lane:
                 short.append(pair)
             else:
                 pair[1].receive()
-        short.extend((session, transport) for session, transport in others.items() if session.quiet)
+        if others and topic.open:
+            short.extend((session, transport) for session, transport in others.items() if session.quiet)
         fds = [transport.fd for _, transport in short]
         start = 0
         while start < len(fds):

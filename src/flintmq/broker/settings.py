@@ -165,8 +165,10 @@ class TopicSettings:
         "where a new channel starts: backlog (what no channel has seen, as in NSQ), earliest or latest",
         default="backlog",
     )
-    key_count: int = _setting(INT, "how many idempotency keys are remembered", default=1_000_000)
-    key_age: int = _setting(DURATION, "how long an idempotency key is remembered", default=7 * _DAY)
+    key_count: int = _setting(
+        INT, "how many idempotency keys are remembered; 0: none, and they are refused", default=1_000_000
+    )
+    key_age: int = _setting(DURATION, "how long an idempotency key is remembered; 0: for ever", default=7 * _DAY)
     reader_age: int = _setting(
         DURATION, "a reader position that has not moved for so long is given up; 0: never", default=7 * _DAY
     )
@@ -438,10 +440,13 @@ class Settings:
         _check_keys(names, changes.keys() - taken)
         new = _checked(names, {key: value for key, value in changes.items() if value is not None}, self._broker.options)
         values = {key: value for key, value in before.items() if changes.get(key, value) is not None} | new
-        self._live.put(names, values)
         topics = list(self._meant(names[0]))
-        for topic in topics:
-            obstacle = topic.obstacle_to(self.topic(topic.name))
+        durabilities = [self.topic(topic.name).durability for topic in topics]
+        self._live.put(names, values)
+        for topic, durability in zip(topics, durabilities, strict=True):
+            settings = self.topic(topic.name)
+            # One that the file asked for in vain is no reason to refuse other changes.
+            obstacle = topic.obstacle_to(settings) if settings.durability != durability else ""
             if obstacle:
                 self._live.put(names, before)
                 raise OptionError(obstacle)

@@ -22,7 +22,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator
 from datetime import datetime
-from operator import attrgetter
+from operator import attrgetter, itemgetter
 from typing import TYPE_CHECKING, Any, NamedTuple, TypeVar
 
 import flintmq
@@ -139,6 +139,7 @@ def _document(
             topics.append(_topic(one, channels))
             if extended:
                 topics[-1]["expired_count"] = one.expired_count
+                topics[-1]["readers"] = [one.readers.describe(name) for name in sorted(one.readers.positions)]
         if include_clients:
             producers = []
             for session in list(broker.sessions.values()):
@@ -496,6 +497,13 @@ TOPIC_FAMILIES = (
         attrgetter("expired_count"),
     ),
     Family("nsqd_topic_channels", GAUGE, "Channels of the topic.", lambda t: len(t.channels)),
+    Family("nsqd_topic_keys", GAUGE, "Idempotency keys remembered.", lambda t: len(t.keys.window) if t.keys else 0),
+    Family(
+        "nsqd_topic_repeats_total",
+        COUNTER,
+        "Publishes under a key that was known: nothing was stored.",
+        lambda t: t.keys.repeats if t.keys else 0,
+    ),
     Family("nsqd_topic_paused", GAUGE, "1 while the topic is paused, else 0.", lambda t: int(t.paused)),
 )
 CHANNEL_FAMILIES = (
@@ -527,6 +535,17 @@ CHANNEL_FAMILIES = (
     Family("nsqd_channel_clients", GAUGE, "Consumers.", lambda c: len(c.sessions)),
     Family("nsqd_channel_paused", GAUGE, "1 while the channel is paused, else 0.", lambda c: int(c.paused)),
 )
+#: Of a reader as ``Readers.describe`` has it.
+READER_FAMILIES = (
+    Family("nsqd_reader_lag", GAUGE, "Messages that a reader of the log is behind.", itemgetter("lag")),
+    Family("nsqd_reader_held_bytes", GAUGE, "Bytes of files that are kept for it.", itemgetter("bytes")),
+    Family(
+        "nsqd_reader_moved_seconds",
+        GAUGE,
+        "When it last moved, in seconds since 1970.",
+        lambda reader: reader["moved"] / _SECOND,
+    ),
+)
 INFO = Family("nsqd_build_info", GAUGE, "1; what runs here is in the labels.", lambda b: 1)
 #: Only with --e2e-processing-latency-percentile. Quantiles are of its window, sum and count since the start.
 TOPIC_LATENCY = Family("nsqd_topic_latency_seconds", SUMMARY, "Time from publish to FIN.", float)
@@ -554,6 +573,7 @@ class _Exposition:
             _write(self._begin([family]), labels, broker)
         self._topics = self._begin(TOPIC_FAMILIES)
         self._channels = self._begin(CHANNEL_FAMILIES)
+        self._readers = self._begin(READER_FAMILIES)
         self._latency = bool(broker.options.e2e_processing_latency_percentiles)
         if self._latency:
             [(_, _, self._topic_latency)] = self._begin([TOPIC_LATENCY])
@@ -576,6 +596,8 @@ class _Exposition:
             if self._latency:
                 self._measure(TOPIC_LATENCY, labels, topic.channels.values(), self._topic_latency)
             yield
+            for name in sorted(topic.readers.positions):
+                _write(self._readers, f'{labels},reader="{name}"', topic.readers.describe(name))
             for channel in _by_name(topic.channels.values()):
                 if channel.exiting:
                     continue

@@ -22,9 +22,11 @@ import msgspec
 from flintmq.broker.channel import Channel
 from flintmq.broker.expiry import Expiry
 from flintmq.broker.journal import NEVER, SIDE
+from flintmq.broker.keys import Keys
 from flintmq.broker.limits import TopicLimits
 from flintmq.broker.log import TAKE_AT_ONCE, WRITE_AT, Log
 from flintmq.broker.mover import Mover
+from flintmq.broker.readers import Readers, Retention
 from flintmq.broker.settings import TopicSettings
 from flintmq.errors import DamageError, NotFoundError, PublishError
 from flintmq.kernel import FAILED, FRAME_OVERHEAD, Intake, Scan, send_each
@@ -115,7 +117,12 @@ class Topic:
         self.side: Log | None = None
         self.mover = Mover(self)
         self.expiry = Expiry(self)
+        #: What stays in files for others than channels.
+        self.readers = Readers(self)
+        self.retention = Retention(self)
         self.channels: dict[str, Channel] = {}
+        #: The idempotency keys it knows; None until there is one.
+        self.keys: Keys | None = None
         # Marks.
         self.pumped = base
         self.ceiling = base
@@ -177,6 +184,16 @@ class Topic:
     @property
     def _gap_count(self) -> int:
         return sum(stop - first for first, stop in self.gaps)
+
+    @property
+    def durable(self) -> int:
+        """What lies before it will be there whatever happens, with these seqs: so much those get who read the log."""
+        return min(self.log.durable, self._usable)
+
+    @property
+    def epoch(self) -> str:
+        """Another one says that the log has begun anew: the topic was deleted, or the node is a restored copy."""
+        return f"{self.broker.node.hex()}-{self.incarnation}"
 
     @property
     def frozen(self) -> bool:
@@ -258,7 +275,7 @@ class Topic:
             return None
         return self._commit(self.message_count - count, self.message_bytes - size)
 
-    def publish_slices(self, slices: Iterator[Piece]) -> Commit | None:
+    def publish_slices(self, slices: Iterator[Piece], extra: bytes = b"") -> Commit | None:
         """Append a very large batch: one piece per loop turn, committed as one. The topic must not be ``busy``.
 
         As with ``publish``: None if it is safe already, else what to wait for. PublishError if it is refused at once.
@@ -272,7 +289,7 @@ class Topic:
         def some(data: bytearray, pos: int, stop: int, count: int) -> None:
             following = next(slices, None)
             try:
-                commit = self.publish(data, pos, stop, count, more=following is not None)
+                commit = self.publish(data, pos, stop, count, more=following is not None, extra=extra)
             except PublishError as exc:
                 self.release()
                 whole.resolve(exc)
@@ -292,6 +309,18 @@ class Topic:
         if whole.error is not None:
             raise whole.error
         return None
+
+    def once(self, key: bytes, publish: Callable[[bytes], Commit | None]) -> tuple[Commit | None, bool]:
+        """Publish under a key: see ``Keys.once``."""
+        if self.keys is None:
+            self.keys = Keys(self)
+        return self.keys.once(key, publish)
+
+    def restore_keys(self) -> None:
+        """At the start, when the log has been read back: which keys are known."""
+        keys = Keys(self)
+        if keys.restore():
+            self.keys = keys
 
     def _commit(self, count: int, size: int) -> Commit:
         """What this turn's publishers wait for. ``count`` and ``size`` are the counters before this publish."""
@@ -490,6 +519,8 @@ class Topic:
             position = self.broker.journal.note("channel", self.incarnation, ident, name, self.pumped, self.side_end)
         if len(self.channels) == 1:
             self._freeze()
+        if self.settings.new_channel != "backlog":
+            self._start_elsewhere(channel)
         log.info("TOPIC(%s): new channel(%s)", self.name, name)
         self.broker.structure_changed(self.ephemeral or channel.ephemeral)
         self.broker.peers.made(self.name, name)
@@ -497,6 +528,15 @@ class Topic:
             # Its first channel gets what has piled up.
             self.broker.turn(self)
         return channel, position
+
+    def _start_elsewhere(self, channel: Channel) -> None:
+        """A new channel starts elsewhere than where the others have got to."""
+        if self.settings.new_channel == "latest":
+            # If it is the first one, what has piled up was not for it.
+            self._progressed()
+            channel.empty()
+        elif not channel.ephemeral and self.log.durability != "memory":
+            channel.seek(self.log.first)
 
     def existing_channel(self, name: str) -> Channel:
         channel = self.channels.get(name)
@@ -679,6 +719,20 @@ class Topic:
             if not channel.ephemeral:
                 lowest = min(lowest, channel.first_needed())
         return lowest
+
+    def first_kept(self) -> int:
+        """The lowest seq whose file must stay: for channels, for readers, or by retention."""
+        return min(self.first_needed(), self.readers.first, self.retention.first)
+
+    def let_go(self) -> int:
+        """Every few seconds: see to what need not be kept any longer. Up to where files may go."""
+        self.readers.expire()
+        if self.readers and not self.channels:
+            # The log is read, only not by a channel: what piles up for a first one goes with its file, once all
+            # readers are past it.
+            self._skip(min(self.log.boundary(min(self.readers.first, self.retention.first)), self.log.committed))
+        self.mover.look()
+        return self.first_kept()
 
     def first_side_needed(self) -> int:
         lowest = min(self.side_end, self.mover.first_place)

@@ -112,7 +112,7 @@ class Brokers:
         self._owner = owner
         self._settings = settings
         self._clock = clock
-        self._fixed = fixed
+        self._fixed = set(fixed)
         self._look = look
         self._poll_interval = poll_interval
         self._poll_jitter = poll_jitter
@@ -125,12 +125,13 @@ class Brokers:
         #: What the lookupds said last, if it was nothing good; empty before the first answer.
         self._lookup_error: FlintError | None = None
         self._has_looked = look is None
+        self._forbidden = False
         #: Set whenever there is news.
         self._news = asyncio.Event()
         for address in fixed:
             self._keep(address)
         if look is not None:
-            task = self._discover(look)
+            task = self._discover()
             self._discovery = asyncio.get_running_loop().create_task(task, name=f"flintmq discovery for {name}")
 
     async def first(self) -> None:
@@ -148,6 +149,13 @@ class Brokers:
             reasons.append(str(self._lookup_error))
         return "no broker can be reached: " + ("; ".join(reasons) or "the lookupds know of none")
 
+    def add(self, address: str) -> None:
+        """One more that was named by the user: it is dialled until the end."""
+        if self._forbidden:
+            return
+        self._fixed.add(address)
+        self._keep(address)
+
     def lost(self, connection: Connection, reason: Exception) -> None:
         """One connection has ended: perhaps the lookupds know why."""
         self._failed(connection.address, reason)
@@ -155,6 +163,7 @@ class Brokers:
 
     def forbid(self) -> None:
         """Look for no more brokers."""
+        self._forbidden = True
         if self._discovery is not None:
             self._discovery.cancel()
 
@@ -193,23 +202,29 @@ class Brokers:
             except Exception:
                 log.exception("%s: on_error failed", self._name)
 
-    async def _discover(self, look: Callable[[], Awaitable[Answer[list[Node]]]]) -> None:
+    async def look(self) -> None:
+        """Ask the lookupds now, and dial those that are new."""
+        if self._look is None or self._forbidden:
+            return
+        try:
+            answer = await self._look()
+        except FlintError as exc:
+            self._lookup_error = exc
+            self._failed("nsqlookupd", exc)
+        else:
+            self._lookup_error = None
+            for url, reason in answer.failures.items():
+                self._failed(url, ConnectError(f"nsqlookupd {url}: {reason}"))
+            if not answer.value:
+                log.info("%s: the lookupds know of no nsqd yet", self._name)
+            await self._follow([node.tcp_address for node in answer.value])
+        self._has_looked = True
+        self._news.set()
+
+    async def _discover(self) -> None:
         while True:
             self._look_early.clear()
-            try:
-                answer = await look()
-            except FlintError as exc:
-                self._lookup_error = exc
-                self._failed("nsqlookupd", exc)
-            else:
-                self._lookup_error = None
-                for url, reason in answer.failures.items():
-                    self._failed(url, ConnectError(f"nsqlookupd {url}: {reason}"))
-                if not answer.value:
-                    log.info("%s: the lookupds know of no nsqd yet", self._name)
-                await self._follow([node.tcp_address for node in answer.value])
-            self._has_looked = True
-            self._news.set()
+            await self.look()
             # Clients that were started together should not ask together for ever.
             interval = self._poll_interval * (1 + random.random() * self._poll_jitter)
             early = min(interval, _EARLY_LOOK_SECONDS)
@@ -222,9 +237,13 @@ class Brokers:
 
     async def _follow(self, found: list[str]) -> None:
         """Connect to those that are new; stop dialling those that are neither known any more nor connected."""
+        if self._forbidden:
+            return
         for address in found:
             self._keep(address)
         for address, keeper in list(self._keepers.items()):
             if address not in found and address not in self._fixed and keeper.connection is None:
-                del self._keepers[address]
+                # Two looks may come to the same end.
+                if self._keepers.get(address) is keeper:
+                    del self._keepers[address]
                 await keeper.stop()

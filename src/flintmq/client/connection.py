@@ -37,6 +37,8 @@ _GOODBYE_SECONDS = 5.0
 #: A broker that sends so many times RDY is broken, and would fill our memory. More than once RDY is possible: what
 #: timed out there and is still worked on here comes again.
 _SURPLUS = 10
+#: A frame may take longer than `read_timeout` if at least so many bytes of it come in a second.
+_SLOWEST_FRAME = 1024
 #: A longer delay is the same to any broker; a much longer one would overflow there, and be none.
 _LONGEST_DELAY = 365 * 86400.0
 #: Brokers before this version count RDY down with every message they send; since then it is a level.
@@ -228,9 +230,14 @@ class Connection(asyncio.Protocol):
         self.address = address
         #: What the broker answered to IDENTIFY; empty from very old ones.
         self.features: dict[str, Any] = {}
+        #: What it answered to AUTH, where it asked for that.
+        self.grant = b""
         #: The RDY that the broker was told last.
         self.ready = 0
         self.max_ready = 2500
+        #: Which node of flintmq it is, whatever its address, and whether it stores once what is published under a key.
+        self.node = ""
+        self.knows_keys = False
         #: RDY is no level there: the broker counts it down with each message, and so do we.
         self.counts_down = False
         self.credit = 0
@@ -269,7 +276,13 @@ class Connection(asyncio.Protocol):
         self._most_unanswered = 1000
         # Silence.
         self._last_received = clock.time()
+        # Bytes of a frame that is not whole yet, and when the one before it was.
+        self._unfinished = 0
+        self._last_frame = clock.time()
         self._read_timer: Timer | None = None
+        # Bytes given to the transport, and how many of them had left it when that was looked at last.
+        self._written = 0
+        self._left = 0
         self._write_timer: Timer | None = None
 
     # --- Opening ----------------------------------------------------------------------------------------------------
@@ -296,7 +309,11 @@ class Connection(asyncio.Protocol):
 
     async def _shake_hands(self, subscribe: tuple[str, str] | None) -> None:
         settings = self._settings
-        self._send(wire.MAGIC_V2 + wire.encode_command(b"IDENTIFY", body=msgspec.json.encode(settings.identify())))
+        about = settings.identify()
+        if subscribe is None:
+            # Publishes may have keys, where the broker answers that it knows them. Others ignore the question.
+            about["flintmq"] = True
+        self._send(wire.MAGIC_V2 + wire.encode_command(b"IDENTIFY", body=msgspec.json.encode(about)))
         answer = await self._answer()
         if answer != b"OK":  # said by brokers that know no features
             try:
@@ -320,7 +337,7 @@ class Connection(asyncio.Protocol):
                 raise ConnectError(f"{self.address}: the broker asks for AUTH, and no auth_secret is set")
             secret = settings.auth_secret
             self._send(wire.encode_command(b"AUTH", body=secret.encode() if isinstance(secret, str) else secret))
-            await self._answer()
+            self.grant = await self._answer()
         if subscribe is not None:
             topic, channel = subscribe
             self._send(wire.encode_command(b"SUB", topic.encode(), channel.encode()))
@@ -336,6 +353,10 @@ class Connection(asyncio.Protocol):
         timeout = features.get("msg_timeout")
         if isinstance(timeout, int) and timeout > 0:
             self.msg_timeout = timeout / 1000
+        more = features.get("flintmq")
+        if isinstance(more, dict):
+            self.node = str(more.get("node", self.address))
+            self.knows_keys = more.get("keys") is True
 
     async def _start_tls(self) -> None:
         import ssl
@@ -376,7 +397,8 @@ class Connection(asyncio.Protocol):
                 continue
             kind, payload = frame
             if kind == wire.FRAME_ERROR:
-                raise wire.decode_error(payload)
+                # In the broker's own words. What is no frame at all is a ProtocolError.
+                raise ConnectError(f"{self.address}: {wire.decode_error(payload)}")
             if kind == wire.FRAME_MESSAGE:
                 raise ProtocolError("E_INVALID", "a message before it was asked for")
             if payload == wire.HEARTBEAT:
@@ -392,6 +414,7 @@ class Connection(asyncio.Protocol):
     def _start(self) -> None:
         """The handshake is over: from here on the owner is told."""
         self._shaking = False
+        self._last_frame = self._clock.time()
         self._read_timer = self._clock.call_later(self._settings.read_timeout, self._look_for_silence)
         if self._inbox:
             # In the next turn: the owner does not know us yet.
@@ -401,6 +424,8 @@ class Connection(asyncio.Protocol):
             self._loop.call_soon(self._tell_lost)
 
     def _abandon(self) -> None:
+        if self.reason is None:
+            self.reason = ClosedError(f"{self.address}: given up")
         if self._transport is not None:
             self._transport.abort()
         self._stop_timers()
@@ -438,6 +463,11 @@ class Connection(asyncio.Protocol):
         except ProtocolError as exc:
             self.fail(exc)
             return
+        if messages or others:
+            self._last_frame = self._last_received
+            self._unfinished = 0
+        else:
+            self._unfinished += len(data)
         if messages:
             self.last_message = self._last_received
             self.unanswered.update(messages)
@@ -466,9 +496,19 @@ class Connection(asyncio.Protocol):
             self.fail(error)
 
     def pause_writing(self) -> None:
-        self._write_timer = self._clock.call_later(
-            self._settings.write_timeout, self.fail, ConnectError(f"{self.address}: the broker does not read")
-        )
+        self._left = self._bytes_left()
+        self._write_timer = self._clock.call_later(self._settings.write_timeout, self._look_at_writes)
+
+    def _look_at_writes(self) -> None:
+        if self._bytes_left() == self._left:
+            self.fail(ConnectError(f"{self.address}: the broker does not read"))
+        else:
+            # Slowly, but it goes on.
+            self.pause_writing()
+
+    def _bytes_left(self) -> int:
+        assert self._transport is not None
+        return self._written - self._transport.get_write_buffer_size()
 
     def resume_writing(self) -> None:
         if self._write_timer is not None:
@@ -495,10 +535,15 @@ class Connection(asyncio.Protocol):
         self._owner.connection_lost(self, self.reason)
 
     def _look_for_silence(self) -> None:
-        quiet = self._clock.time() - self._last_received
+        now = self._clock.time()
+        quiet = now - self._last_received
+        waited = now - self._last_frame
         left = self._settings.read_timeout - quiet
         if left <= 0:
             self.fail(ConnectError(f"{self.address}: nothing came for {quiet:.0f} s"))
+        elif waited >= self._settings.read_timeout and self._unfinished < waited * _SLOWEST_FRAME:
+            # With a wrong length everything that follows looks like a piece of the same frame: heartbeats too.
+            self.fail(ConnectError(f"{self.address}: no frame was whole for {waited:.0f} s"))
         else:
             self._read_timer = self._clock.call_later(left, self._look_for_silence)
 
@@ -600,6 +645,7 @@ class Connection(asyncio.Protocol):
         if self._out:
             out, self._out = self._out, []
             if len(out) > 1 and self._codec is None and self.reason is None and self._transport is not None:
+                self._written += sum(map(len, out))
                 # Since Python 3.12 this sends the pieces as they are, without a copy of all of them.
                 self._transport.writelines(out)
             else:
@@ -608,7 +654,10 @@ class Connection(asyncio.Protocol):
     def _send(self, data: bytes) -> None:
         # After the goodbye nothing may be written, but heartbeats may still come.
         if self.reason is None and self._transport is not None and not self._transport.is_closing():
-            self._transport.write(data if self._codec is None else self._codec.compress(data))
+            if self._codec is not None:
+                data = self._codec.compress(data)
+            self._written += len(data)
+            self._transport.write(data)
 
     def fail(self, reason: Exception) -> None:
         """End it at once, for this reason."""

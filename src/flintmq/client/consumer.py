@@ -324,6 +324,22 @@ class Consumer:
         """Messages that came and were not answered."""
         return sum(connection.in_flight for connection in self._connections)
 
+    # --- Brokers that come later -------------------------------------------------------------------------------------
+
+    def add_nsqd(self, address: str) -> None:
+        """Consume from one more broker. It is dialled until the end, as if it had been named at the start."""
+        split_address(address)
+        if not self._started:
+            self._fixed = addresses([*self._fixed, address])
+        else:
+            self._brokers.add(address)
+
+    async def look(self) -> None:
+        """Ask the lookupds now, and not only when the poll interval is over. Those that fail, `on_error` hears of."""
+        if not self._started:
+            raise ClosedError("start the consumer first: async with Consumer(…) as consumer")
+        await self._brokers.look()
+
     # --- Messages out ------------------------------------------------------------------------------------------------
 
     def __aiter__(self) -> AsyncIterator[Message]:

@@ -5,7 +5,8 @@ topic go out as one MPUB; commands follow each other without waiting. Each call 
 broker said OK), refused (PublishError), never sent (ConnectError), or unknown (PublishUnknownError).
 
 A broker closes the connection after an error, and works on one command after the other. So what was sent behind a
-refused one was never looked at and is sent again. Where a connection is lost with no word, nobody knows.
+refused one was never looked at and is sent again. Where a connection is lost with no word, nobody knows; but what has a
+key can be sent again to the same broker, which stores it once.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ from __future__ import annotations
 import asyncio
 from collections import deque
 from collections.abc import Callable, Sequence
+from hashlib import blake2b
 from types import TracebackType
 from typing import Any
 
-from flintmq import wire
+from flintmq import kernel, wire
 from flintmq.client import tracing
 from flintmq.client.brokers import Brokers
 from flintmq.client.connection import Clock, Connection, Message, Settings, Timer, addresses, split_address
@@ -24,6 +26,7 @@ from flintmq.cluster import Answer, Lookupds, Node
 from flintmq.errors import (
     ClosedError,
     ConnectError,
+    KeysUnsupportedError,
     OptionError,
     ProtocolError,
     PublishError,
@@ -44,16 +47,34 @@ _HOPELESS = frozenset({"E_BAD_TOPIC", "E_BAD_MESSAGE", "E_BAD_BODY", "E_INVALID"
 _ONE_IS_BAD = frozenset({"E_BAD_MESSAGE", "E_BAD_BODY"})
 #: The broker cannot take it now; another may.
 _TRY_ANOTHER = frozenset({"E_PUB_FAILED", "E_DPUB_FAILED"})
+#: The same for what has a key. It also says that nothing is stored there under the key.
+_TRY_ANOTHER_WITH_KEY = _TRY_ANOTHER | {"E_MPUB_FAILED"}
 
 
 class _Command:
     """One PUB, MPUB or DPUB, and who waits for its answer."""
 
-    __slots__ = ("bodies", "delay", "futures", "in_doubt", "refused_by", "sent", "settled", "size", "timer", "topic")
+    __slots__ = (
+        "bodies",
+        "delay",
+        "futures",
+        "home",
+        "in_doubt",
+        "key",
+        "refused_by",
+        "sent",
+        "settled",
+        "size",
+        "timer",
+        "topic",
+    )
 
-    def __init__(self, topic: str, delay: int | None = None) -> None:
+    def __init__(self, topic: str, delay: int | None = None, key: str = "") -> None:
         self.topic = topic
         self.delay = delay
+        #: With a key each broker stores it once, so once it may be stored it goes to no other node than that one.
+        self.key = key
+        self.home = ""
         self.bodies: list[bytes] = []
         # One for each message, or one for all where they were published together.
         self.futures: list[asyncio.Future[None]] = []
@@ -67,11 +88,13 @@ class _Command:
 
     def encode(self) -> bytes:
         topic = self.topic.encode()
+        key = self.key.encode()
+        more = (key,) if key else ()
         if self.delay is not None:
-            return wire.encode_command(b"DPUB", topic, b"%d" % self.delay, body=self.bodies[0])
+            return wire.encode_command(b"DPUB", topic, b"%d" % self.delay, *more, body=self.bodies[0])
         if len(self.bodies) == 1:
-            return wire.encode_command(b"PUB", topic, body=self.bodies[0])
-        return wire.encode_mpub(topic, self.bodies)
+            return wire.encode_command(b"PUB", topic, *more, body=self.bodies[0])
+        return wire.encode_mpub(topic, self.bodies, key)
 
     def forget_cancelled(self) -> bool:
         """Leave out what nobody waits for any more. Whether anything is left."""
@@ -238,11 +261,26 @@ class Producer:
         """The brokers that we are connected to."""
         return sorted(connection.address for connection in self._outlets)
 
+    def add_nsqd(self, address: str) -> None:
+        """Publish to one more broker too. It is dialled until the end, as if it had been named at the start."""
+        split_address(address)
+        if not self._started:
+            self._fixed = addresses([*self._fixed, address])
+        else:
+            self._brokers.add(address)
+
     # --- Publishing --------------------------------------------------------------------------------------------------
 
-    async def publish(self, topic: str, body: bytes) -> None:
-        """Publish one message. Returns when a broker has stored it."""
+    async def publish(self, topic: str, body: bytes, *, key: str | None = None) -> None:
+        """Publish one message. Returns when a broker has stored it.
+
+        With a `key` a broker stores it once, however often it is published under this key. Where the connection is
+        lost it is sent again to the same broker. KeysUnsupportedError if no broker knows keys.
+        """
         self._check(topic, body)
+        if key is not None:
+            await self._publish_command(topic, [body], len(body), None, key)
+            return
         if self._pending_bytes >= self._max_pending_bytes:
             await self._room()
         if self._spans is not None:
@@ -251,17 +289,18 @@ class Producer:
         else:
             await self._gather(topic, body)
 
-    async def publish_many(self, topic: str, bodies: Sequence[bytes]) -> None:
-        """Publish messages together, in one command: all are stored or none."""
+    async def publish_many(self, topic: str, bodies: Sequence[bytes], *, key: str | None = None) -> None:
+        """Publish messages together, in one command: all are stored or none. One `key` stands for all of them."""
         bodies = list(bodies)
         if not bodies:
             return
-        # Without a step per message: the first that is wrong stands for all.
-        wrong = set(map(type, bodies)) != {bytes} or not all(bodies)
+        size = kernel.total_size(bodies)
+        # The first that is wrong stands for all.
+        wrong = size < 0
         self._check(topic, next(body for body in bodies if type(body) is not bytes or not body) if wrong else bodies[0])
-        await self._publish_command(topic, bodies, None)
+        await self._publish_command(topic, bodies, size, None, key)
 
-    async def defer(self, topic: str, body: bytes, delay: float) -> None:
+    async def defer(self, topic: str, body: bytes, delay: float, *, key: str | None = None) -> None:
         """Publish one message that is delivered only after `delay` seconds."""
         self._check(topic, body)
         # The broker would close the connection, and others' publishes with it.
@@ -269,7 +308,7 @@ class Producer:
             raise OptionError(
                 f"a message can be deferred for 0 to {self._max_defer:g} seconds (max_defer), not {delay}"
             )
-        await self._publish_command(topic, [body], round(delay * 1000))
+        await self._publish_command(topic, [body], len(body), round(delay * 1000), key)
 
     def _check(self, topic: str, body: bytes) -> None:
         if not self._started or self._closed:
@@ -317,12 +356,16 @@ class Producer:
         for command in commands:
             self._send(command)
 
-    async def _publish_command(self, topic: str, bodies: list[bytes], delay: int | None) -> None:
+    async def _publish_command(
+        self, topic: str, bodies: list[bytes], size: int, delay: int | None, key: str | None
+    ) -> None:
+        if key is not None and not wire.valid_key(key):
+            raise OptionError(f"{key!r} is not a key: 1 to 128 printable ASCII characters without space")
         if self._pending_bytes >= self._max_pending_bytes:
             await self._room()
-        command = _Command(topic, delay)
+        command = _Command(topic, delay, key or "")
         command.bodies = bodies
-        command.size = sum(map(len, bodies))
+        command.size = size
         future = self._loop.create_future()
         command.futures.append(future)
         self._pending += 1
@@ -353,7 +396,11 @@ class Producer:
         if not command.forget_cancelled():
             self._settle(command)
             return
-        outlet = self._pick(command)
+        try:
+            outlet = self._pick_for_key(command) if command.key else self._pick(command)
+        except KeysUnsupportedError as exc:
+            self._settle(command, exc)
+            return
         if outlet is None:
             command.sent = False
             self._backlog.append(command)
@@ -372,6 +419,26 @@ class Producer:
             if best is None or outlet.bytes < best.bytes:
                 best = outlet
         return best
+
+    def _pick_for_key(self, command: _Command) -> _Outlet | None:
+        """The connection that the key decides on, so that a repeat goes to the same broker. None: not connected."""
+        outlets = [
+            outlet
+            for outlet in self._outlets.values()
+            if not outlet.refused
+            and outlet.connection.is_open
+            and outlet.connection.address not in command.refused_by
+            and command.home in ("", outlet.connection.node)
+        ]
+        knowing = [outlet for outlet in outlets if outlet.connection.knows_keys]
+        if outlets and not knowing:
+            names = ", ".join(outlet.connection.address for outlet in outlets)
+            raise KeysUnsupportedError(f"no keys are known at {names}: only a flintmq nsqd knows them")
+
+        def weight(outlet: _Outlet) -> bytes:
+            return blake2b(f"{outlet.connection.node} {command.key}".encode()).digest()
+
+        return max(knowing, key=weight, default=None)
 
     def _settle(self, command: _Command, error: Exception | None = None) -> None:
         if command.settled:
@@ -420,8 +487,12 @@ class Producer:
             self._send_one_by_one(command)
             return
         command.refused_by.add(connection.address)
+        if command.key and error.code in _TRY_ANOTHER_WITH_KEY:
+            command.in_doubt = False
+            command.home = ""
         others = {outlet.connection.address for outlet in self._outlets.values()}
-        if error.code in _TRY_ANOTHER and others - command.refused_by:
+        may_try = error.code in (_TRY_ANOTHER_WITH_KEY if command.key else _TRY_ANOTHER)
+        if may_try and others - command.refused_by:
             self._send(command)
             return
         refusal = PublishError(str(error), code=error.code, retriable=error.code not in _HOPELESS)
@@ -446,7 +517,11 @@ class Producer:
         for command in outlet.unanswered:
             if command.settled:
                 continue
-            if outlet.refused or self._retry_unknown:
+            if command.key and not outlet.refused:
+                command.in_doubt = True
+                command.home = connection.node
+                self._send(command)
+            elif outlet.refused or self._retry_unknown:
                 command.in_doubt |= not outlet.refused
                 self._send(command)
             else:

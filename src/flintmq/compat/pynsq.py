@@ -1,11 +1,12 @@
-"""pynsq's Reader, Writer, Message and run, on our client: ``from flintmq.compat import pynsq as nsq``.
+"""pynsq's names on our client: ``from flintmq.compat import pynsq as nsq``.
 
 Names, arguments, defaults and what handlers may return are pynsq's. It runs on asyncio and needs no Tornado, but lives
 with it, since Tornado runs on asyncio too. Handlers run in the event loop, as there: one that blocks holds up all.
+Readers and Writers are here; messages, commands and single connections are in ``pynsq_conn``.
 
 Where pynsq would surprise, this does not: a Writer publishes once it is connected and does not fail before; the future
 that `pub` returns is done when the broker has stored the message; `requeue(delay=0.5)` waits half a second; `mpub`
-takes tuples; IPv6 addresses work; `run` ends with CLS and everything answered.
+takes tuples; IPv6 addresses work; `disabled` is heeded at any time; `run` ends with CLS and everything answered.
 """
 
 from __future__ import annotations
@@ -14,29 +15,59 @@ import asyncio
 import inspect
 import logging
 import signal
-import socket
-from collections import defaultdict
+import warnings
 from collections.abc import Awaitable, Callable, Iterable
-from struct import Struct
-from typing import Any, ClassVar
+from typing import Any
 
-import msgspec
-
-from flintmq import client, wire
-from flintmq.client.connection import split_address
+from flintmq import client
+from flintmq.compat.pynsq_conn import (
+    FRAME_TYPE_ERROR,
+    FRAME_TYPE_MESSAGE,
+    FRAME_TYPE_RESPONSE,
+    AsyncConn,
+    ConnectionClosedError,
+    Error,
+    IntegrityError,
+    Message,
+    Peer,
+    Runner,
+    SendError,
+    SyncConn,
+    connection_options,
+    connection_settings,
+    decode_message,
+    finish,
+    identify,
+    join_address,
+    mpub,
+    nop,
+    pub,
+    ready,
+    requeue,
+    running,
+    subscribe,
+    touch,
+    unpack_response,
+    valid_channel_name,
+    valid_topic_name,
+    waiting,
+)
 from flintmq.errors import ConnectError, FlintError, PublishUnknownError
 
 __all__ = [
     "FRAME_TYPE_ERROR",
     "FRAME_TYPE_MESSAGE",
     "FRAME_TYPE_RESPONSE",
+    "AsyncConn",
     "BackoffTimer",
     "ConnectionClosedError",
     "Error",
     "IntegrityError",
+    "LegacyReader",
     "Message",
     "Reader",
     "SendError",
+    "SyncConn",
     "Writer",
     "decode_message",
     "finish",
@@ -56,91 +87,10 @@ __all__ = [
 
 log = logging.getLogger(__name__)
 
-FRAME_TYPE_RESPONSE = wire.FRAME_RESPONSE
-FRAME_TYPE_ERROR = wire.FRAME_ERROR
-FRAME_TYPE_MESSAGE = wire.FRAME_MESSAGE
+#: How often `Reader.disabled` is asked.
+_DISABLED_POLL_SECONDS = 5.0
 
 Callback = Callable[[Any, Any], object]
-
-
-class Error(Exception):
-    pass
-
-
-class SendError(Error):
-    def __init__(self, msg: str, error: Exception | None = None) -> None:
-        self.msg = msg
-        self.error = error
-        super().__init__(msg, error)
-
-    def __str__(self) -> str:
-        return f"SendError: {self.msg} ({self.error})"
-
-
-class ConnectionClosedError(Error):
-    pass
-
-
-class IntegrityError(Error):
-    pass
-
-
-# --- Messages -------------------------------------------------------------------------------------------------------
-
-
-class Message:
-    """A message that a Reader received. Answering it twice is an AssertionError."""
-
-    def __init__(self, id: bytes, body: bytes, timestamp: int, attempts: int) -> None:
-        self.id = id
-        self.body = body
-        self.timestamp = timestamp
-        self.attempts = attempts
-        self._async_enabled = False
-        self._has_responded = False
-        self._listeners: defaultdict[str, list[Callable[..., object]]] = defaultdict(list)
-
-    def enable_async(self) -> None:
-        """The handler's return does not answer it."""
-        self._async_enabled = True
-
-    def is_async(self) -> bool:
-        return self._async_enabled
-
-    def has_responded(self) -> bool:
-        return self._has_responded
-
-    def finish(self) -> None:
-        self._respond()
-        self.trigger("finish", message=self)
-
-    def requeue(self, **kwargs: Any) -> None:
-        """`delay` in seconds, or `time_ms`; -1 is a delay that grows with the attempts. `backoff=False`: no failure."""
-        self._respond()
-        delay = kwargs.get("delay", -1)
-        if delay >= 0:
-            kwargs["time_ms"] = round(delay * 1000)
-        self.trigger("requeue", message=self, **kwargs)
-
-    def touch(self) -> None:
-        assert not self._has_responded
-        self.trigger("touch", message=self)
-
-    def _respond(self) -> None:
-        assert not self._has_responded
-        self._has_responded = True
-
-    # Events.
-
-    def on(self, name: str, callback: Callable[..., object]) -> None:
-        self._listeners[name].append(callback)
-
-    def off(self, name: str, callback: Callable[..., object]) -> None:
-        self._listeners[name].remove(callback)
-
-    def trigger(self, name: str, *args: Any, **kwargs: Any) -> None:
-        for callback in list(self._listeners[name]):
-            callback(*args, **kwargs)
 
 
 class BackoffTimer:
@@ -175,87 +125,30 @@ class BackoffTimer:
         return self.min_interval + self._short + self._long
 
 
-# --- What runs ------------------------------------------------------------------------------------------------------
-
-#: Readers and Writers that were made before there was an event loop; `run` starts them.
-_waiting: list[_Client] = []
-_running: set[_Client] = set()
+# --- Readers and Writers --------------------------------------------------------------------------------------------
 
 
-class _Peer:
-    """What callbacks and hooks are given for a connection."""
-
-    def __init__(self, address: str) -> None:
-        host, port = split_address(address)
-        self.id = address
-        self.host = host
-        self.port = port
-
-    def __str__(self) -> str:
-        return self.id
-
-
-class _Client:
-    #: Keywords for connections, with pynsq's defaults.
-    _connection: ClassVar[dict[str, Any]] = {
-        "timeout": 1.0,
-        "heartbeat_interval": 30,
-        "requeue_delay": 90,
-        "tls_v1": False,
-        "tls_options": None,
-        "snappy": False,
-        "deflate": False,
-        "deflate_level": 6,
-        "user_agent": client.Settings.user_agent,
-        "output_buffer_size": 16 * 1024,
-        "output_buffer_timeout": 250,
-        "sample_rate": 0,
-        "auth_secret": None,
-        "msg_timeout": None,
-        "hostname": None,
-    }
-
+class _Client(Runner):
     def __init__(self, kwargs: dict[str, Any]) -> None:
-        unknown = kwargs.keys() - self._connection.keys()
-        assert not unknown, f"Invalid keyword argument(s): {sorted(unknown)}"
+        options = connection_options(kwargs)
         self.conn_kwargs = kwargs
-        options = {**self._connection, **kwargs}
-        assert isinstance(options["requeue_delay"], int) and options["requeue_delay"] >= 0
         self.requeue_delay: int = options["requeue_delay"]
-        self._settings: dict[str, Any] = {
-            # pynsq gives a connection a second; ours has the handshake in it too.
-            "dial_timeout": max(options["timeout"], 1.0) * 5,
-            "heartbeat_interval": options["heartbeat_interval"],
-            "read_timeout": 2 * options["heartbeat_interval"],
-            "tls": _tls_context(options["tls_options"]) if options["tls_v1"] else False,
-            "snappy": options["snappy"],
-            "deflate": options["deflate"],
-            "deflate_level": options["deflate_level"],
-            "user_agent": options["user_agent"],
-            # pynsq's 0 is the broker's -1: do not gather.
-            "output_buffer_size": options["output_buffer_size"] or -1,
-            "output_buffer_timeout": options["output_buffer_timeout"] / 1000 or -0.001,
-            "sample_rate": options["sample_rate"],
-            "auth_secret": options["auth_secret"],
-            "msg_timeout": options["msg_timeout"],
-            "hostname": options["hostname"] or socket.gethostname(),
-        }
-        try:
-            asyncio.get_running_loop()
-        except RuntimeError:
-            _waiting.append(self)
-        else:
-            self._start()
+        self._settings = connection_settings(options)
+        self._start_soon()
 
-    def _start(self) -> None:
-        _running.add(self)
-        self._task = asyncio.get_running_loop().create_task(self._run())
-
-    async def _run(self) -> None:
+    @property
+    def _client(self) -> client.Consumer | client.Producer | None:
         raise NotImplementedError
 
-    async def _stop(self) -> None:
-        raise NotImplementedError
+    @property
+    def conns(self) -> dict[str, Peer]:
+        """The connections there are, by address."""
+        return {address: Peer(address) for address in (self._client.connections if self._client else [])}
+
+    def close(self) -> None:
+        """Stop, in order, with everything answered that is under way."""
+        self._closing = asyncio.ensure_future(self._stop())
+        running.discard(self)
 
     def heartbeat(self, conn: Any) -> None:
         """Called when a heartbeat came; to be overridden."""
@@ -312,48 +205,45 @@ class Reader(_Client):
             "backoff_strategy": _two_slopes(max_backoff_duration),
         }
         self._consumer: client.Consumer | None = None
+        self._is_disabled = False
+        self._watch: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Future[Any]] = set()
         super().__init__(kwargs)
 
+    @property
+    def _client(self) -> client.Consumer | None:
+        return self._consumer
+
     async def _run(self) -> None:
         assert self.message_handler, "you must specify the Reader's message_handler"
+        self._look_if_disabled()
         self._consumer = client.Consumer(
             self.topic,
             self.channel,
             nsqd=self.nsqd_tcp_addresses,
             lookupd=self.lookupd_http_addresses,
             handler=self._receive,
-            max_in_flight=self.max_in_flight,
+            max_in_flight=self._allowed_in_flight,
             max_attempts=0,  # counted here
             on_heartbeat=self._on_heartbeat,
             **self._options,
             **self._settings,
         )
         await self._consumer.start()
+        self._watch = asyncio.get_running_loop().create_task(self._watch_disabled())
 
     async def _stop(self) -> None:
         await self._task
+        if self._watch is not None:
+            self._watch.cancel()
         if self._consumer is not None:
             await self._consumer.close()
-
-    def close(self) -> None:
-        """Stop, in order; nothing more is handled once what is here was answered."""
-        self._closing = asyncio.ensure_future(self._stop())
-        _running.discard(self)
 
     # Handling.
 
     async def _receive(self, received: client.Message) -> None:
         received.answer_later()
-        message = Message(received.id, received.body, received.timestamp, received.attempts)
-        message.on("finish", lambda message: received.finish())
-        message.on("touch", lambda message: received.touch())
-
-        def requeue(message: Message, backoff: bool = True, time_ms: int = -1, **_: Any) -> None:
-            delay = time_ms / 1000 if time_ms >= 0 else self.requeue_delay * message.attempts
-            received.requeue(delay, backoff=backoff)
-
-        message.on("requeue", requeue)
+        message = Message.of(received, self.requeue_delay)
         try:
             self._handle(message)
         except Exception:
@@ -404,7 +294,7 @@ class Reader(_Client):
                 message.requeue()
 
     def _on_heartbeat(self, address: str) -> None:
-        self.heartbeat(_Peer(address))
+        self.heartbeat(Peer(address))
 
     # For users.
 
@@ -416,13 +306,65 @@ class Reader(_Client):
         """0 pauses."""
         assert isinstance(max_in_flight, int)
         self.max_in_flight = max_in_flight
-        if self._consumer is not None:
-            self._consumer.max_in_flight = max_in_flight
+        self._apply_max_in_flight()
 
     def is_starved(self) -> bool:
         return self._consumer is not None and self._consumer.is_starved
 
+    def connect_to_nsqd(self, host: str, port: int) -> Peer | None:
+        """One more broker, which is dialled until the end. None if it is one of ours already."""
+        address = join_address(host, port)
+        if address in self.nsqd_tcp_addresses or address in self.conns:
+            return None
+        self.nsqd_tcp_addresses.append(address)
+        if self._consumer is not None:
+            self._consumer.add_nsqd(address)
+        return Peer(address)
+
+    def query_lookupd(self) -> asyncio.Future[None]:
+        """Ask the lookupds now. It need not be awaited."""
+        assert self.lookupd_http_addresses
+        task = asyncio.ensure_future(self._query_lookupd())
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
+
+    async def _query_lookupd(self) -> None:
+        await asyncio.shield(self._task)
+        if self._consumer is not None:
+            await self._consumer.look()
+
+    # Disabled or not.
+
+    @property
+    def _allowed_in_flight(self) -> int:
+        return 0 if self._is_disabled else self.max_in_flight
+
+    def _apply_max_in_flight(self) -> None:
+        if self._consumer is not None:
+            self._consumer.max_in_flight = self._allowed_in_flight
+
+    def _look_if_disabled(self) -> None:
+        try:
+            is_disabled = bool(self.disabled())
+        except Exception:
+            log.exception("[%s] disabled() failed", self.name)
+            return
+        if is_disabled != self._is_disabled:
+            log.info("[%s] %s", self.name, "disabled" if is_disabled else "enabled")
+            self._is_disabled = is_disabled
+            self._apply_max_in_flight()
+
+    async def _watch_disabled(self) -> None:
+        while True:
+            await asyncio.sleep(_DISABLED_POLL_SECONDS)
+            self._look_if_disabled()
+
     # To be overridden.
+
+    def disabled(self) -> bool:
+        """Should nothing be received for now? Asked at the start and every few seconds."""
+        return False
 
     def process_message(self, message: Message) -> Any:
         assert self.message_handler is not None
@@ -458,6 +400,10 @@ class Writer(_Client):
         self._tasks: set[asyncio.Task[None]] = set()
         super().__init__(kwargs)
 
+    @property
+    def _client(self) -> client.Producer | None:
+        return self._producer
+
     def _start(self) -> None:
         self._connected = asyncio.get_running_loop().create_future()
         super()._start()
@@ -475,6 +421,8 @@ class Writer(_Client):
                 await asyncio.sleep(min(1.0, self.reconnect_interval))
             else:
                 self._producer = producer
+                for address in self.nsqd_tcp_addresses:
+                    producer.add_nsqd(address)  # those that came meanwhile
                 self._connected.set_result(producer)
                 return
 
@@ -485,10 +433,15 @@ class Writer(_Client):
             await self._producer.close()
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
-    def close(self) -> None:
-        """Wait for what was published, then disconnect. pynsq has no such thing."""
-        self._closing = asyncio.ensure_future(self._stop())
-        _running.discard(self)
+    def connect_to_nsqd(self, host: str, port: int) -> Peer | None:
+        """Publish to one more broker too. None if it is one of ours already."""
+        address = join_address(host, port)
+        if address in self.nsqd_tcp_addresses:
+            return None
+        self.nsqd_tcp_addresses.append(address)
+        if self._producer is not None:
+            self._producer.add_nsqd(address)
+        return Peer(address)
 
     def pub(self, topic: str, msg: bytes, callback: Callback | None = None) -> asyncio.Task[None]:
         return self._publish("pub", lambda producer: producer.publish(topic, bytes(msg)), callback)
@@ -526,11 +479,47 @@ class Writer(_Client):
             data = Error(str(exc))
         if callback is not None:
             connections = self._producer.connections if self._producer else []
-            callback(_Peer(connections[0]) if connections else None, data)
+            callback(Peer(connections[0]) if connections else None, data)
         elif isinstance(data, Error):
             log.error("[%s] failed to %s: %s", self.name, command, data)
         if isinstance(data, Error):
             raise data
+
+
+class LegacyReader:
+    """A Reader for each task: what pynsq had before version 0.5. With several, each has a channel of its own."""
+
+    _positional = (
+        "all_tasks",
+        "topic",
+        "channel",
+        "nsqd_tcp_addresses",
+        "lookupd_http_addresses",
+        "max_tries",
+        "max_in_flight",
+        "requeue_delay",
+        "lookupd_poll_interval",
+        "low_rdy_idle_timeout",
+        "heartbeat_interval",
+        "max_backoff_duration",
+    )
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        warnings.warn(
+            "LegacyReader is for programs from before pynsq 0.5: use a Reader for each handler",
+            DeprecationWarning,
+            stacklevel=2,
+        )
+        options = {**dict(zip(self._positional, args, strict=False)), **kwargs}
+        all_tasks = options.pop("all_tasks")
+        channel = options.pop("channel")
+        assert isinstance(all_tasks, dict)
+        for name, handler in all_tasks.items():
+            assert callable(handler), f"key {name} must have a callable value"
+        self.readers = [
+            Reader(channel=f"{channel}.{name}" if len(all_tasks) > 1 else channel, message_handler=handler, **options)
+            for name, handler in all_tasks.items()
+        ]
 
 
 def run() -> None:
@@ -543,76 +532,13 @@ async def _main() -> None:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    clients, _waiting[:] = list(_waiting), []
+    clients, waiting[:] = list(waiting), []
     for each in clients:
         each._start()
     await stop.wait()
     log.info("stopping")
-    await asyncio.gather(*(each._stop() for each in list(_running)))
-    _running.clear()
-
-
-# --- The protocol ---------------------------------------------------------------------------------------------------
-
-_number = Struct(">l")
-
-
-def unpack_response(data: bytes) -> tuple[int, bytes]:
-    """The type and the payload of a frame without its size."""
-    return _number.unpack_from(data)[0], data[4:]
-
-
-def decode_message(data: bytes) -> Message:
-    message = wire.decode_message(data)
-    return Message(message.id, message.body, message.timestamp, message.attempts)
-
-
-def identify(data: dict[str, Any]) -> bytes:
-    return wire.encode_command(b"IDENTIFY", body=msgspec.json.encode(data))
-
-
-def subscribe(topic: str, channel: str) -> bytes:
-    assert valid_topic_name(topic)
-    assert valid_channel_name(channel)
-    return wire.encode_command(b"SUB", topic.encode(), channel.encode())
-
-
-def ready(count: int) -> bytes:
-    assert isinstance(count, int) and count >= 0
-    return wire.encode_command(b"RDY", b"%d" % count)
-
-
-def finish(id: bytes) -> bytes:
-    return wire.encode_command(b"FIN", id)
-
-
-def requeue(id: bytes, time_ms: int = 0) -> bytes:
-    assert isinstance(time_ms, int) and time_ms >= 0
-    return wire.encode_command(b"REQ", id, b"%d" % time_ms)
-
-
-def touch(id: bytes) -> bytes:
-    return wire.encode_command(b"TOUCH", id)
-
-
-def nop() -> bytes:
-    return wire.encode_command(b"NOP")
-
-
-def pub(topic: str, data: bytes) -> bytes:
-    return wire.encode_command(b"PUB", topic.encode(), body=data)
-
-
-def mpub(topic: str, data: Iterable[bytes]) -> bytes:
-    return wire.encode_mpub(topic.encode(), list(data))
-
-
-def valid_topic_name(topic: str) -> bool:
-    return wire.valid_name(topic)
-
-
-def valid_channel_name(channel: str) -> bool:
-    return wire.valid_name(channel)
+    await asyncio.gather(*(each._stop() for each in list(running)))
+    running.clear()
 
 
 # --- Small things ---------------------------------------------------------------------------------------------------
@@ -630,17 +556,3 @@ def _two_slopes(longest: float) -> Callable[[int], float]:
         return min(level * timer.short_unit, timer.max_short_timer) + min(level * timer.long_unit, timer.max_long_timer)
 
     return interval
-
-
-def _tls_context(options: dict[str, Any] | None) -> Any:
-    """From the keywords of the `ssl.wrap_socket` of old."""
-    import ssl
-
-    options = options or {}
-    context = ssl.create_default_context(cafile=options.get("ca_certs"))
-    if options.get("cert_reqs", ssl.CERT_REQUIRED) == ssl.CERT_NONE:
-        context.check_hostname = False
-        context.verify_mode = ssl.CERT_NONE
-    if options.get("certfile"):
-        context.load_cert_chain(options["certfile"], options.get("keyfile"))
-    return context

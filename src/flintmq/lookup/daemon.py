@@ -90,6 +90,9 @@ class Lookupd:
         self._tcp_bound = self._http_bound = ""
         self._tcp: asyncio.Server | None = None
         self._http: web.Server | None = None
+        # Read at the start, and again by `reload`.
+        self._tls: ssl.SSLContext | None = None
+        self._tokens: web.Tokens | None = None
 
     # --- Start and stop --------------------------------------------------------------------------------------------
 
@@ -105,7 +108,12 @@ class Lookupd:
     async def start(self) -> None:
         """Listen. StartError says why it cannot."""
         options = self.options
-        tls = self._tls()
+        try:
+            tls = self._tls = self._load_tls()
+            if options.http_auth_token_file:
+                self._tokens = web.Tokens(options.http_auth_token_file)
+        except OptionError as exc:
+            raise StartError(str(exc)) from exc
         tcp = _bind(options.tcp_address)
         try:
             http = _bind(options.http_address)
@@ -128,20 +136,30 @@ class Lookupd:
         )
         log.info("TCP: listening on %s", self.tcp_address)
 
-    def _tls(self) -> ssl.SSLContext | None:
+    def _load_tls(self) -> ssl.SSLContext | None:
         options = self.options
         if not options.tls_cert:
             return None
-        try:
-            return web.server_tls(
-                options.tls_cert,
-                options.tls_key,
-                client_ca=options.tls_root_ca_file,
-                policy="require-verify" if options.tls_root_ca_file else "",
-                min_version=options.tls_min_version,
-            )
-        except OptionError as exc:
-            raise StartError(str(exc)) from exc
+        return web.server_tls(
+            options.tls_cert,
+            options.tls_key,
+            client_ca=options.tls_root_ca_file,
+            policy="require-verify" if options.tls_root_ca_file else "",
+            min_version=options.tls_min_version,
+        )
+
+    def reload(self) -> None:
+        """Tokens and certificate are read again; what is no good leaves the old one in its place."""
+        log.info("NSQ: reloading")
+        if self._tokens is not None:
+            self._tokens.reload()
+        if self._tls is not None:
+            try:
+                web.reload_tls(self._tls, self.options.tls_cert, self.options.tls_key)
+            except OptionError as exc:
+                log.error("TLS: the certificate stays as it was - %s", exc)
+            else:
+                log.info("TLS: the certificate was read again")
 
     async def stop(self) -> None:
         if self._tcp is not None:
@@ -186,7 +204,7 @@ class Lookupd:
         return web.Site(
             [
                 web.Route("GET", "/ping", self._ping, web.OPEN, plain=True),
-                web.Route("GET", "/info", self._info, web.OPEN),
+                web.Route("GET", "/info", self._info, web.READ),
                 web.Route("GET", "/topics", self._topics, web.READ),
                 web.Route("GET", "/channels", self._channels, web.READ),
                 web.Route("GET", "/lookup", self._lookup, web.READ),
@@ -198,7 +216,8 @@ class Lookupd:
                 web.Route("POST", "/topic/tombstone", self._tombstone, web.ADMIN),
                 web.Route("POST", "/channel/create", self._create_channel, web.ADMIN),
                 web.Route("POST", "/channel/delete", self._delete_channel, web.ADMIN),
-            ]
+            ],
+            self._tokens,
         )
 
     async def _ping(self, request: web.Request) -> str:

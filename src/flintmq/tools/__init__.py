@@ -1,8 +1,9 @@
 """The command-line tools, one file each, and what they share: one connection to a broker, and how a tool ends.
 
-A `Link` speaks the client's side of the protocol on asyncio streams. It answers heartbeats by itself; what the other
-frames mean is the tool's business. Tools for operators ask a broker over HTTP instead: `node_flags` are the flags by
-which they find it, and `run_on_node` runs them.
+A `Link` is a connection of the client's, with its TLS, AUTH, compression and heartbeats, for tools that say themselves
+what is sent and in which order; `link_flags` are the flags it is opened by. What comes is kept until the tool asks for
+it; what it means is the tool's business. Tools for operators ask a broker over HTTP instead: `node_flags` are the flags
+by which they find it, and `run_on_node` runs them.
 """
 
 from __future__ import annotations
@@ -12,7 +13,6 @@ import asyncio
 import base64
 import contextlib
 import os
-import socket
 import sys
 from collections import deque
 from collections.abc import Callable, Coroutine
@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from flintmq import wire
-from flintmq.errors import ConnectError, FlintError, HttpError, OptionError, ProtocolError
+from flintmq.client.connection import Connection, Message, Settings, connect
+from flintmq.errors import ClosedError, ConnectError, FlintError, HttpError, OptionError, ProtocolError
 
 if TYPE_CHECKING:
     import ssl
@@ -34,11 +35,11 @@ __all__ = [
     "DEFAULT_NSQD_HTTP",
     "Link",
     "body_fields",
+    "link_flags",
     "node_flags",
     "place_of",
     "print_json",
     "print_line",
-    "refusal",
     "run",
     "run_on_node",
     "split_source",
@@ -47,109 +48,158 @@ __all__ = [
 DEFAULT_NSQD = "127.0.0.1:4150"
 DEFAULT_NSQD_HTTP = "127.0.0.1:4151"
 
-# A broker that cannot take a connection or say goodbye in this time is as good as gone.
-_PATIENCE_SECONDS = 5.0
+
+def link_flags(parser: argparse.ArgumentParser) -> None:
+    """The flags that say which broker to connect to, and how."""
+    group = parser.add_argument_group("the broker")
+    group.add_argument(
+        "--nsqd",
+        metavar="ADDRESS",
+        default=DEFAULT_NSQD,
+        help="host:port or the path of a unix socket (default %(default)s)",
+    )
+    group.add_argument("--auth-secret", metavar="SECRET", help="for a broker that asks for it; others can see it in ps")
+    group.add_argument("--tls", action="store_true", help="encrypt; each of the next four means it too")
+    _tls_flags(group)
+    compression = group.add_mutually_exclusive_group()
+    compression.add_argument("--deflate", action="store_true", help="compress, where the broker can")
+    compression.add_argument("--snappy", action="store_true", help="the same, faster and less")
+
+
+def _tls_flags(group: argparse._ArgumentGroup) -> None:
+    group.add_argument("--tls-root-ca-file", metavar="FILE", help="the authority that signed the broker's certificate")
+    group.add_argument("--tls-cert", metavar="FILE", help="our own certificate, for a broker that asks for one")
+    group.add_argument("--tls-key", metavar="FILE", help="the key of --tls-cert")
+    group.add_argument("--tls-insecure", action="store_true", help="believe any certificate")
 
 
 class Link:
-    """One connection to a broker, after IDENTIFY."""
+    """One connection to a broker, after its handshake. It ends with `close`, or by an error that `news` raises."""
 
-    def __init__(self, address: str, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    def __init__(self, address: str) -> None:
         self.address = address
-        #: What the broker answered to IDENTIFY: its limits and what it asks for.
-        self.features: dict[str, Any] = {}
-        self._reader = reader
-        self._writer = writer
-        self._decoder = wire.FrameDecoder()
-        self._frames: deque[tuple[int, bytes]] = deque()
+        self._connection: Connection
+        self._is_reached = False
+        # Messages, answers, refusals, in the order they came; and why no more will.
+        self._came: deque[Message | bytes | ProtocolError] = deque()
+        self._something_came = asyncio.Event()
+        self._end: Exception | None = None
 
     @classmethod
-    async def open(cls, address: str, **identify: Any) -> Link:
-        """Connect and IDENTIFY; `identify` are fields of its body, such as `heartbeat_interval`."""
+    async def open(cls, arguments: argparse.Namespace, subscribe: tuple[str, str] | None = None) -> Link:
+        """Connect as the arguments say, and subscribe to a topic and channel where asked."""
+        address: str = arguments.nsqd
+        link = cls(address)
+        tls = _tls(arguments)
+        settings = Settings(
+            # Without a flag there is no context: then TLS is as the system has it, or none.
+            tls=arguments.tls if tls is None else tls,
+            auth_secret=arguments.auth_secret,
+            deflate=arguments.deflate,
+            snappy=arguments.snappy,
+            connect=link._connect,
+        )
+        if address.startswith(":"):
+            address = f"127.0.0.1{address}"
+        elif ":" not in address and "/" not in address:
+            address = f"./{address}"  # a unix socket in this folder
         try:
-            async with asyncio.timeout(_PATIENCE_SECONDS):
-                reader, writer = await _connect(address)
-        except (OSError, ValueError) as exc:
-            text = f"cannot connect to a broker at {address} ({_reason(exc)}); start one with: flintmq up"
-            raise ConnectionError(text) from exc
-        link = cls(address, reader, writer)
-        host = socket.gethostname()
-        body = {
-            "client_id": host.partition(".")[0],
-            "hostname": host,
-            "user_agent": "flintmq",
-            "feature_negotiation": True,
-        }
-        try:
-            link.send(wire.MAGIC_V2 + wire.encode_command(b"IDENTIFY", body=msgspec.json.encode(body | identify)))
-            async with asyncio.timeout(_PATIENCE_SECONDS):
-                link.features = msgspec.json.decode(await link.response(), type=dict[str, Any])
-            if link.features.get("auth_required"):
-                raise ConnectionError(f"{address} asks for AUTH, which this tool cannot give")
-        except BaseException as exc:
-            writer.close()
-            # No answer, no frames, no JSON: an HTTP port, for example.
-            is_frame_error = isinstance(exc, ProtocolError) and exc.code == "E_INVALID"
-            if is_frame_error or isinstance(exc, TimeoutError | msgspec.MsgspecError):
-                raise ConnectionError(f"what listens at {address} does not answer like an NSQ broker") from exc
-            raise
+            link._connection = await Connection.open(
+                address, settings, asyncio.get_running_loop(), link, subscribe=subscribe
+            )
+        except ConnectError as exc:
+            raise link._explained(exc) from exc
         return link
 
-    def send(self, data: bytes) -> None:
-        self._writer.write(data)
+    async def _connect(
+        self, address: str, factory: Callable[[], asyncio.Protocol]
+    ) -> tuple[asyncio.BaseTransport, asyncio.BaseProtocol]:
+        opened = await connect(address, factory)
+        self._is_reached = True
+        return opened
 
-    async def drain(self) -> None:
-        """Wait while more is buffered than a slow broker should be sent."""
-        await self._writer.drain()
+    def _explained(self, error: ConnectError) -> ConnectError:
+        """What to do about it, where that is known."""
+        cause = error.__cause__
+        if not self._is_reached and isinstance(cause, Exception):
+            text = f"cannot connect to a broker at {self.address} ({_reason(cause)}); start one with: flintmq up"
+            return ConnectError(text)
+        # No answer, no frames, no JSON: an HTTP port, for example.
+        if isinstance(cause, TimeoutError | ProtocolError):
+            return ConnectError(f"what listens at {self.address} does not answer like an NSQ broker ({cause})")
+        if "no auth_secret" in str(error):
+            return ConnectError(f"{self.address} asks for AUTH: give --auth-secret")
+        return error
 
-    async def frames(self) -> list[tuple[int, bytes]]:
-        """Everything that has arrived, at least one frame. Heartbeats are answered and left out."""
-        while not self._frames:
-            data = await self._reader.read(256 * 1024)
-            if not data:
-                raise ConnectionError(f"{self.address} closed the connection")
-            for kind, payload in self._decoder.feed(data):
-                if kind == wire.FRAME_RESPONSE and payload == wire.HEARTBEAT:
-                    self.send(wire.encode_command(b"NOP"))
-                else:
-                    self._frames.append((kind, payload))
-        frames = list(self._frames)
-        self._frames.clear()
-        return frames
+    @property
+    def most_ready(self) -> int:
+        """The highest RDY that the broker takes."""
+        return self._connection.max_ready
+
+    def send(self, command: bytes) -> None:
+        self._connection.write(command)
+
+    def set_ready(self, count: int) -> None:
+        """It goes out before the answers of this turn, so that they make no room for messages that are not wanted."""
+        self._connection.set_ready(count)
+
+    def say_goodbye(self) -> None:
+        """CLS. The broker answers CLOSE_WAIT after the last message it had sent."""
+        self._connection.say_goodbye()
+
+    async def news(self) -> list[Message | bytes | ProtocolError]:
+        """Everything that has arrived: messages, answers and refusals, at least one of them."""
+        while not self._came:
+            if self._end is not None:
+                raise self._end
+            self._something_came.clear()
+            await self._something_came.wait()
+        came = list(self._came)
+        self._came.clear()
+        return came
 
     async def response(self) -> bytes:
         """The next answer. Raises ProtocolError where the broker refused."""
-        if not self._frames:
-            self._frames.extend(await self.frames())
-        kind, payload = self._frames.popleft()
-        if kind == wire.FRAME_RESPONSE:
-            return payload
-        if kind == wire.FRAME_ERROR:
-            raise refusal(payload)
-        raise ConnectionError(f"{self.address} sent a message where an answer was due")
+        if not self._came:
+            self._came.extend(await self.news())
+        came = self._came.popleft()
+        if isinstance(came, ProtocolError):
+            raise came
+        if isinstance(came, Message):
+            raise ConnectError(f"{self.address} sent a message where an answer was due")
+        return came
 
     async def close(self) -> None:
-        """Close without losing what was sent: closing a socket with unread input would cut off our last commands."""
-        with contextlib.suppress(OSError, TimeoutError):
-            async with asyncio.timeout(_PATIENCE_SECONDS):
-                await self._writer.drain()
-                if self._writer.can_write_eof():
-                    self._writer.write_eof()
-                while await self._reader.read(256 * 1024):
-                    pass
-        self._writer.close()
-        with contextlib.suppress(OSError):
-            await self._writer.wait_closed()
+        """What was sent still arrives."""
+        await self._connection.close()
 
+    # --- What the connection tells -----------------------------------------------------------------------------------
 
-async def _connect(address: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
-    """To `host:port`, or to a unix socket where the address is a path."""
-    host, colon, port = address.rpartition(":")
-    if "/" in address or not colon:
-        return await asyncio.open_unix_connection(address)
-    if not port.isdecimal():
-        raise ValueError(f'"{port}" is not a port')
-    return await asyncio.open_connection(host.strip("[]") or "127.0.0.1", int(port))
+    def _keep(self, *news: Message | bytes | ProtocolError) -> None:
+        self._came.extend(news)
+        self._something_came.set()
+
+    def messages_came(self, connection: Connection, messages: list[Message]) -> None:
+        self._keep(*messages)
+
+    def response_came(self, connection: Connection, payload: bytes) -> None:
+        self._keep(payload)
+
+    def error_came(self, connection: Connection, error: ProtocolError) -> None:
+        self._keep(error)
+
+    def connection_lost(self, connection: Connection, reason: Exception) -> None:
+        self._end = reason if isinstance(reason, FlintError) else ClosedError(str(reason))
+        self._something_came.set()
+
+    def heartbeat_came(self, connection: Connection) -> None: ...
+
+    def finished(self, connection: Connection, message: Message) -> None: ...
+
+    def requeued(self, connection: Connection, message: Message, backoff: bool) -> None: ...
+
+    def requeue_delay(self, message: Message) -> float:
+        return 0.0
 
 
 def _reason(exc: Exception) -> str:
@@ -159,12 +209,6 @@ def _reason(exc: Exception) -> str:
     number = exc.errno if isinstance(exc, OSError) else None
     # Failed look-ups of names have numbers of their own, which are negative.
     return os.strerror(number) if number is not None and number > 0 else str(exc)
-
-
-def refusal(payload: bytes) -> ProtocolError:
-    """The error of an error frame: `E_BAD_TOPIC …`."""
-    code, _, text = payload.decode(errors="replace").partition(" ")
-    return ProtocolError(code, text)
 
 
 def run(tool: str, main: Callable[[], Coroutine[Any, Any, int]]) -> int:
@@ -195,10 +239,7 @@ def node_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--token", metavar="TOKEN", help="for a broker that asks for one; others can see it in ps")
     group.add_argument("--token-file", metavar="FILE", help="read the token from this file")
-    group.add_argument("--tls-root-ca-file", metavar="FILE", help="the authority that signed the broker's certificate")
-    group.add_argument("--tls-cert", metavar="FILE", help="our own certificate, for a broker that asks for one")
-    group.add_argument("--tls-key", metavar="FILE", help="the key of --tls-cert")
-    group.add_argument("--tls-insecure", action="store_true", help="believe any certificate")
+    _tls_flags(group)
 
 
 def split_source(parser: argparse.ArgumentParser, source: str, *, channel: bool | None = True) -> tuple[str, str]:
@@ -238,7 +279,7 @@ def run_on_node(
         from flintmq.client.node import NodeClient
 
         address = arguments.nsqd_http_address
-        async with NodeClient(address, token=_token(arguments), tls=_tls(arguments)) as node:
+        async with NodeClient(address, token=_token(arguments), tls=_tls(arguments) or True) as node:
             try:
                 status = await work(node)
                 sys.stdout.flush()
@@ -293,9 +334,10 @@ def _token(arguments: argparse.Namespace) -> str | None:
     return words[0]
 
 
-def _tls(arguments: argparse.Namespace) -> bool | ssl.SSLContext:
-    if not (arguments.tls_root_ca_file or arguments.tls_cert or arguments.tls_key):
-        return not arguments.tls_insecure
+def _tls(arguments: argparse.Namespace) -> ssl.SSLContext | None:
+    """What the flags say about TLS; None if nothing."""
+    if not (arguments.tls_root_ca_file or arguments.tls_cert or arguments.tls_key or arguments.tls_insecure):
+        return None
     import ssl
 
     try:

@@ -21,14 +21,15 @@ import msgspec
 from flintmq import wire
 from flintmq.errors import ProtocolError
 from flintmq.options import MILLISECOND, parse_duration
-from flintmq.tools import DEFAULT_NSQD, Link, run
+from flintmq.tools import Link, link_flags, run
 
 __all__ = ["main"]
 
 # Well within the broker's default limits (5 MiB a command), and small enough to be confirmed often.
 _BATCH_BYTES = 512 * 1024
 _BATCH_MESSAGES = 500
-_COMMANDS_UNDER_WAY = 8
+_MESSAGES_UNDER_WAY = 8 * _BATCH_MESSAGES
+_BYTES_UNDER_WAY = 8 * _BATCH_BYTES
 _CHUNK_BYTES = 256 * 1024
 
 
@@ -55,12 +56,12 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("topic", metavar="TOPIC")
     parser.add_argument("message", metavar="MESSAGE", nargs="*", type=os.fsencode)
     parser.add_argument("--file", metavar="FILE", help="publish each line of this file; empty lines are left out")
-    parser.add_argument("--nsqd", metavar="ADDRESS", default=DEFAULT_NSQD, help="the broker (default %(default)s)")
     parser.add_argument(
         "--defer", metavar="DURATION", type=_milliseconds, default=0, help="deliver only after this time, such as 10s"
     )
     parser.add_argument("--rate", metavar="N", type=_rate, default=0.0, help="publish at most N messages a second")
     parser.add_argument("--json", action="store_true", help="print the summary as JSON")
+    link_flags(parser)
     return parser
 
 
@@ -90,8 +91,7 @@ async def _publish(publisher: _Publisher, arguments: argparse.Namespace) -> int:
             descriptor = sys.stdin.fileno()
             if not arguments.message and os.isatty(descriptor):
                 sys.stderr.write("reading messages from the terminal, one per line; end with ctrl-D\n")
-        # No heartbeats: while we wait for input nobody would read them.
-        publisher.link = link = await Link.open(arguments.nsqd, heartbeat_interval=-1)
+        publisher.link = link = await Link.open(arguments)
         try:
             if arguments.message:
                 await publisher.send_all(arguments.message)
@@ -167,10 +167,8 @@ class _Publisher:
         self._sent = 0
         # Messages and bytes of each command whose answer is still to come.
         self._under_way: deque[tuple[int, int]] = deque()
-
-    @property
-    def unconfirmed(self) -> int:
-        return sum(messages for messages, _ in self._under_way)
+        self.unconfirmed = 0
+        self._unconfirmed_bytes = 0
 
     async def send_all(self, bodies: Iterable[bytes]) -> None:
         for batch in _batches(bodies, self._batch_messages):
@@ -187,28 +185,34 @@ class _Publisher:
             # NSQ has no deferred MPUB.
             for body in batch:
                 self.link.send(wire.encode_command(b"DPUB", self._topic, self._defer, body=body))
-                self._under_way.append((1, len(body)))
-            commands_under_way = _COMMANDS_UNDER_WAY * _BATCH_MESSAGES
+                self._note(1, len(body))
         else:
             self.link.send(wire.encode_mpub(self._topic, batch))
-            self._under_way.append((len(batch), sum(map(len, batch))))
-            commands_under_way = _COMMANDS_UNDER_WAY
+            self._note(len(batch), sum(map(len, batch)))
         self._sent += len(batch)
-        await self.link.drain()
-        await self.settle(commands_under_way)
+        await self.settle(_MESSAGES_UNDER_WAY, _BYTES_UNDER_WAY)
 
-    async def settle(self, leave: int = 0) -> None:
-        """Wait until at most `leave` commands are unanswered."""
+    def _note(self, messages: int, size: int) -> None:
+        self._under_way.append((messages, size))
+        self.unconfirmed += messages
+        self._unconfirmed_bytes += size
+
+    async def settle(self, messages: int = 0, size: int = 0) -> None:
+        """Wait until at most so many messages, and so many bytes, are unanswered."""
         assert self.link is not None
-        while len(self._under_way) > leave:
+        while self.unconfirmed > messages or self._unconfirmed_bytes > size:
+            refusal: ProtocolError | None = None
             try:
                 await self.link.response()
-            except ProtocolError:
-                self._under_way.popleft()  # refused, so nothing is unknown about it
-                raise
-            messages, size = self._under_way.popleft()
-            self.messages += messages
-            self.bytes += size
+            except ProtocolError as exc:
+                refusal = exc
+            count, length = self._under_way.popleft()
+            self.unconfirmed -= count
+            self._unconfirmed_bytes -= length
+            if refusal is not None:
+                raise refusal  # and nothing is unknown about it
+            self.messages += count
+            self.bytes += length
 
 
 def _batches(bodies: Iterable[bytes], most: int) -> Iterator[list[bytes]]:

@@ -18,16 +18,15 @@ from typing import Any
 import msgspec
 
 from flintmq import wire
+from flintmq.client import Message
+from flintmq.errors import ConnectError, ProtocolError
 from flintmq.options import SECOND, parse_duration
-from flintmq.tools import DEFAULT_NSQD, Link, body_fields, refusal, run
+from flintmq.tools import Link, body_fields, link_flags, run
 
 __all__ = ["main"]
 
 # How long the broker may take to answer CLS.
 _GOODBYE_SECONDS = 5.0
-
-# Refusals of a single command: the message will come again, the connection goes on.
-_HARMLESS = frozenset({"E_FIN_FAILED", "E_REQ_FAILED", "E_TOUCH_FAILED"})
 
 
 def main(argv: Sequence[str]) -> int:
@@ -44,7 +43,6 @@ def _parser() -> argparse.ArgumentParser:
         prog="flintmq sub", description="Print the messages of a channel, one per line, and finish them."
     )
     parser.add_argument("source", metavar="TOPIC/CHANNEL", help="both are made where they do not exist")
-    parser.add_argument("--nsqd", metavar="ADDRESS", default=DEFAULT_NSQD, help="the broker (default %(default)s)")
     parser.add_argument("-n", metavar="COUNT", dest="count", type=_positive, help="end after COUNT messages")
     parser.add_argument(
         "--max-in-flight", metavar="N", type=_positive, default=200, help="messages under way (default %(default)s)"
@@ -56,6 +54,7 @@ def _parser() -> argparse.ArgumentParser:
         type=_seconds,
         help="end when no message came for this time, such as 5s; with -n it is an error to end so",
     )
+    link_flags(parser)
     return parser
 
 
@@ -74,10 +73,8 @@ def _seconds(text: str) -> float:
 
 
 async def _subscribe(topic: str, channel: str, arguments: argparse.Namespace) -> int:
-    link = await Link.open(arguments.nsqd)
+    link = await Link.open(arguments, subscribe=(topic, channel))
     try:
-        link.send(wire.encode_command(b"SUB", topic.encode(), channel.encode()))
-        await link.response()
         printer = _Printer(link, arguments)
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
@@ -101,7 +98,7 @@ class _Printer:
         self._count: int | None = arguments.count
         self._as_json: bool = arguments.json
         self._timeout: float | None = arguments.timeout
-        self._ready = min(arguments.max_in_flight, link.features.get("max_rdy_count", 2500))
+        self._ready = min(arguments.max_in_flight, link.most_ready)
         if self._count:
             self._ready = min(self._ready, self._count)
         self._stopping = False
@@ -110,20 +107,20 @@ class _Printer:
         self._limit: asyncio.Timeout | None = None
 
     def stop(self) -> None:
-        """Ask the broker for no more. It answers CLOSE_WAIT after the last message it had sent."""
+        """Ask the broker for no more."""
         if self._stopping:
             return
         self._stopping = True
-        self._link.send(wire.encode_command(b"CLS"))
+        self._link.say_goodbye()
         self._set_limit(_GOODBYE_SECONDS)
 
     async def run(self) -> None:
-        self._link.send(wire.encode_command(b"RDY", b"%d" % self._ready))
+        self._link.set_ready(self._ready)
         try:
             await self._receive(self._timeout)
         except TimeoutError:
             if self._stopping:
-                raise ConnectionError(f"{self._link.address} does not answer") from None
+                raise ConnectError(f"{self._link.address} does not answer") from None
             self.timed_out = True
             self.stop()
             await self._receive(_GOODBYE_SECONDS)
@@ -132,8 +129,7 @@ class _Printer:
         try:
             async with asyncio.timeout(seconds) as self._limit:
                 while not self._closed:
-                    self._take(await self._link.frames())
-                    await self._link.drain()
+                    self._take(await self._link.news())
         finally:
             self._limit = None
 
@@ -141,50 +137,51 @@ class _Printer:
         if self._limit is not None and not self._limit.expired():
             self._limit.reschedule(asyncio.get_running_loop().time() + seconds)
 
-    def _take(self, frames: list[tuple[int, bytes]]) -> None:
-        lines: list[bytes] = []
-        ids: list[bytes] = []
-        for kind, payload in frames:
-            if kind == wire.FRAME_MESSAGE:
-                message = wire.decode_message(payload)
-                lines.append(_json_line(message) if self._as_json else message.body + b"\n")
-                ids.append(message.id)
-            elif kind == wire.FRAME_ERROR:
-                error = refusal(payload)
-                if error.code not in _HARMLESS:
-                    raise error
-                sys.stderr.write(f"flintmq sub: {error}\n")
-            elif payload == b"CLOSE_WAIT":
+    def _take(self, news: list[Message | bytes | ProtocolError]) -> None:
+        messages: list[Message] = []
+        for each in news:
+            if isinstance(each, Message):
+                messages.append(each)
+            elif isinstance(each, ProtocolError):
+                if each.fatal:
+                    raise each
+                # Of a single command: the message will come again, the connection goes on.
+                sys.stderr.write(f"flintmq sub: {each}\n")
+            elif each == b"CLOSE_WAIT":
                 self._closed = True
-        if not ids:
+        if not messages:
             return
-        self._reader_is_gone = self._reader_is_gone or not _write(b"".join(lines))
+        line = _json_line if self._as_json else _line
+        self._reader_is_gone = self._reader_is_gone or not _write(b"".join(map(line, messages)))
         if self._reader_is_gone:
             # Given back, or the broker would wait for their timeout. After CLS, or it would send them here again.
             self.stop()
-            self._link.send(b"".join(wire.encode_command(b"REQ", id, b"0") for id in ids))
+            for message in messages:
+                message.requeue(0)
             return
-        self.printed += len(ids)
+        self.printed += len(messages)
         if self._timeout is not None and not self._stopping:
             self._set_limit(self._timeout)
-        self._finish(ids)
+        self._finish(messages)
 
-    def _finish(self, ids: list[bytes]) -> None:
-        commands = []
+    def _finish(self, messages: list[Message]) -> None:
         if self._count:
-            # RDY before the FINs, and never above what is still wanted: otherwise each FIN makes room for a message
-            # that we would have to give back.
+            # Never above what is still wanted: otherwise each FIN makes room for a message that we would give back.
             wanted = max(0, self._count - self.printed)
             if wanted < self._ready:
                 self._ready = wanted
-                commands.append(wire.encode_command(b"RDY", b"%d" % wanted))
-        commands.extend(wire.encode_command(b"FIN", id) for id in ids)
-        self._link.send(b"".join(commands))
+                self._link.set_ready(wanted)
+        for message in messages:
+            message.finish()
         if self._count and self.printed >= self._count:
             self.stop()
 
 
-def _json_line(message: wire.Message) -> bytes:
+def _line(message: Message) -> bytes:
+    return message.body + b"\n"
+
+
+def _json_line(message: Message) -> bytes:
     line: dict[str, Any] = {
         "id": message.id.decode(),
         "timestamp": message.timestamp,

@@ -1,0 +1,175 @@
+"""`flintmq pub` and `flintmq sub` over every kind of connection: encrypted, authorized, compressed. Real processes."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flintmq.testing import NsqBroker
+from secure import PATIENT, AuthServer, Certificates, Question, grants
+
+# A guard against hanging, nowhere a measure.
+PATIENCE = 100
+
+
+def run(*argv: str) -> tuple[int, str, str]:
+    """Exit status, output, errors."""
+    done = subprocess.run(
+        [sys.executable, "-m", "flintmq", *argv], capture_output=True, timeout=PATIENCE, stdin=subprocess.DEVNULL
+    )
+    return done.returncode, done.stdout.decode(), done.stderr.decode()
+
+
+def converse(broker: NsqBroker, *flags: str) -> None:
+    """Both directions; the second message is large and cannot be compressed."""
+    large = os.urandom(150_000).hex()
+    assert run("pub", "t", "small", "--nsqd", broker.address, *flags)[::2] == (0, "")
+    file = broker.data_path / "lines"
+    file.write_text(f"{large}\n")
+    assert run("pub", "t", "--file", str(file), "--nsqd", broker.address, *flags)[::2] == (0, "")
+    status, printed, errors = run("sub", "t/c", "-n", "2", "--nsqd", broker.address, *flags)
+    assert (status, errors) == (0, "")
+    assert sorted(printed.splitlines()) == sorted(["small", large])
+    broker.wait_until_empty("t", "c")
+
+
+def refused(broker: NsqBroker, *flags: str) -> str:
+    """What is said to somebody who is not let in: one line, and the same by both."""
+    lines = []
+    for tool, what in (("pub", ["t", "x"]), ("sub", ["t/c", "-n", "1", "--timeout", "60s"])):
+        status, printed, errors = run(tool, *what, "--nsqd", broker.address, *flags)
+        assert (status, printed) == (1, "")
+        [line] = errors.splitlines()
+        assert line.startswith(f"flintmq {tool}: ")
+        lines.append(line.partition(": ")[2])
+    assert len(set(lines)) == 1
+    return lines[0]
+
+
+@pytest.fixture
+def certificates(tmp_path: Path) -> Certificates:
+    return Certificates(tmp_path)
+
+
+def test_encrypted(certificates: Certificates, tmp_path: Path) -> None:
+    with NsqBroker(**certificates.options, tls_required="tcp-https") as broker:
+        converse(broker, "--tls", "--tls-root-ca-file", certificates.ca)
+        converse(broker, "--tls-root-ca-file", certificates.ca)  # who names an authority wants TLS
+        converse(broker, "--tls-root-ca-file", certificates.ca, "--snappy")
+        # The system's authorities do not know this one.
+        assert "certificate" in refused(broker, "--tls")
+        converse(broker, "--tls-insecure")
+        (tmp_path / "nonsense").write_text("nonsense")
+        for flag in ("--tls-root-ca-file", "--tls-cert", "--tls-key"):
+            for file in ("missing.pem", str(tmp_path / "nonsense")):
+                assert refused(broker, flag, file).startswith("cannot use the files of --tls-root-ca-file, ")
+        # In clear.
+        status, _, errors = run("pub", "t", "x", "--nsqd", broker.address)
+        assert status == 1
+        assert "TLS required" in errors
+
+
+def test_a_certificate_of_ones_own(certificates: Certificates, tmp_path: Path) -> None:
+    issued = certificates.authority.issue_cert("client.example")
+    issued.private_key_pem.write_to_path(tmp_path / "client-key.pem")
+    issued.cert_chain_pems[0].write_to_path(tmp_path / "client.pem")
+    issued.private_key_and_cert_chain_pem.write_to_path(tmp_path / "both.pem")
+    trust = ("--tls-root-ca-file", certificates.ca)
+    with NsqBroker(
+        **certificates.options, tls_client_auth_policy="require-verify", tls_root_ca_file=certificates.ca
+    ) as broker:
+        converse(
+            broker, *trust, "--tls-cert", str(tmp_path / "client.pem"), "--tls-key", str(tmp_path / "client-key.pem")
+        )
+        converse(broker, *trust, "--tls-cert", str(tmp_path / "both.pem"))
+        refused(broker, *trust)
+        # Not the key of this certificate, and none at all.
+        refused(broker, *trust, "--tls-cert", str(tmp_path / "client.pem"), "--tls-key", certificates.key)
+        refused(broker, *trust, "--tls-cert", str(tmp_path / "client.pem"))
+
+
+async def test_a_broker_without_tls_is_not_spoken_to_in_clear(nsq_broker: NsqBroker) -> None:
+    line = await asyncio.to_thread(refused, nsq_broker, "--tls")
+    assert line == f"{nsq_broker.address}: the broker does not offer TLS"
+
+
+async def test_authorized() -> None:
+    def decide(question: Question) -> Any:
+        if "secret=open+sesame" in question.target or "secret=open%20sesame" in question.target:
+            return grants("^t$")
+        return 403, b"{}"
+
+    async with AuthServer.start() as server:
+        server.answer = decide
+        with NsqBroker(auth_http_addresses=(server.address,), **PATIENT) as broker:
+            await asyncio.to_thread(converse, broker, "--auth-secret", "open sesame")
+            await asyncio.to_thread(converse, broker, "--auth-secret=open sesame", "--deflate")
+            line = await asyncio.to_thread(refused, broker)
+            assert line == f"{broker.address} asks for AUTH: give --auth-secret"
+            line = await asyncio.to_thread(refused, broker, "--auth-secret", "wrong")
+            assert "E_AUTH_FAILED" in line or "E_UNAUTHORIZED" in line
+            # Let in, but not to this topic.
+            nothing = ("--nsqd", broker.address, "--auth-secret=open sesame")
+            for argv in (("pub", "other", "x"), ("sub", "other/c", "-n", "1")):
+                status, _, errors = await asyncio.to_thread(run, *argv, *nothing)
+                assert status == 1
+                assert "E_UNAUTHORIZED" in errors
+
+
+@pytest.mark.parametrize("compression", ["--deflate", "--snappy"])
+def test_compressed(nsq_broker: NsqBroker, compression: str) -> None:
+    converse(nsq_broker, compression)
+
+
+def test_compression_that_is_not_granted_is_done_without() -> None:
+    with NsqBroker(snappy=False, deflate=False) as broker:
+        converse(broker, "--snappy")
+
+
+def test_two_compressions_are_a_usage_error() -> None:
+    status, _, errors = run("pub", "t", "x", "--deflate", "--snappy")
+    assert status == 2
+    assert "not allowed with" in errors
+
+
+def test_deferred_messages_are_bounded_by_their_bytes_too(nsq_broker: NsqBroker, tmp_path: Path) -> None:
+    lines = [f"{number} " + "x" * 100_000 for number in range(100)]
+    (tmp_path / "lines").write_text("\n".join(lines))
+    argv = ("pub", "t", "--file", str(tmp_path / "lines"), "--defer", "1h", "--nsqd", nsq_broker.address)
+    assert run(*argv)[::2] == (0, "")
+    nsq_broker.clock.advance(3600)
+    found = nsq_broker.take("t", 100)
+    assert sorted(found) == sorted(line.encode() for line in lines)
+
+
+def test_a_broker_that_is_lost_ends_sub_with_the_reason(nsq_broker: NsqBroker) -> None:
+    with subprocess.Popen(
+        [sys.executable, "-m", "flintmq", "sub", "t/c", "--nsqd", nsq_broker.address],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as subscriber:
+        try:
+            nsq_broker.publish("t", b"x")
+            assert subscriber.stdout is not None
+            assert subscriber.stdout.readline() == b"x\n"
+            nsq_broker.crash()
+            _, errors = subscriber.communicate(timeout=PATIENCE)
+        finally:
+            subscriber.kill()
+    assert subscriber.returncode == 1
+    assert errors.decode().startswith(f"flintmq sub: {nsq_broker.address}: ")
+
+
+@pytest.mark.parametrize("tool", ["pub", "sub"])
+def test_a_tool_loads_only_what_it_needs(tool: str) -> None:
+    program = f"import flintmq.tools.{tool}, sys; print(*sys.modules)"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=PATIENCE)
+    loaded = set(done.stdout.split())
+    assert f"flintmq.tools.{tool}" in loaded
+    assert not loaded & {"aiohttp", "prometheus_client", "rich", "flintmq.broker", "flintmq.compression"}
