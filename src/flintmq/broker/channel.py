@@ -883,9 +883,9 @@ class Channel:
         self.catch_up(self.topic.pumped)
         self.broker.journal.note("empty", self.id, self.seen, self.topic.side_end)
         self.side.clear()
+        self._drop_all()
         if self.redrive is not None:
             self.redrive.emptied()
-        self._drop_all()
         self.broker.journal.flush()
         self.broker.soon(self)
 
@@ -911,7 +911,7 @@ class Channel:
 
         What is in flight is taken from its consumers, as by ``empty``, and that is what this is if ``start`` lies
         behind all that the topic has handed on. Otherwise messages for this channel alone stay, and if it goes back
-        to the very beginning also older ones, of which only a copy is left.
+        to the very beginning also older ones, of which only a copy is left. Those of them that are leaving go on.
         """
         self.catch_up(self.topic.pumped)
         if start >= self.seen:
@@ -919,14 +919,17 @@ class Channel:
             return
         self.topic.mover.look_back()
         earliest = start <= self.topic.log.first
-        kept = [single for single in self._put_back_state() if single[0] >= SIDE or earliest]
         below = self.topic.mover.below if earliest else 0
+        kept = [single for single in self._put_back_state() if single[0] >= SIDE or earliest]
         leaving = {seq: attempts for seq, attempts in self.leaving.items() if seq < below or seq >= SIDE}
         copies = array("q", sorted(seq for seq in chain((seq for seq, _, _ in kept), leaving) if seq < SIDE))
         self.broker.journal.note("seek", self.id, start, pack_numbers(copies))
         self._drop_all()
-        self.leaving.update(leaving)
         self._wait_for(start, self.seen)
+        self.leaving = leaving
+        for seq, attempts in leaving.items():
+            self._back.extend((seq, attempts, 0, 0))
+            self._note()
         self.ring.reset(self.waiting.first if self.waiting else self.seen)
         for seq, attempts, due in kept:
             if attempts < 0:

@@ -980,9 +980,9 @@ class Broker:
             yield ("durable", topic.incarnation, topic.log.durable)
             yield ("pause", topic.incarnation, topic.paused)
             yield ("frozen", topic.incarnation, topic.pumped if topic.frozen else None)
+            yield from topic.readers.notes()
             if topic.side is not None:
                 yield ("side", topic.incarnation, topic.side.durable)
-            yield from topic.readers.notes()
             for channel in list(topic.channels.values()):
                 if channel.ephemeral or channel.exiting:
                     continue

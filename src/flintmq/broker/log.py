@@ -1376,22 +1376,14 @@ class Log:
         found = self._store.cold(segment, chunk)
         if found is not None and found.base <= seq < found.base + found.count:
             return found
-        if self.closed or self._disk.closing:
-            raise StorageError("the broker is stopping")
-        fd = self._store.file(segment)
-        last = chunk + 1 == len(segment.index_offsets)
-        start, first = segment.index_offsets[chunk], segment.index_seqs[chunk]
-        stop = segment.size if last else segment.index_offsets[chunk + 1]
-        after = segment.end if last else segment.index_seqs[chunk + 1]
-        segment.pins += 1
+        offset, size, first, after = self.extent(segment, chunk)
+        fd = self.pin(segment)
 
         def work() -> Block | None:
-            return decode_chunk(self._disk.read(fd, stop - start, start), segment.salt, first, after, seq)[0]
+            return decode_chunk(self._disk.read(fd, size, offset), segment.salt, first, after, seq)[0]
 
         def done(block: Block | None, error: BaseException | None) -> None:
-            segment.pins -= 1
-            if not segment.pins and (self.closed or segment not in self.segments):
-                self._store.close_file(segment)
+            self.unpin(segment)
             if error is None and (block is None or not block.base <= seq < block.base + block.count):
                 error = DamageError(f"LOG({self.name}): seq {seq} is damaged in {segment.path}", seq, seq + 1)
             then(block, error)
@@ -1719,29 +1711,6 @@ class Log:
             for entry in self._entries(segment, self._store.file(segment)):
                 yield entry.seq, entry.count, entry.extra
 
-    def delays(self, first: int, stop: int) -> Iterator[tuple[int, int]]:
-        """(seq, when due by the wall clock) of each deferred message from ``first`` up to ``stop``."""
-        for segment in self.segments:
-            d = segment.deferrals
-            if not d or segment.end <= first or segment.base >= stop:
-                continue
-            records = range(len(d) // 5)
-            for i in records[max(0, bisect_right(records, first, key=lambda i: d[5 * i]) - 1) :]:
-                begin, count, _, delay, timestamp = d[5 * i : 5 * i + 5]
-                if begin >= stop:
-                    break
-                for seq in range(max(first, begin), min(stop, begin + count)):
-                    yield seq, timestamp + delay
-        # And of those that are in no file yet.
-        start = max(0, bisect_right(self._pending, first, key=lambda record: record.seq) - 1)
-        for record in islice(self._pending, start, None):
-            if record.seq >= stop:
-                break
-            if record.flags & DEFERRED:
-                due = timestamp_of(record.block.view, record.start) + record.delay * 1_000_000
-                for seq in range(max(first, record.seq), min(stop, record.seq + record.count)):
-                    yield seq, due
-
     def _entries(self, segment: Segment, fd: int) -> Iterator[Entry]:
         """Every record of a segment."""
         for chunk, start in enumerate(segment.index_offsets):
@@ -1778,6 +1747,29 @@ class Log:
         keys.cut(segment.end)
         return keys
 
+    def delays(self, first: int, stop: int) -> Iterator[tuple[int, int]]:
+        """(seq, when due by the wall clock) of each deferred message from ``first`` up to ``stop``."""
+        for segment in self.segments:
+            d = segment.deferrals
+            if not d or segment.end <= first or segment.base >= stop:
+                continue
+            records = range(len(d) // 5)
+            for i in records[max(0, bisect_right(records, first, key=lambda i: d[5 * i]) - 1) :]:
+                begin, count, _, delay, timestamp = d[5 * i : 5 * i + 5]
+                if begin >= stop:
+                    break
+                for seq in range(max(first, begin), min(stop, begin + count)):
+                    yield seq, timestamp + delay
+        # And of those that are in no file yet.
+        start = max(0, bisect_right(self._pending, first, key=lambda record: record.seq) - 1)
+        for record in islice(self._pending, start, None):
+            if record.seq >= stop:
+                break
+            if record.flags & DEFERRED:
+                due = timestamp_of(record.block.view, record.start) + record.delay * 1_000_000
+                for seq in range(max(first, record.seq), min(stop, record.seq + record.count)):
+                    yield seq, due
+
     def deferrals(self, pumped: int = 0) -> Iterator[tuple[int, int]]:
         """(seq, when due) of deferred messages in the files, on this boot's clock.
 
@@ -1797,12 +1789,6 @@ class Log:
                     yield seq, due
 
 
-def _extra_of(extras: Sequence[tuple[int, int, bytes]], seq: int) -> bytes:
-    """What is said of ``seq`` in an ascending list of (first, stop, bytes)."""
-    i = bisect_right(extras, seq, key=lambda row: row[0]) - 1
-    return extras[i][2] if i >= 0 and seq < extras[i][1] else b""
-
-
 def _note_rest(segment: Segment, entry: Entry) -> None:
     """Of a record that was found, what a segment's footer says beyond where it stands."""
     if len(segment.index_times) < len(segment.index_seqs):
@@ -1812,3 +1798,9 @@ def _note_rest(segment: Segment, entry: Entry) -> None:
     if entry.extra:
         segment.extras = True
         segment.note_key(entry.extra, entry.flags, entry.seq, entry.timestamp)
+
+
+def _extra_of(extras: Sequence[tuple[int, int, bytes]], seq: int) -> bytes:
+    """What is said of ``seq`` in an ascending list of (first, stop, bytes)."""
+    i = bisect_right(extras, seq, key=lambda row: row[0]) - 1
+    return extras[i][2] if i >= 0 and seq < extras[i][1] else b""

@@ -13,9 +13,9 @@ All numbers are big-endian. ``mark`` and both checksums (CRC-32C) are salted wit
 nothing inside a message body can pass for a record. ``started`` is the clock's now() of a deferred publish. A record
 is at most about 64 KiB of frames; a batch that needs more is a group: all its records but the last carry MORE, all
 but the first CONTINUES, and recovery drops a group that is not whole. Extra bytes in a topic's main log are a
-MessagePack map: ``key`` is the digest of an idempotency key, ``dead`` what a dead letter was. A footer holds the sparse
-index with its times, the spans of seqs, the deferrals, the keys and what was lost, so that a start reads only the files
-that have none.
+MessagePack map: ``key`` is the digest of an idempotency key, ``dead`` what a dead letter was before it died. A footer
+holds the sparse index with its times, the spans of seqs, the deferrals, the keys and what was lost, so that a start
+reads only the files that have none.
 
 Version 1. A later version must read every earlier one, and a file of a later version is refused, never guessed at.
 """
@@ -23,6 +23,7 @@ Version 1. A later version must read every earlier one, and a file of a later ve
 from __future__ import annotations
 
 import os
+import sys
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterator
@@ -426,11 +427,11 @@ def read_footer(disk: Disk, fd: int, size: int, segment: Segment) -> bool:
     segment.index_times = unpack_numbers(footer["times"])
     segment.spans = unpack_numbers(footer["spans"])
     segment.deferrals = unpack_numbers(footer["deferrals"])
-    # Without a word about them it is of a time when there were none.
-    segment.extras = footer.get("extras", False)
     lost = unpack_numbers(footer["lost"])
     segment.lost = list(zip(lost[::2], lost[1::2], strict=True))
     segment.key_count, segment.key_crc = footer.get("keys", (0, 0))
+    # Without a word about them it is of a time when there were none.
+    segment.extras = footer.get("extras", False)
     segment.sealed = True
     return True
 
@@ -524,9 +525,10 @@ class Salvage:
         missing = [*self.damage, (end, self._limit)]
         return [(first, min(stop, self._durable)) for first, stop in missing if first < min(stop, self._durable)]
 
-    def frames(self, entry: Entry) -> bytes:
+    def frames(self, entry: Entry, most: int = sys.maxsize) -> bytes:
+        """The entry's frames, or so many bytes of them."""
         skip = RECORD_HEADER + len(entry.extra)
-        return self._disk.read(self._fd, entry.size - skip, entry.offset + skip)
+        return self._disk.read(self._fd, min(entry.size - skip, most), entry.offset + skip)
 
     def record(self, entry: Entry, salt: int) -> tuple[bytes, bytes]:
         """The record again, for a file with another salt."""

@@ -138,8 +138,8 @@ def _document(
                     yield
             topics.append(_topic(one, channels))
             if extended:
-                topics[-1]["expired_count"] = one.expired_count
                 topics[-1]["readers"] = [one.readers.describe(name) for name in sorted(one.readers.positions)]
+                topics[-1]["expired_count"] = one.expired_count
         if include_clients:
             producers = []
             for session in list(broker.sessions.values()):

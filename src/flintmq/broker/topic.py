@@ -116,10 +116,10 @@ class Topic:
         #: Messages for one channel only, and copies of old ones; made when there are any.
         self.side: Log | None = None
         self.mover = Mover(self)
-        self.expiry = Expiry(self)
         #: What stays in files for others than channels.
         self.readers = Readers(self)
         self.retention = Retention(self)
+        self.expiry = Expiry(self)
         self.channels: dict[str, Channel] = {}
         #: The idempotency keys it knows; None until there is one.
         self.keys: Keys | None = None
@@ -267,7 +267,7 @@ class Topic:
                 fitting = Scan(pos)
                 fitting.run(data, stop, room, stop)
                 stop, count = fitting.pos, room
-        self.log.append(data, pos, stop, count, self.broker.clock.wall(), delay=delay, more=more, extra=extra)
+        self.log.append(data, pos, stop, count, self.broker.clock.wall(), delay=delay, extra=extra, more=more)
         if self.log.end > self._usable - RESERVE // 2:
             self._reserve()
         self.broker.turn(self)

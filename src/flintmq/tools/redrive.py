@@ -73,12 +73,12 @@ async def _redrive(node: NodeClient, topic: str, channel: str, arguments: argpar
         print_json(msgspec.structs.asdict(result))
         return status
     amount = f"{result.moved:,} of {result.planned:,} dead letters"
-    if not result.dead_letter_topic:
-        print_line(f"nothing was ever sent back to {topic}/{channel}")
-    elif result.running:
+    if result.running:
         print_line(f"{amount} are back in {topic}/{channel}; it goes on")
-    else:
+    elif result.planned or result.moved:
         print_line(f"{amount} went from {result.dead_letter_topic} back to {topic}/{channel}")
+    else:
+        print_line(f"no dead letters of {topic}/{channel} in {result.dead_letter_topic}")
     if result.error:
         sys.stderr.write(f"flintmq redrive: it ended early: {result.error}\n")
     return status
