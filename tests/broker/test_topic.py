@@ -263,6 +263,20 @@ async def test_emptying_a_backlog_with_a_gap_leaves_nothing(start_broker: StartB
 # --- Ephemeral topics -------------------------------------------------------------------------------------------------
 
 
+async def test_an_ephemeral_topic_keeps_nothing_of_what_went_through_it(broker: Broker) -> None:
+    producer, consumer = Client(broker), Client(broker)
+    await consumer.subscribe("t#ephemeral", "c", 10)
+    for _ in range(5):
+        await producer.publish_many("t#ephemeral", [b"x" * 1_000] * 10)
+        await until(lambda: len(consumer.messages) == 10)
+        consumer.finish(*consumer.messages)
+        consumer.take()
+        await quiet(broker)
+        broker._housekeeping()
+    log = broker.topics["t#ephemeral"].log
+    assert (log.blocks, list(log._pending)) == ([], [])
+
+
 async def test_an_ephemeral_topic_keeps_the_oldest_in_memory_and_drops_the_rest(
     start_broker: StartBroker, tmp_path: Path
 ) -> None:

@@ -13,9 +13,9 @@ All numbers are big-endian. ``mark`` and both checksums (CRC-32C) are salted wit
 nothing inside a message body can pass for a record. ``started`` is the clock's now() of a deferred publish. A record
 is at most about 64 KiB of frames; a batch that needs more is a group: all its records but the last carry MORE, all
 but the first CONTINUES, and recovery drops a group that is not whole. Extra bytes in a topic's main log are a
-MessagePack map: ``key`` is the digest of an idempotency key, ``dead`` what
-became of a message before it was a dead letter. A footer holds the sparse index with its times, the spans
-of seqs, the deferrals, the keys and what was lost, so that a start reads only the files that have none.
+MessagePack map: ``key`` is the digest of an idempotency key, ``dead`` what a dead letter was before it died. A footer
+holds the sparse index with its times, the spans of seqs, the deferrals, the keys and what was lost, so that a start
+reads only the files that have none.
 
 Version 1. A later version must read every earlier one, and a file of a later version is refused, never guessed at.
 """
