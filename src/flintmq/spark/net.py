@@ -353,7 +353,10 @@ class Cluster:
                 f"nsqd {broker.tcp} does not say where its HTTP side is, so its topics cannot be listed: name it by "
                 "nsq.nsqd.http.addresses, or name topics by subscribe"
             )
-        stats = self._web.ask("GET", broker.http, "/stats", format="json", include_clients="false")
+        try:
+            stats = self._web.ask("GET", broker.http, "/stats", format="json", include_clients="false")
+        except HttpError as exc:
+            raise ConnectError(f"{broker.http} does not list its topics: {exc}") from exc
         return [entry["topic_name"] for entry in stats.get("topics") or []]
 
     def _from_options(self) -> _Found:

@@ -33,6 +33,8 @@ _DISCOVERY_SECONDS = 10.0
 _DOWN_SECONDS = 3.0
 #: Spark asks every few milliseconds whether there is news: brokers are asked less often.
 _FRESH_SECONDS = 0.1
+#: A reader position that does not move for days is given up: an idle query says so often that it is still there.
+_ALIVE_SECONDS = 3600.0
 #: A small question is answered soon or never; one silent broker must not hold up the others.
 _QUESTION_SECONDS = 5.0
 _FETCH_BYTES = 16 << 20
@@ -92,6 +94,7 @@ class Planner:
         # Reader positions: where each was set to last; those nobody needs if no batch was ever planned.
         self._reader = options.reader_name
         self._positions: dict[Key, int] = {}
+        self._told: dict[Key, float] = {}
         self._made: set[Key] = set()
         self._planned = False
 
@@ -132,6 +135,7 @@ class Planner:
                 stop = min(stop, target.seq)
             try:
                 begin = self._begin(info, offset.marks.get(key))
+                self._stay_alive(info)
             except ConnectError as exc:
                 self._stands_still(info.node, exc)
                 continue
@@ -275,12 +279,15 @@ class Planner:
                 )
             self._brokers[broker.node] = broker
             self._down.pop(broker.node, None)
-            if self._options.topics:
-                self._topics[broker.node] = list(self._options.topics)
-            else:
-                self._topics[broker.node] = [
+            topics = list(self._options.topics)
+            try:
+                self._topics[broker.node] = topics or [
                     topic for topic in self._cluster.topics(broker) if self._options.wants(topic)
                 ]
+            except ConnectError as exc:
+                if strict:
+                    raise
+                self._stands_still(broker.node, exc)
 
     def _info(self, broker: Broker, topic: str) -> Info | None:
         try:
@@ -465,6 +472,11 @@ class Planner:
             if seq >= info.first:
                 self._post_position(info.key, info.address, seq)
 
+    def _stay_alive(self, info: Info) -> None:
+        at = self._positions.get(info.key)
+        if at is not None and time.monotonic() - self._told.get(info.key, 0.0) > _ALIVE_SECONDS:
+            self._post_position(info.key, info.address, max(at, info.first))
+
     def _post_position(self, key: Key, address: str, to: int | str) -> dict[str, Any]:
         try:
             said = self._web.ask("POST", address, "/log/position", topic=key[0], reader=self._reader, to=to)
@@ -473,6 +485,7 @@ class Planner:
                 raise OptionError(f"{address} refuses to keep a reader position: check nsq.http.token") from exc
             raise ConnectError(f"{address} answers {exc.reason} when a reader position is to be set") from exc
         self._positions[key] = int(said["offset"])
+        self._told[key] = time.monotonic()
         return said
 
     def _ask(self, info: Info, method: str, path: str, **query: object) -> dict[str, Any]:
