@@ -71,6 +71,25 @@ async def found(*answers: Answer, **options: Any) -> tuple[list[str], list[str]]
         return sorted(node.tcp_address for node in answer.value), list(answer.failures.values())
 
 
+async def test_an_answer_may_come_in_pieces() -> None:
+    whole = asyncio.Event()
+
+    async def answer(request: web.Request) -> web.StreamResponse:
+        response = web.StreamResponse()
+        await response.prepare(request)
+        await response.write(b'{"producers": [{"broadcast_address": "one", "tcp_port": 4150}')
+        # The client has read what there is before the rest comes.
+        await whole.wait()
+        await response.write(b', {"broadcast_address": "two", "tcp_port": 4150}]}')
+        return response
+
+    async with lookupd(answer) as address, Lookupds([address]) as lookupds:
+        asking = asyncio.create_task(lookupds.producers("t"))
+        await asyncio.wait([asking], timeout=0.2)
+        whole.set()
+        assert [node.broadcast_address for node in (await asking).value] == ["one", "two"]
+
+
 async def test_answers_are_joined() -> None:
     assert await found(knows("a", "b"), knows("b", "c")) == (["a:4150", "b:4150", "c:4150"], [])
 

@@ -8,6 +8,7 @@ import os
 import re
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -15,7 +16,9 @@ from typing import Any
 import pytest
 
 from client.daemons import Nsqd
-from flintmq import sync
+from flintmq import sync, wire
+from flintmq.client.node import PeekedMessage
+from flintmq.errors import HttpError
 
 Run = Any
 
@@ -280,6 +283,54 @@ def test_tokens_and_certificates(run: Run, guarded: tuple[Nsqd, Path]) -> None:
     assert (status, "cannot use the files of --tls-root-ca-file" in err) == (1, True)
 
 
+# --- redrive ----------------------------------------------------------------------------------------------------------
+
+
+def test_dead_letters_are_shown_and_sent_back(run: Run, topic: str, node: sync.NodeClient, nsqd: Nsqd) -> None:
+    node.set_channel_settings(topic, "c", {"max-attempts": 1})
+    with sync.Consumer(topic, "c", nsqd=nsqd.address, max_in_flight=1) as consumer:
+        consumer.get(timeout=60).requeue()
+        deadline = time.monotonic() + 60
+        while not (dead := letters(node, f"{topic}.c.dead")):
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    assert [(letter.body, letter.dead and letter.dead.reason) for letter in dead] == [(b'{"id": 1}', "requeued")]
+    assert f"requeued in {topic}/c" in run("peek", f"{topic}.c.dead")[1]
+    status, out, err = run("redrive", f"{topic}/c")
+    assert (status, err) == (0, "")
+    assert out == f"1 of 1 dead letters went from {topic}.c.dead back to {topic}/c\n"
+    assert run("redrive", f"{topic}/c", "--status")[1] == out
+    status, _, err = run("redrive", f"{topic}/c", "--from", "nobody")
+    assert status == 1 and "nobody" in err
+    assert run("redrive", f"{topic}/c") == (0, f"no dead letters of {topic}/c in {topic}.c.dead\n", "")
+
+
+def test_a_redrive_need_not_be_waited_for(run: Run, topic: str, node: sync.NodeClient, nsqd: Nsqd) -> None:
+    node.set_channel_settings(topic, "c", {"max-attempts": 1})
+    with sync.Consumer(topic, "c", nsqd=nsqd.address, max_in_flight=3) as consumer:
+        for _ in range(3):
+            consumer.get(timeout=60).requeue()
+        deadline = time.monotonic() + 60
+        while len(letters(node, f"{topic}.c.dead")) < 3:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    # So slowly that it is still under way when it is looked at.
+    status, out, _ = run("redrive", f"{topic}/c", "--no-wait", "--rate", "1", "--json")
+    [found] = lines_of(out)
+    assert (status, found["planned"], found["running"]) == (0, 3, True)
+    status, _, err = run("redrive", f"{topic}/c")
+    assert (status, "ALREADY_RUNNING" in err) == (1, True)
+    assert "it goes on" in run("redrive", f"{topic}/c", "--status")[1]
+
+
+def letters(node: sync.NodeClient, topic: str) -> list[PeekedMessage]:
+    try:
+        return node.peek_topic(topic).messages
+    except HttpError as exc:
+        assert exc.status == 404
+        return []
+
+
 # --- settings ---------------------------------------------------------------------------------------------------------
 
 
@@ -320,6 +371,91 @@ def test_a_wrong_setting_is_told_and_changes_nothing(run: Run, topic: str, node:
         assert (status, out) == (1, "")
         assert err.startswith("flintmq settings: INVALID_SETTING: ")
     assert node.topic_settings(topic) == before
+
+
+# --- log --------------------------------------------------------------------------------------------------------------
+
+
+def when_durable(node: sync.NodeClient, topic: str) -> tuple[int, int]:
+    """The first message and the end of the log, once all of it can be read."""
+    give_up = time.monotonic() + 60
+    while (info := node.log_info(topic)).durable < info.end:
+        assert time.monotonic() < give_up, "never synced"
+        time.sleep(0.01)
+    return info.first, info.end
+
+
+def test_log_tells_how_far_it_reaches(run: Run, topic: str, node: sync.NodeClient) -> None:
+    first, end = when_durable(node, topic)
+    status, out, err = run("log", topic)
+    assert (status, err) == (0, "")
+    assert out.startswith(f"{topic} on 127.0.0.1:") and ": 3 messages, " in out
+    assert f"first    {first}\n" in out and f"end      {end}\n" in out
+    [info] = lines_of(run("log", topic, "--json")[1])
+    assert (info["topic"], info["first"], info["durable"], info["end"]) == (topic, first, end, end)
+
+
+def test_log_prints_messages(run: Run, topic: str, node: sync.NodeClient) -> None:
+    first, _ = when_durable(node, topic)
+    status, out, _ = run("log", topic, "--from", "earliest", "--json")
+    assert status == 0
+    assert [line["seq"] for line in lines_of(out)] == [first, first + 1, first + 2]
+    assert [line.get("body") for line in lines_of(out)] == ['{"id": 1}', "two\nlines [bold]", None]
+    status, out, _ = run("log", topic, "--from", str(first), "--to", str(first + 2))
+    assert (status, out) == (0, '{"id": 1}\ntwo\nlines [bold]\n')
+    # Later than everything, and earlier.
+    assert run("log", topic, "--from", "2100-01-01T00:00:00Z") == (0, "", "")
+    assert len(lines_of(run("log", topic, "--from", "2001-01-01", "--json")[1])) == 3
+
+
+def test_log_saves_frames(run: Run, topic: str, node: sync.NodeClient, tmp_path: Path) -> None:
+    first, end = when_durable(node, topic)
+    path = tmp_path / "frames"
+    status, out, _ = run("log", topic, "--raw", str(path))
+    frames = path.read_bytes()
+    assert (status, out) == (0, f"{path}: {len(frames)} bytes of frames, messages {first} to {end - 1} of {topic}\n")
+    bodies = [wire.decode_message(frame).body for _, frame in wire.FrameDecoder().feed(frames)]
+    assert bodies == [b'{"id": 1}', b"two\nlines [bold]", b"\xff\x00"]
+    # What is there is never written over.
+    status, _, err = run("log", topic, "--raw", str(path))
+    assert (status, err) == (1, f"flintmq log: {path}: File exists\n")
+
+
+def test_log_finds_a_time(run: Run, topic: str, node: sync.NodeClient) -> None:
+    first, end = when_durable(node, topic)
+    assert run("log", topic, "--time", "2001-01-01T00:00:00Z") == (0, f"{first}\n", "")
+    assert lines_of(run("log", topic, "--time", "2100-01-01T00:00:00Z", "--json")[1]) == [{"offset": end}]
+
+
+def test_log_keeps_reader_positions(run: Run, topic: str, node: sync.NodeClient) -> None:
+    first, _ = when_durable(node, topic)
+    assert run("log", topic, "--positions") == (0, f"nobody reads the log of {topic}\n", "")
+    status, out, _ = run("log", topic, "--set-position", "spark", str(first + 1), "--json")
+    assert (status, lines_of(out)[0]["offset"]) == (0, first + 1)
+    status, out, _ = run("log", topic, "--positions")
+    header, row = (line.split() for line in out.splitlines() if line.strip(" ─"))
+    assert (header[:2], row[:3]) == (["READER", "POSITION"], ["spark", str(first + 1), "2"])
+    assert run("log", topic, "--delete-position", "spark") == (0, "spark: forgotten\n", "")
+    status, _, err = run("log", topic, "--delete-position", "spark")
+    assert (status, "READER_NOT_FOUND" in err) == (1, True)
+
+
+def test_log_says_why_there_is_none(run: Run, node: sync.NodeClient) -> None:
+    node.create_topic("short#ephemeral")
+    status, _, err = run("log", "short#ephemeral")
+    assert (status, "NO_LOG" in err) == (1, True)
+
+
+# --- seek -------------------------------------------------------------------------------------------------------------
+
+
+def test_seek_moves_a_channel(run: Run, topic: str, node: sync.NodeClient) -> None:
+    first, end = when_durable(node, topic)
+    assert run("seek", f"{topic}/c", "latest") == (0, f"{topic}/c goes on at {end}, 0 messages to deliver\n", "")
+    assert run("seek", f"{topic}/c", str(end - 1)) == (0, f"{topic}/c goes on at {end - 1}, 1 message to deliver\n", "")
+    status, out, _ = run("seek", f"{topic}/c", "2001-01-01T00:00:00Z", "--json")
+    assert (status, lines_of(out)) == (0, [{"topic": topic, "channel": "c", "offset": first, "messages": 3}])
+    assert len(node.peek(topic, "c").messages) == 3
 
 
 # --- The document -----------------------------------------------------------------------------------------------------

@@ -142,7 +142,7 @@ class Lookupds:
             )
         try:
             async with self._session.get(url, ssl=self._tls) as response:
-                body = await response.content.read(_ANSWER_BYTES)
+                body = await _whole(response)
                 if response.status == 404 and b"TOPIC_NOT_FOUND" in body:
                     return b'{"producers":[]}'
                 if response.status != 200:
@@ -150,6 +150,16 @@ class Lookupds:
                 return body
         except (aiohttp.ClientError, OSError) as exc:
             raise ClusterError(str(exc) or type(exc).__name__, {}) from exc
+
+
+async def _whole(response: aiohttp.ClientResponse) -> bytes:
+    body = bytearray()
+    # In the pieces it comes in: one read gives no more than what is there.
+    async for piece in response.content.iter_any():
+        body += piece
+        if len(body) > _ANSWER_BYTES:
+            raise ClusterError("an answer without end", {})
+    return bytes(body)
 
 
 def lookupd_url(address: str) -> str:

@@ -255,9 +255,15 @@ class NodeClient:
         self._background.run(self._node.defer(topic, channel, id, delay))
 
     def redrive(
-        self, topic: str, channel: str, *, count: int | None = None, rate: float | None = None
+        self,
+        topic: str,
+        channel: str,
+        *,
+        count: int | None = None,
+        rate: int | None = None,
+        source: str | None = None,
     ) -> _node.Redrive:
-        return self._background.run(self._node.redrive(topic, channel, count=count, rate=rate))
+        return self._background.run(self._node.redrive(topic, channel, count=count, rate=rate, source=source))
 
     def redrive_progress(self, topic: str, channel: str) -> _node.Redrive:
         return self._background.run(self._node.redrive_progress(topic, channel))

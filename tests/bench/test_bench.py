@@ -220,3 +220,17 @@ def test_quick_run_measures_our_broker(environment: dict[str, str], tmp_path: Pa
     assert len(result["machine"]["load_average_after"]) == 3
     assert "MPUB ×200" in answer.stdout
     assert "| MPUB ×200" in table.read_text()
+
+
+@needs_compiler
+def test_a_reader_of_the_log_gets_every_byte_beside_publishing_and_consuming(
+    environment: dict[str, str], tmp_path: Path
+) -> None:
+    command = [sys.executable, "-m", "bench.log_fetch", "--quick", "--repeat=1", f"--json={tmp_path / 'result.json'}"]
+    run = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, timeout=2 * TIMEOUT)
+    assert run.returncode == 0, run.stderr
+    assert "every byte as published" in run.stdout
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert result["ratio"] > 0
+    [with_reader] = result["runs"]["true"]
+    assert with_reader["read"] > 0

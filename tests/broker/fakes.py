@@ -350,6 +350,8 @@ def places(channel: Channel, seq: int) -> list[str]:
         found.append("in flight")
     if seq in channel.unusual:
         found.append("in flight, unusual")
+    if seq in channel.leaving:
+        found.append("leaving")
     found += ["requeued"] * list(channel.requeued).count(seq)
     found += ["deferred"] * [number for _, number in channel.deferred.items()].count(seq)
     return found

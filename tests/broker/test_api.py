@@ -378,7 +378,7 @@ async def test_a_full_disk_refuses_publishes_and_makes_ping_unwell(way: Way) -> 
     async with connect() as client, connect() as doctor:
         assert (await client.post("/pub?topic=t", b"x")).status == 200
         disk.free_bytes = 10
-        broker._look_at_space()
+        broker.look_at_space()
         for target in ("/pub?topic=t", "/mpub?topic=t"):
             answer = await client.post(target, b"x")
             assert (answer.status, answer.message) == (503, "EXITING")
@@ -388,7 +388,7 @@ async def test_a_full_disk_refuses_publishes_and_makes_ping_unwell(way: Way) -> 
         assert sick.headers["content-type"] == "text/plain; charset=utf-8"
         assert "x-nsq-content-type" not in sick.headers
         disk.free_bytes = None
-        broker._look_at_space()
+        broker.look_at_space()
         assert (await client.post("/pub?topic=t", b"y")).status == 200
         assert (await doctor.get("/ping")).body == b"OK"
     assert stored(broker) == [b"x", b"y"]

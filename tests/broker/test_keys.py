@@ -155,6 +155,17 @@ def test_what_is_read_back_counts_from_when_it_came() -> None:
     assert len(window) == 0
 
 
+def test_what_is_read_back_in_many_small_parts_needs_few_tables() -> None:
+    window = Window()
+    for number, digest in enumerate(digests(2000)):
+        block = KeyBlock()
+        block.add(digest, number, number)
+        window.load(block, 5000, 5000, 1_000_000, 10_000, 2000 - number - 1)
+    assert all(map(window.knows, digests(2000)))
+    assert len(window) == 2000
+    assert window.memory <= 64 * 2000
+
+
 def test_what_is_read_back_from_a_clock_that_ran_ahead_is_as_old_as_the_start() -> None:
     block = KeyBlock()
     block.add(digest_of(b"0"), 1, 2000 * HOUR)
@@ -282,6 +293,19 @@ def test_a_file_of_keys_with_a_changed_byte_is_damaged(tmp_path: Path) -> None:
             # A version that nobody knows: refused, not guessed at.
             assert 8 <= at < 10
         (tmp_path / f"{path.name}.bad").unlink(missing_ok=True)
+
+
+def test_a_file_of_keys_that_the_device_cannot_read_is_set_aside(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    class BadDisk(Disk):
+        def read(self, fd: int, size: int, offset: int) -> bytes:
+            raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    KeyFiles(Disk(), tmp_path, "t").save(block_of(0, 10))
+    assert KeyFiles(BadDisk(), tmp_path, "t").read() == []
+    assert "cannot read" in caplog.text
+    assert [path.suffix for path in tmp_path.iterdir()] == [".bad"]
 
 
 def test_a_file_of_keys_that_was_damaged_meanwhile_is_not_added_to(

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import dataclasses
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -293,6 +294,29 @@ async def test_messages_of_one_channel_alone_are_ready_with_the_count_they_bring
     assert await operator.act("requeue", messages[0]["id"]) == 200
     consumer = await operator.consumer(2)
     assert {(m.body, m.attempts) for m in consumer.messages} == {(b"side", 4), (b"usual", 1)}
+
+
+@pytest.mark.parametrize("cold", [False, True])
+async def test_a_dead_letter_says_where_it_comes_from(start_broker: StartBroker, clock: FakeClock, cold: bool) -> None:
+    options = {"http_address": "127.0.0.1:0", "mem_queue_size": 0 if cold else 10_000}
+    broker = await start_broker(**options)
+    async with operate(broker) as operator:
+        [id] = await operator.publish(b"it")
+        operator.channel.settings = dataclasses.replace(operator.channel.settings, max_attempts=1)
+        consumer = await operator.consumer(1)
+        consumer.requeue(consumer.messages[0])
+        await quiet(broker)
+        await operator.client().publish("t.c.dead", b"ordinary")
+    if cold:
+        await broker.stop()
+        broker = await start_broker(**options)
+    async with HttpClient.connect(broker.http_address) as http:
+        answer = await http.get("/topic/peek?topic=t.c.dead")
+        dead, ordinary = answer.json["messages"]
+    assert (body_of(dead), body_of(ordinary), "dead" in ordinary) == (b"it", b"ordinary", False)
+    found = dead["dead"]
+    assert (found["topic"], found["channel"], found["id"]) == ("t", "c", id)
+    assert (found["attempts"], found["reason"], found["time"]) == (1, "requeued", clock.wall())
 
 
 async def test_a_damaged_message_is_shown_as_damaged(start_broker: StartBroker) -> None:

@@ -56,6 +56,8 @@ class RangesMachine(RuleBasedStateMachine):
     def look(self, first: int, size: int) -> None:
         assert (first in self.ranges) == (first in self.model)
         assert self.ranges.meets(first, first + size) == bool(self.model & set(range(first, first + size)))
+        since = [seq for start, stop in self.ranges.since(first) for seq in range(start, stop)]
+        assert since == sorted(seq for seq in self.model if seq >= first)
 
     @invariant()
     def is_the_same(self) -> None:

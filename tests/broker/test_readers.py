@@ -527,22 +527,22 @@ async def test_retention_gives_way_before_the_disk_is_full(
     await tidied(broker)
     first = topic.log.first
     disk.free_bytes = 200_001
-    broker._look_at_space()
+    broker.look_at_space()
     await tidied(broker)
     assert topic.log.first == first
     disk.free_bytes = 185_000
-    broker._look_at_space()
+    broker.look_at_space()
     await tidied(broker)
     assert len(caplog.records) == 1 and "goes before its time" in caplog.text
     assert first < topic.log.first <= first + 300, "one file makes that much room"
     disk.free_bytes = 1_000
-    broker._look_at_space()
+    broker.look_at_space()
     await tidied(broker)
     assert broker.health.startswith("NOK")
     assert first + 150 < topic.log.first <= first + 300, "what a channel needs stays, whatever happens"
     assert behind.depth == 200
     disk.free_bytes = None
-    broker._look_at_space()
+    broker.look_at_space()
     assert broker.health == "OK"
     await tidied(broker)
     assert topic.log.first <= first + 300, "the rest is kept on"

@@ -163,7 +163,7 @@ async def test_health_is_told(start_broker: Any) -> None:
     disk = CountingDisk()
     broker = await start_broker(disk=disk, disk_reserve=1000)
     disk.free_bytes = 10
-    broker._look_at_space()
+    broker.look_at_space()
     assert stats.document(broker)["health"].startswith("NOK - the disk is nearly full")
     assert "\nHealth: NOK - the disk is nearly full" in stats.text(broker)
 
@@ -403,7 +403,7 @@ async def test_metrics_of_the_node(start_broker: Any, clock: FakeClock) -> None:
     assert 3 < value(found, "process_open_fds") < value(found, "process_max_fds")
 
     disk.free_bytes = 10
-    broker._look_at_space()
+    broker.look_at_space()
     refused = Client(broker)
     refused.send(encode_mpub(b"t", [b"x"] * 7))
     await until(lambda: refused.errors)

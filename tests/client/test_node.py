@@ -7,6 +7,7 @@ import contextlib
 import inspect
 import ssl
 from collections.abc import AsyncIterator, Callable
+from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ import trustme
 from flintmq import Broker, Consumer, NodeClient, Producer, sync
 from flintmq.client import node as node_module
 from flintmq.errors import ConnectError, HttpError, OptionError
+from flintmq.web import parse_query
+from flintmq.wire import FrameDecoder, decode_message
 
 from .daemons import Nsqd
 
@@ -258,6 +261,120 @@ async def test_a_refusal_that_is_no_envelope_is_shown() -> None:
             await node.ping()
         with pytest.raises(HttpError, match="502 no reason given"):
             await node.ping()
+
+
+# --- Reading the log --------------------------------------------------------------------------------------------------
+
+
+async def durable(node: NodeClient, topic: str) -> node_module.LogInfo:
+    """The log's marks, once all of it can be read."""
+    async with asyncio.timeout(60):
+        while True:
+            info = await node.log_info(topic)
+            if info.durable == info.end:
+                return info
+            await asyncio.sleep(0.01)
+
+
+async def test_a_log_is_read(node: NodeClient, ids: list[str]) -> None:
+    info = await durable(node, "t")
+    assert (info.topic, info.messages, info.end - info.first) == ("t", 3, 3)
+    messages = [message async for message in node.log_messages("t", info.first, info.end, epoch=info.epoch)]
+    assert [(m.seq, m.id, m.body) for m in messages] == [
+        (info.first + i, id, body) for i, (id, body) in enumerate(zip(ids, [b"one", b"two", b"three"], strict=True))
+    ]
+    assert await node.log_offset("t", datetime(2001, 1, 1, tzinfo=UTC)) == info.first
+    assert await node.log_offset("t", messages[-1].timestamp + 1) == info.end
+    async with node.log_fetch("t", info.first, info.end, max_bytes=1) as fetch:
+        frames = b"".join([chunk async for chunk in fetch])
+        assert (fetch.node, fetch.epoch) == (info.node, info.epoch)
+        assert fetch.next <= info.end
+    assert decode_message(FrameDecoder().feed(frames)[0][1]).body == b"one"
+
+
+async def test_what_cannot_be_read_is_told_with_the_marks(node: NodeClient, ids: list[str]) -> None:
+    info = await durable(node, "t")
+    for start, stop, status, code, mark in (
+        (info.first - 1, info.end, 410, "GONE", {"first": info.first}),
+        (info.first, info.end + 1, 416, "NOT_YET", {"durable": info.durable}),
+    ):
+        with pytest.raises(HttpError) as caught:
+            async with node.log_fetch("t", start, stop):
+                pass
+        assert (caught.value.status, caught.value.code.partition(":")[0]) == (status, code)
+        assert caught.value.details == mark
+    with pytest.raises(HttpError) as caught:
+        [message async for message in node.log_messages("t", info.first, info.end, epoch="another")]
+    assert caught.value.status == 409
+
+
+async def test_a_log_is_read_on_after_a_cut(broker: Broker, node: NodeClient, ids: list[str]) -> None:
+    """What came whole counts, and is not asked for again."""
+    info = await durable(node, "t")
+    raw = b""
+    async with node.log_fetch("t", info.first, info.end) as fetch:
+        raw = b"".join([chunk async for chunk in fetch])
+    asked: list[int] = []
+
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        line = (await reader.readuntil(b"\r\n\r\n")).split()[1].decode()
+        start = int(parse_query(line.partition("?")[2])["from"])
+        asked.append(start)
+        head = f"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\nX-Flintmq-Next: {info.end}\r\n\r\n"
+        rest = raw[37 * (start - info.first) :]
+        # Two messages at a time, and a piece of the next.
+        piece, end = (rest[:80], b"") if len(rest) > 80 else (rest, b"0\r\n\r\n")
+        writer.write(head.encode() + b"%x\r\n" % len(piece) + piece + b"\r\n" + end)
+
+    async with answering(serve) as address, NodeClient(address) as cut:
+        found = [message.body async for message in cut.log_messages("t", info.first, info.end)]
+    assert found == [b"one", b"two", b"three"]
+    assert asked == [info.first, info.first + 2]
+
+
+async def test_a_log_that_is_cut_before_anything_came_is_an_error() -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\nX-Flintmq-Next: 5\r\n\r\n")
+
+    async with answering(serve) as address, NodeClient(address) as node:
+        with pytest.raises(ConnectError):
+            [message async for message in node.log_messages("t", 1, 5)]
+
+
+async def test_readers_have_positions(node: NodeClient, ids: list[str]) -> None:
+    info = await durable(node, "t")
+    position = await node.set_position("t", "spark", info.first + 1)
+    assert (position.reader, position.offset, position.lag) == ("spark", info.first + 1, 2)
+    assert await node.position("t", "spark") == position
+    assert (await node.set_position("t", "other", "latest")).lag == 0
+    assert {p.reader: p.offset for p in await node.positions("t")} == {"spark": info.first + 1, "other": info.end}
+    await node.delete_position("t", "spark")
+    with pytest.raises(HttpError) as caught:
+        await node.position("t", "spark")
+    assert (caught.value.status, caught.value.code.partition(":")[0]) == (404, "READER_NOT_FOUND")
+
+
+async def test_a_channel_goes_on_elsewhere(node: NodeClient, ids: list[str]) -> None:
+    info = await durable(node, "t")
+    assert (await node.seek("t", "c", "latest")).messages == 0
+    result = await node.seek("t", "c", info.first + 1)
+    assert (result.topic, result.channel, result.offset, result.messages) == ("t", "c", info.first + 1, 2)
+    assert (await node.seek("t", "c", datetime(2001, 1, 1, tzinfo=UTC))).messages == 3
+    assert [m.id for m in (await node.peek("t", "c")).messages] == ids
+
+
+async def test_the_twin_reads_a_log(broker: Broker, node: NodeClient, ids: list[str]) -> None:
+    info = await durable(node, "t")
+
+    def work() -> None:
+        with sync.NodeClient(broker.http_address) as twin:
+            found = twin.log_messages("t", info.first, info.end)
+            assert next(found).body == b"one"
+            found.close()
+            assert [m.body for m in twin.log_messages("t", info.first, info.end)] == [b"one", b"two", b"three"]
+
+    await asyncio.get_running_loop().run_in_executor(None, work)
 
 
 # --- Without asyncio --------------------------------------------------------------------------------------------------

@@ -28,7 +28,8 @@ RECORDED = load()
 
 def _replayed(replay: Replay, request: pytest.FixtureRequest) -> Iterator[Replay]:
     """All selected cases are started at once; each test takes its own answer."""
-    tests = (item for item in request.session.items if isinstance(item, pytest.Function))
+    here = (item for item in request.session.items if item.path == request.path)
+    tests = (item for item in here if isinstance(item, pytest.Function))
     asked = [test.callspec.params["case"] for test in tests if request.fixturename in test.fixturenames]
     try:
         # A case is asked for once per event loop.

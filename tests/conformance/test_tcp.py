@@ -70,7 +70,8 @@ ERRORS = (
 
 def _replayed(replay: Replay, request: pytest.FixtureRequest) -> Iterator[Replay]:
     """All selected cases are started at once, because most of their time is waiting; each test takes its own answer."""
-    tests = (item for item in request.session.items if isinstance(item, pytest.Function))
+    here = (item for item in request.session.items if item.path == request.path)
+    tests = (item for item in here if isinstance(item, pytest.Function))
     asked = [test.callspec.params["case"] for test in tests if request.fixturename in test.fixturenames]
     selected = [case for case in asked if isinstance(case, Case)]
     try:

@@ -5,7 +5,8 @@
 ``load``      producers and consumers over raw connections, which tell the ledger everything
 ``torture``   ``python -m tests.crash.torture`` kills a busy broker again and again; also the way to the limits
 ``keys``      ``python -m tests.crash.keys``: publishes with keys, repeated across kills, are stored once
+``deferred``  ``python -m tests.crash.deferred``: deferred messages across crashes, on a clock that is moved
 ``limits``    how long a start takes after a kill, and how much memory a backlog or many channels cost
-``test_keys`` a short run of it
+``test_deferred``, ``test_keys``  short runs of them
 ``test_kill`` a short torture with fixed seeds, and what the oracle itself must notice
 """

@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from flintmq.broker import log_api, peek, settings_api, stats
+from flintmq.broker import deadletters, log_api, peek, settings_api, stats
 from flintmq.broker.http_lane import IDLE_SECONDS, REPEATED, HttpLane, Publishing, refusal
 from flintmq.broker.sockets import Poller, SocketTransport
 from flintmq.broker.topic import Topic
@@ -186,6 +186,7 @@ class Api:
             Route("POST", "/channel/empty", self._empty_channel, ADMIN),
             Route("POST", "/channel/pause", self._pause_channel(True), ADMIN),
             Route("POST", "/channel/unpause", self._pause_channel(False), ADMIN),
+            *deadletters.routes(self._broker),
             *peek.routes(self._broker),
             # What lies in the files.
             *log_api.routes(self._broker),

@@ -1,13 +1,15 @@
 """Who gets which message: a channel is a cursor on its topic's log.
 
-A Channel owns which messages are waiting, in flight, deferred or put back, and which sessions may be sent more. A
-message is in exactly one of these states, or finished. It reads frames from the log and hands them to sessions; how
-they are stored or sent is not its business. Seqs from ``SIDE`` on are those of messages for this channel alone.
+A Channel owns which messages are waiting, in flight, deferred, put back or leaving, and which sessions may be sent
+more. A message is in exactly one of these states, or finished. It reads frames from the log and hands them to sessions;
+how they are stored or sent is not its business. Seqs from ``SIDE`` on are those of messages for this channel alone.
 
     waiting      ranges of seqs, never sent
     in flight    first delivery: the ring, and one entry per run in a FIFO of deadlines
                  anything else: a dict, and a heap of deadlines
     put back     a deque (at once) or a heap by due time (deferred); attempts in a dict
+    leaving      a dict with the attempts: nobody gets them, they are being copied elsewhere (see deadletters); and
+                 ranges of those that expired and are to be copied next
 """
 
 from __future__ import annotations
@@ -22,6 +24,7 @@ from heapq import heapify, heappop, heappush
 from itertools import chain
 from typing import TYPE_CHECKING
 
+from flintmq.broker.deadletters import EXPIRED, LONGEST_QUEUE, REQUEUED, RETRY_DELAY, TIMED_OUT, DeadLetters, Redrive
 from flintmq.broker.disk import pack_numbers
 from flintmq.broker.journal import NEVER, SIDE
 from flintmq.broker.latency import Latency, publish_time
@@ -150,6 +153,12 @@ class Channel:
         self.requeued: deque[int] = deque()
         self.deferred = Heap()
         self.attempts: dict[int, int] = {}
+        # Leaving: how often they were delivered; who copies them, made when there are any.
+        self.leaving: dict[int, int] = {}
+        self.expired = Ranges()
+        self.dead_letters: DeadLetters | None = None
+        #: What brings dead letters back to here, or did last.
+        self.redrive: Redrive | None = None
         # Consumers; those in ``_ready`` may be able to take more.
         self.sessions: dict[int, Session] = {}
         self._ready: deque[Session] = deque()
@@ -163,6 +172,8 @@ class Channel:
         self.requeue_count = 0
         self.timeout_count = 0
         self.dropped_count = 0
+        self.dead_lettered_count = 0
+        self.expired_count = 0
         #: Messages sent from memory to consumers of the same zone, of the same region, and to all others.
         self.sent_from_memory = [0, 0, 0]
         #: How long messages take; None unless the options ask for it.
@@ -404,6 +415,11 @@ class Channel:
             return 0
         if block is None:
             return -1
+        if self.topic.settings.ttl:
+            fresh = self.topic.expiry.too_old_from(block, first, waiting.first_stop)
+            if fresh > first:
+                self.expire_before(fresh)
+                return 0
         most = waiting.first_stop - first
         if most > limit:
             most = limit
@@ -465,6 +481,7 @@ class Channel:
         """Send from the front of ``seqs`` what can be sent; the bytes, or -1 if the first one must be read."""
         frames: list[bytearray] = []
         size = 0
+        expiry = self.topic.expiry if self.topic.settings.ttl else None
         while seqs and len(frames) < limit and size < RUN_BYTES:
             seq = seqs[0]
             try:
@@ -482,6 +499,9 @@ class Channel:
             if before < 0:
                 # Never delivered by us: a deferred message, or one of the side log that brings its own count.
                 before = int.from_bytes(frame[16:18], "big") - 1
+            if expiry is not None and expiry.is_too_old(seq, frame, before):
+                self._expire_single(seq, before)
+                continue
             if session.sample_rate and random.randrange(100) > session.sample_rate:
                 self._finished(seq, seq + 1)
                 continue
@@ -593,7 +613,8 @@ class Channel:
         attempts = self._take(session, seq, "REQ")
         self.requeue_count += 1
         session.requeue_count += 1
-        self._put_back(seq, attempts, self.broker.clock.now() + delay if delay > 0 else 0)
+        if not self._gave_up(seq, attempts, REQUEUED):
+            self._put_back(seq, attempts, self.broker.clock.now() + delay if delay > 0 else 0)
         self.wake(session)
 
     def _give_back(self, session: Session) -> None:
@@ -607,7 +628,8 @@ class Channel:
             self._take(session, seq, "REQ")
             self.requeue_count += 1
             session.requeue_count += 1
-            self._put_back(seq, attempts, 0)
+            if not self._gave_up(seq, attempts, REQUEUED):
+                self._put_back(seq, attempts, 0)
         self.broker.pump_later(self)
 
     def touch(self, session: Session, seq: int) -> None:
@@ -726,7 +748,112 @@ class Channel:
     def _timed_out(self, seq: int, owner: int, attempts: int) -> None:
         self.timeout_count += 1
         self._let_go(owner)
-        self._put_back(seq, attempts, 0)
+        if not self._gave_up(seq, attempts, TIMED_OUT):
+            self._put_back(seq, attempts, 0)
+
+    # --- Leaving ---------------------------------------------------------------------------------------------------
+
+    def _gave_up(self, seq: int, attempts: int, reason: str) -> bool:
+        """Was this the last attempt? Then the message is on its way to the dead-letter topic."""
+        most = self.settings.max_attempts
+        if not most or attempts < most:
+            return False
+        if len(self.leaving) >= LONGEST_QUEUE:
+            # Copies are not made as fast as consumers give up.
+            self._put_back(seq, attempts, self.broker.clock.now() + RETRY_DELAY)
+            return True
+        self.leaving[seq] = attempts
+        # Known to the journal before it is finished: a crash in between brings it back with its count.
+        self._back.extend((seq, attempts, 0, 0))
+        self._note()
+        self._leave_soon().add(seq, reason)
+        return True
+
+    def expire_before(self, stop: int) -> None:
+        """What waits before this seq was published too early; what was deferred may be good for some time yet."""
+        self.catch_up(self.topic.pumped)
+        if not self.waiting or self.waiting.first >= stop:
+            return
+        start = self.waiting.first
+        for seq in self.topic.expiry.still_good(start, stop):
+            if self.waiting.remove(seq, seq + 1):
+                # From there it is sent by itself.
+                self.requeued.append(seq)
+        gone = self.waiting.within([(start, stop)])
+        self.waiting.remove(start, stop)
+        self.expired_count += gone.total
+        to_dead_letters = self.topic.settings.ttl_action == "dead-letter"
+        for first, after in gone:
+            if to_dead_letters:
+                self.expired.add(first, after)
+            else:
+                self._finished(first, after)
+        if self.expired:
+            self._leave_soon()
+
+    def _expire_single(self, seq: int, attempts: int) -> None:
+        self.expired_count += 1
+        if self.topic.settings.ttl_action != "dead-letter":
+            self._finished(seq, seq + 1)
+        else:
+            self.leaving[seq] = attempts
+            self._leave_soon().add(seq, EXPIRED)
+
+    def _leave_soon(self) -> DeadLetters:
+        if self.dead_letters is None:
+            self.dead_letters = DeadLetters(self)
+        self.dead_letters.go_on()
+        return self.dead_letters
+
+    def take_expired(self, most: int) -> list[int]:
+        """Some of those that expired while they waited; from now on they are leaving one by one."""
+        seqs: list[int] = []
+        while self.expired and len(seqs) < most:
+            first = self.expired.first
+            count = min(most - len(seqs), self.expired.first_stop - first)
+            self.expired.take(count)
+            seqs.extend(range(first, first + count))
+        self.leaving.update(dict.fromkeys(seqs, 0))
+        return seqs
+
+    def take_out(self, seqs: Iterable[int]) -> list[int]:
+        """Those of ``seqs`` that wait or were put back at once; from now on they are leaving."""
+        self.catch_up(self.topic.pumped)
+        wanted = set(seqs)
+        taken = [seq for seq in sorted(wanted) if self.waiting.remove(seq, seq + 1)]
+        put_back = wanted.intersection(self.requeued)
+        if put_back:
+            others = [seq for seq in self.requeued if seq not in put_back]
+            self.requeued.clear()
+            self.requeued.extend(others)
+            taken += sorted(put_back)
+        for seq in taken:
+            self.leaving[seq] = self.attempts.pop(seq, 0)
+        return taken
+
+    def left(self, seqs: Iterable[int]) -> int:
+        """These are safe elsewhere and finished here; how many they were: some may have been emptied meanwhile."""
+        count = 0
+        for seq in seqs:
+            if self.leaving.pop(seq, None) is not None:
+                self._finished(seq, seq + 1)
+                count += 1
+        return count
+
+    def stay(self, seqs: Iterable[int], delay: int) -> None:
+        """These cannot leave: they are put back, for later if there is a ``delay``."""
+        due = self.broker.clock.now() + delay if delay else 0
+        for seq in seqs:
+            attempts = self.leaving.pop(seq, None)
+            if attempts is not None:
+                self._put_back(seq, attempts, due)
+
+    def receive(self, places: Iterable[int]) -> None:
+        """Messages of the side log came for this channel alone. Their seqs ascend, also from call to call."""
+        for place in places:
+            self.side.add(place, place + 1)
+            self._handed += 1
+        self.pump()
 
     # --- Operators -------------------------------------------------------------------------------------------------
 
@@ -757,6 +884,8 @@ class Channel:
         self.broker.journal.note("empty", self.id, self.seen, self.topic.side_end)
         self.side.clear()
         self._drop_all()
+        if self.redrive is not None:
+            self.redrive.emptied()
         self.broker.journal.flush()
         self.broker.soon(self)
 
@@ -770,6 +899,8 @@ class Channel:
         self.requeued.clear()
         self.deferred.clear()
         self.attempts.clear()
+        self.leaving.clear()
+        self.expired.clear()
         del self._back[:]
         for session in self.sessions.values():
             session.in_flight = 0
@@ -780,7 +911,7 @@ class Channel:
 
         What is in flight is taken from its consumers, as by ``empty``, and that is what this is if ``start`` lies
         behind all that the topic has handed on. Otherwise messages for this channel alone stay, and if it goes back
-        to the very beginning also older ones, of which only a copy is left.
+        to the very beginning also older ones, of which only a copy is left. Those of them that are leaving go on.
         """
         self.catch_up(self.topic.pumped)
         if start >= self.seen:
@@ -788,11 +919,17 @@ class Channel:
             return
         self.topic.mover.look_back()
         earliest = start <= self.topic.log.first
+        below = self.topic.mover.below if earliest else 0
         kept = [single for single in self._put_back_state() if single[0] >= SIDE or earliest]
-        copies = array("q", sorted(seq for seq, _, _ in kept if seq < SIDE))
+        leaving = {seq: attempts for seq, attempts in self.leaving.items() if seq < below or seq >= SIDE}
+        copies = array("q", sorted(seq for seq in chain((seq for seq, _, _ in kept), leaving) if seq < SIDE))
         self.broker.journal.note("seek", self.id, start, pack_numbers(copies))
         self._drop_all()
         self._wait_for(start, self.seen)
+        self.leaving = leaving
+        for seq, attempts in leaving.items():
+            self._back.extend((seq, attempts, 0, 0))
+            self._note()
         self.ring.reset(self.waiting.first if self.waiting else self.seen)
         for seq, attempts, due in kept:
             if attempts < 0:
@@ -909,14 +1046,14 @@ class Channel:
         self.broker.journal.touch(self)
 
     def _put_back_seqs(self) -> Iterator[int]:
-        return chain(self.requeued, self.unusual, (seq for _, seq in self.deferred.items()))
+        return chain(self.requeued, self.unusual, self.leaving, (seq for _, seq in self.deferred.items()))
 
     def snapshot(self) -> tuple[bytes, bytes]:
         """What is outstanding, as pairs, and what of it was delivered before, as rows: see ``ChannelState``."""
         singles: Iterable[int] = chain(
             (seq for seq, _ in self.ring.held(self.ring.lo, self.ring.hi)), self._put_back_seqs()
         )
-        parts = sorted(chain(self.waiting, self.side, ((seq, seq + 1) for seq in singles)))
+        parts = sorted(chain(self.waiting, self.expired, self.side, ((seq, seq + 1) for seq in singles)))
         pairs = array("q")
 
         def add(first: int, stop: int) -> None:
@@ -945,6 +1082,9 @@ class Channel:
                 rows.extend((seq, self.attempts[seq], due, wall + due - now))
         for seq, message in self.unusual.items():
             rows.extend((seq, message.attempts - 1, 0, 0))
+        for seq, attempts in self.leaving.items():
+            if attempts:
+                rows.extend((seq, attempts, 0, 0))
         return pairs.tobytes(), rows.tobytes()
 
     def restore(
@@ -976,7 +1116,8 @@ class Channel:
     @property
     def first_unsent(self) -> int:
         """The lowest seq of the log that was never sent here."""
-        return self.waiting.first if self.waiting else self.seen
+        first = self.waiting.first if self.waiting else self.seen
+        return min(first, self.expired.first) if self.expired else first
 
     def first_single(self, start: int) -> int:
         """The lowest seq from ``start`` on that was sent, or is not to be sent yet, and is not finished."""
@@ -986,7 +1127,8 @@ class Channel:
                 lowest = self.ring.lo
             else:
                 lowest = min((seq for seq, _ in self.ring.held(start, self.ring.hi)), default=NEVER)
-        lowest = min((seq for seq in chain(self.requeued, self.unusual) if start <= seq < lowest), default=lowest)
+        singles = chain(self.requeued, self.unusual, self.leaving)
+        lowest = min((seq for seq in singles if start <= seq < lowest), default=lowest)
         deferred = self.deferred.first_seq(start)
         return lowest if deferred < 0 else min(lowest, deferred)
 
@@ -995,14 +1137,14 @@ class Channel:
         return min(self.first_unsent, self.first_single(self.topic.mover.below))
 
     def count_singles(self, first: int, stop: int) -> int:
-        """How many messages of these seqs are in flight, put back or deferred, at most."""
-        put_back = sum(first <= seq < stop for seq in chain(self.requeued, self.unusual))
+        """How many messages of these seqs are in flight, put back, deferred or leaving, at most."""
+        put_back = sum(first <= seq < stop for seq in chain(self.requeued, self.unusual, self.leaving))
         return put_back + self.deferred.count_between(first, stop) + min(self.ring.count, stop - first)
 
     def singles(self, first: int, stop: int) -> Iterator[int]:
         """These messages."""
         yield from (seq for seq, _ in self.ring.held(first, stop))
-        yield from (seq for seq in chain(self.requeued, self.unusual) if first <= seq < stop)
+        yield from (seq for seq in chain(self.requeued, self.unusual, self.leaving) if first <= seq < stop)
         yield from (seq for _, seq in self.deferred.between(first, stop))
 
     def note_due(self, first: int, stop: int) -> None:
@@ -1016,11 +1158,11 @@ class Channel:
 
     def needs(self, first: int, stop: int) -> bool:
         """May any of these seqs still be sent to somebody?"""
-        if self.seen < stop or self.waiting.meets(first, stop):
+        if self.seen < stop or self.waiting.meets(first, stop) or (self.expired and self.expired.meets(first, stop)):
             return True
         if self.ring.count and self.ring.lo < stop and self.ring.hi > first and self.ring.held(first, stop):
             return True
-        count = len(self.requeued) + len(self.unusual) + len(self.deferred)
+        count = len(self.requeued) + len(self.unusual) + len(self.leaving) + len(self.deferred)
         if count > LOOK_THROUGH and not (self.ephemeral or self.topic.ephemeral):
             # Perhaps not; but a wrong yes costs no more than memory up to its limit, and this is asked all the time.
             return True

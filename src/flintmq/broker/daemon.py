@@ -36,6 +36,7 @@ import msgspec
 import flintmq
 from flintmq.broker import sockets, stats, takeover
 from flintmq.broker.channel import Channel
+from flintmq.broker.deadletters import finish_moved
 from flintmq.broker.disk import Clock, Disk, SystemClock
 from flintmq.broker.drain import REASON, DrainReport, drain
 from flintmq.broker.journal import ANOTHER_BOOT, SIDE, Journal, TopicState
@@ -573,11 +574,11 @@ class Broker:
         self._next_channel = state.next_channel
         self.settings.restore(state)
         clean = state.clean
-        known = set()
-        for topic_state in state.topics.values():
-            topic = self._restore_topic(root, topic_state, clean, state.boot == self.clock.boot_id())
-            if topic is not None:
-                known.add(topic.folder)
+        opened = [self._open_topic(root, topic_state, clean) for topic_state in state.topics.values()]
+        finish_moved(opened, state)
+        for topic, topic_state in zip(opened, state.topics.values(), strict=True):
+            self._restore_topic(topic, topic_state, state.boot == self.clock.boot_id())
+        known = {topic.folder for topic in opened}
         for name in self.disk.names(root / "topics"):
             if root / "topics" / name not in known and not name.endswith(LOST):
                 self._clear_away(root / "topics" / name, state.next_incarnation)
@@ -588,7 +589,9 @@ class Broker:
         for topic in self.topics.values():
             # The old ceiling was durable; after an unclean stop the log goes on there, so a new one is needed.
             topic.grant(topic.ceiling, 0)
-            self.journal.note("durable", topic.incarnation, topic.log.durable)
+            if clean:
+                # Otherwise the snapshot says so, together with what follows from it.
+                self.journal.note("durable", topic.incarnation, topic.log.durable)
             # Ephemeral channels are gone: where the topic stands still now, the next start must know.
             topic.note_frozen()
             self.turn(topic)
@@ -614,7 +617,7 @@ class Broker:
         log.error("NSQ: the journal does not know %s, it is set aside as %s", folder.name, lost)
         self.disk.rename(folder, lost)
 
-    def _restore_topic(self, root: Path, state: TopicState, clean: bool, same_boot: bool) -> Topic | None:
+    def _open_topic(self, root: Path, state: TopicState, clean: bool) -> Topic:
         folder = root / "topics" / f"{state.name}@{state.incarnation}"
         if not self.disk.exists(folder):
             self.disk.make_folder(folder)
@@ -632,7 +635,11 @@ class Broker:
         if self.disk.exists(folder / "side"):
             topic.side = topic._new_log(folder / "side", SIDE)
             topic.side.recover(state.side_end, None)
-            topic.side.end = max(topic.side.end, state.side_end)
+            topic.side.end = topic.side.written = topic.side.durable = max(topic.side.end, state.side_end)
+        self.topics[topic.name] = topic
+        return topic
+
+    def _restore_topic(self, topic: Topic, state: TopicState, same_boot: bool) -> None:
         spans = topic.log.spans()
         end = topic.log.end
         topic.pumped = end if state.frozen is None else min(state.frozen, end)
@@ -654,11 +661,8 @@ class Broker:
                 if due == ANOTHER_BOOT or (due and not same_boot):
                     back[seq] = (attempts, now + due_wall - wall, due_wall)
             topic.channels[channel.name] = channel
-            self.topics[topic.name] = topic
             channel.restore(channel_state.outstanding.within(mine), back, deferrals)
         topic.log.deferred.extend((seq, due) for seq, due in deferrals if seq >= topic.pumped)
-        self.topics[topic.name] = topic
-        return topic
 
     def _take_over(self, root: Path) -> None:
         """Build our files from those of a Go nsqd; nothing of its own is touched yet."""
@@ -878,6 +882,12 @@ class Broker:
             if not topic.ephemeral and topic.log.durable > topic.noted_durable:
                 topic.noted_durable = topic.log.durable
                 self.journal.note("durable", topic.incarnation, topic.log.durable)
+            if topic.side is not None and not topic.ephemeral and topic.side.durable > topic.noted_side:
+                # Before its files go: no number of it must be used twice.
+                topic.noted_side = topic.side.durable
+                self.journal.note("side", topic.incarnation, topic.side.durable)
+            if topic.settings.ttl:
+                topic.expiry.look()
         self._free()
         self.store.tidy()
 
@@ -971,6 +981,8 @@ class Broker:
             yield ("pause", topic.incarnation, topic.paused)
             yield ("frozen", topic.incarnation, topic.pumped if topic.frozen else None)
             yield from topic.readers.notes()
+            if topic.side is not None:
+                yield ("side", topic.incarnation, topic.side.durable)
             for channel in list(topic.channels.values()):
                 if channel.ephemeral or channel.exiting:
                     continue
@@ -1036,8 +1048,7 @@ def side_spans(side: Log) -> dict[int, list[tuple[int, int]]]:
     """Which seqs of a side log are for which channel."""
     found: dict[int, list[tuple[int, int]]] = {}
     for first, count, extra in side.addressed():
-        if len(extra) != 4:
-            continue
+        # 0 is nobody in particular: the copy of an old message.
         spans = found.setdefault(int.from_bytes(extra[:4], "big"), [])
         if spans and spans[-1][1] == first:
             spans[-1] = (spans[-1][0], first + count)

@@ -116,6 +116,7 @@ class TopicState:
     paused: bool = False
     #: Where the log ended, after a clean stop.
     end: int | None = None
+    #: Everything before it in the side log is known to be on the device, and may be gone again.
     side_end: int = SIDE
     channels: dict[int, ChannelState] = field(default_factory=dict)
     #: What was set live for it (empty name), and for its channels by their name or pattern.
@@ -270,6 +271,10 @@ class State:
         if incarnation in self.topics:
             self.topics[incarnation].end = end
             self.topics[incarnation].side_end = side_end
+
+    def _side(self, incarnation: int, seq: int) -> None:
+        if incarnation in self.topics:
+            self.topics[incarnation].side_end = max(seq, self.topics[incarnation].side_end)
 
     def _clean(self) -> None:
         pass

@@ -242,19 +242,17 @@ class Window:
     def load(self, block: KeyBlock, now: int, wall: int, count: int, age: int, more: int) -> None:
         """Add keys that were read back, ``more`` of which are to follow. All before them are older."""
         words = memoryview(block.digests).cast("Q")
-        oldest = wall - age if age else 0
-        span = age // PARTS if age else wall
-        table: _Table | None = None
-        began = 0
+        table = self._tables[-1] if self._tables else None
         for i, time in enumerate(block.times):
-            if time < oldest:
+            # A date from the future is as good as today's.
+            came = now - max(0, wall - time)
+            if age and now - came > age:
                 continue
-            if table is None or table.count == table.room or time - began > span:
-                table = self._begin(now - max(0, wall - time), count, len(block) - i + more)
-                began = time
+            if table is None or table.count == table.room or (age and came - table.first > age // PARTS):
+                table = self._begin(came, count, len(block) - i + more)
             low = words[2 * i] or 1
             table.put(low, words[2 * i + 1], low * self._secret >> 64)
-            table.last = max(table.last, now - wall + time) if time < wall else now
+            table.last = max(table.last, came)
             self._count += 1
 
     def digests(self) -> list[tuple[int, bytearray]]:
@@ -303,11 +301,7 @@ class KeyFiles:
             if not name.endswith(".keys"):
                 continue
             path = self._folder / name
-            try:
-                block = self._read(path)
-            except OSError as exc:
-                log.error("KEYS(%s): cannot read %s - %s", self._name, path, exc)
-                block = None
+            block = self._read(path)
             if block is None or not len(block):
                 log.error(
                     "KEYS(%s): %s is damaged and set aside, what is repeated with one of its keys is stored again",
@@ -321,12 +315,16 @@ class KeyFiles:
         return blocks
 
     def _read(self, path: Path) -> KeyBlock | None:
-        """The keys in a file; None if it is damaged."""
-        fd = self._disk.open(path)
+        """The keys in a file; None if it is damaged, or the device cannot read it."""
         try:
-            data = self._disk.read(fd, self._disk.size(fd), 0)
-        finally:
-            self._disk.close_file(fd)
+            fd = self._disk.open(path)
+            try:
+                data = self._disk.read(fd, self._disk.size(fd), 0)
+            finally:
+                self._disk.close_file(fd)
+        except OSError as exc:
+            log.error("KEYS(%s): cannot read %s - %s", self._name, path, exc)
+            return None
         start = _head.size + _crc.size
         if len(data) < start:
             return None
@@ -504,11 +502,12 @@ class Keys:
 
     def close(self) -> None:
         """A clean stop. With durability ``memory`` much was never in a file, so the window itself is saved."""
-        if self._files is None or not self._unwritten or not len(self.window):
+        window, self.window = self.window, Window()
+        if self._files is None or not self._unwritten or not len(window):
             return
         now, wall = self._clock.now(), self._clock.wall()
         keys = KeyBlock()
-        for last, digests in self.window.digests():
+        for last, digests in window.digests():
             keys.digests += digests
             keys.times += array("q", [wall - (now - last)]) * (len(digests) // DIGEST)
         # Each stands for all that was stored so far.

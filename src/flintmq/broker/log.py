@@ -15,8 +15,9 @@ import os
 import sys
 from bisect import bisect_left, bisect_right
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import islice
 from mmap import MAP_ANON, MAP_PRIVATE, mmap
 from pathlib import Path
 from typing import Any
@@ -36,6 +37,7 @@ from flintmq.broker.segment import (
     Segment,
     decode_chunk,
     encode_record,
+    extras_in_chunk,
     file_header,
     guess_header,
     hide_after,
@@ -73,9 +75,13 @@ NO_BLOCK = -1
 SYNC_SPACING = 100_000_000
 #: How often, and how many seconds apart, a read that the device refuses is tried before its messages are given up.
 READ_TRIES, READ_PAUSE = 10, 1.0
+#: A write of what somebody waits for is tried again after so many seconds, where it stays in memory meanwhile.
+WRITE_AGAIN = 1.0
 _POOL_BLOCKS = 8
 _SPARE_BLOCKS = 12
 _MOST_FILES = 400
+#: Chunks of a log whose extra bytes are remembered once they were read.
+_EXTRA_CHUNKS = 4
 
 
 #: Runs the first in a thread, then calls the second with its result or its error, as ``Disk.submit`` does.
@@ -318,6 +324,13 @@ class Log:
         self._block_size = SMALLEST_BLOCK
         # Deferred messages that channels have not seen yet: (seq, when due), in seq order.
         self.deferred: deque[tuple[int, int]] = deque()
+        # Extra bytes of records in memory: first seq, the seq after the last, bytes. And of those that were read back,
+        # by segment and chunk: up to which seq, and the same of each.
+        self._extras: deque[tuple[int, int, bytes]] = deque()
+        self._cold_extras: OrderedDict[tuple[Segment, int], tuple[int, list[tuple[int, int, bytes]]]] = OrderedDict()
+        self._reading_extras: set[tuple[Segment, int]] = set()
+        #: Seq and extra bytes of the records that a start found beyond what was known to be on the device.
+        self.salvaged: list[tuple[int, bytes]] = []
         # Not yet written.
         self._pending: deque[Record] = deque()
         self._open_record: Record | None = None
@@ -350,6 +363,9 @@ class Log:
         self._last_sync = 0
         self._syncing = False
         self._sync_again = False
+        self._sync_planned = False
+        # Who waits for how much to be on the device, in order.
+        self._awaited: deque[tuple[int, Callable[[Exception | None], None]]] = deque()
         self._entered = False
         self.closed = False
 
@@ -443,6 +459,8 @@ class Log:
             )
             continues = CONTINUES
             self._pending.append(record)
+            if extra:
+                self._extras.append((self.end, self.end + done, extra))
             if delay:
                 self.deferred.extend((seq, started + delay) for seq in range(self.end, self.end + done))
             self._advance(done)
@@ -578,6 +596,8 @@ class Log:
             self.memory_count += block.count
         while self.deferred and self.deferred[-1][0] >= seq:
             self.deferred.pop()
+        while self._extras and self._extras[-1][0] >= seq:
+            self._extras.pop()
         self._pending.clear()
         self._open_record = None
         self._in_group = False
@@ -589,7 +609,7 @@ class Log:
         """Write what was appended. Called once per loop turn for all publishers of the turn."""
         if self.folder is None or self._writing or not self._pending or self.closed:
             return
-        if self.durability == "memory":
+        if self.durability == "memory" and not self._awaited:
             return
         if len(self._pending) != 1 or not self._write_single(self._pending[0]):
             self._write_out(len(self._pending))
@@ -749,6 +769,7 @@ class Log:
                     (record.seq, record.count, record.started, record.delay * 1_000_000, timestamp_of(frames))
                 )
             if record.extra:
+                segment.extras = True
                 segment.note_key(record.extra, record.flags, record.seq, timestamp_of(frames))
         self._active = segment
         return pieces
@@ -796,6 +817,8 @@ class Log:
             self._store.recovered()
         if not last:
             self._sync_if_due()
+        if self._awaited:
+            self._sync_soon()
         self._progressed()
 
     def _note_unsynced(self, segment: Segment) -> None:
@@ -836,9 +859,12 @@ class Log:
         if kept:
             self._pending.extendleft(reversed([record for piece in pieces for record in piece.records]))
             self._failed(self.end, exc)
+            if self._awaited:
+                self._store.delay(WRITE_AGAIN, self.flush)
             return
         self._cut_back(seq)
         self._failed(seq, exc)
+        self._give_up(seq, exc)
 
     def _cut_file(self, segment: Segment, seq: int, offset: int) -> None:
         """The segment ends before ``seq``, at its last whole record; the next write begins a new one."""
@@ -902,11 +928,52 @@ class Log:
             self._store.synced(size)
             if mark > self.durable:
                 self.durable = mark
+            self._tell()
             self._progressed()
             if self._sync_again or (self.durability == "fsync" and self._unsynced):
                 self.sync(COMMIT if self.durability == "fsync" else BACKGROUND)
 
         self._disk.submit(work, done, urgency)
+
+    def when_durable(self, seq: int, then: Callable[[Exception | None], None]) -> None:
+        """Call ``then`` when all before ``seq`` is on the device, whatever the durability, or with why it never can be.
+
+        What is not written yet is written by the next flush. Nothing of a log without files ever is on a device: there
+        it is called at once.
+        """
+        if self.folder is None or seq <= self.durable:
+            then(None)
+            return
+        self._awaited.append((seq, then))
+        if seq <= self.written:
+            self._sync_soon()
+
+    def _sync_soon(self) -> None:
+        """Somebody waits for what was written: a sync, but not right after the last one."""
+        if self._sync_planned:
+            return
+        pause = self._last_sync + SYNC_SPACING - self._store.clock.now()
+        if pause <= 0:
+            self.sync()
+        else:
+            self._sync_planned = True
+            self._store.delay(pause / 1e9, self._sync_now_planned)
+
+    def _sync_now_planned(self) -> None:
+        self._sync_planned = False
+        self.sync()
+
+    def _tell(self) -> None:
+        while self._awaited and self._awaited[0][0] <= self.durable:
+            self._awaited.popleft()[1](None)
+
+    def _give_up(self, seq: int, error: Exception) -> None:
+        """What lies beyond ``seq`` will never be on the device."""
+        lost = []
+        while self._awaited and self._awaited[-1][0] > seq:
+            lost.append(self._awaited.pop()[1])
+        for then in reversed(lost):
+            then(error)
 
     def _sync_folder(self, folder: Path) -> None:
         self._disk.sync_folder(folder)
@@ -942,6 +1009,7 @@ class Log:
         if self.folder is not None:
             self._sync_folder(self.folder)
         self.durable = max(self.durable, self._whole)
+        self._tell()
 
     def close(self) -> None:
         """Seal the active segment and close the files. What was not written is not saved: call write_all() first."""
@@ -973,6 +1041,7 @@ class Log:
         self.blocks.clear()
         self._bases.clear()
         self._give_up_loan()
+        self._give_up(-1, StorageError(f"LOG({self.name}): closed"))
 
     # --- Reading ---------------------------------------------------------------------------------------------------
 
@@ -1006,6 +1075,50 @@ class Log:
             return None
         block.find(seq)
         return bytearray(block.view[block.start : block.stop])
+
+    def extra(self, seq: int) -> bytes | None:
+        """The extra bytes of the record that ``seq`` is in. None: as with ``block``. DamageError likewise."""
+        if self.in_memory(seq):
+            return _extra_of(self._extras, seq)
+        segment, chunk = self._place(seq)
+        if not segment.extras:
+            return b""
+        known = self._cold_extras.get((segment, chunk))
+        if known is not None and seq < known[0]:
+            return _extra_of(known[1], seq)
+        self._read_extras(segment, chunk)
+        return None
+
+    def _read_extras(self, segment: Segment, chunk: int) -> None:
+        key = segment, chunk
+        if key in self._reading_extras:
+            return
+        offset, size, first, after = self.extent(segment, chunk)
+        try:
+            fd = self.pin(segment)
+        except (OSError, StorageError) as exc:
+            # Whoever wants it asks again.
+            log.error("LOG(%s): cannot open %s - %s", self.name, segment.path, exc)
+            return
+        self._reading_extras.add(key)
+
+        def work() -> list[tuple[int, int, bytes]]:
+            return extras_in_chunk(self._disk.read(fd, size, offset), segment.salt, first, after)
+
+        def done(found: list[tuple[int, int, bytes]] | None, error: BaseException | None) -> None:
+            self._reading_extras.discard(key)
+            self.unpin(segment)
+            if self.closed:
+                return
+            if error is not None:
+                log.error("LOG(%s): cannot read %s - %s", self.name, segment.path, error)
+            self._cold_extras[key] = (after, found or [])
+            self._cold_extras.move_to_end(key)
+            while len(self._cold_extras) > _EXTRA_CHUNKS:
+                self._cold_extras.popitem(last=False)
+            self._arrived()
+
+        self._disk.submit(work, done, READ)
 
     def seq_at(self, time: int, then: Callable[[int, BaseException | None], None]) -> None:
         """Call ``then`` with the first seq that was published at or after ``time``, ``end`` if there is none.
@@ -1263,22 +1376,14 @@ class Log:
         found = self._store.cold(segment, chunk)
         if found is not None and found.base <= seq < found.base + found.count:
             return found
-        if self.closed or self._disk.closing:
-            raise StorageError("the broker is stopping")
-        fd = self._store.file(segment)
-        last = chunk + 1 == len(segment.index_offsets)
-        start, first = segment.index_offsets[chunk], segment.index_seqs[chunk]
-        stop = segment.size if last else segment.index_offsets[chunk + 1]
-        after = segment.end if last else segment.index_seqs[chunk + 1]
-        segment.pins += 1
+        offset, size, first, after = self.extent(segment, chunk)
+        fd = self.pin(segment)
 
         def work() -> Block | None:
-            return decode_chunk(self._disk.read(fd, stop - start, start), segment.salt, first, after, seq)[0]
+            return decode_chunk(self._disk.read(fd, size, offset), segment.salt, first, after, seq)[0]
 
         def done(block: Block | None, error: BaseException | None) -> None:
-            segment.pins -= 1
-            if not segment.pins and (self.closed or segment not in self.segments):
-                self._store.close_file(segment)
+            self.unpin(segment)
             if error is None and (block is None or not block.base <= seq < block.base + block.count):
                 error = DamageError(f"LOG({self.name}): seq {seq} is damaged in {segment.path}", seq, seq + 1)
             then(block, error)
@@ -1323,7 +1428,7 @@ class Log:
                     keep.append(block)
                     drop += 1
                     continue
-            elif stop > self.written and self.folder is not None:
+            elif stop > self.written:
                 # Nobody wants it and it never went to a file: durability `memory`. It need not go there any more.
                 if self.durability != "memory" or self._writing:
                     break
@@ -1344,6 +1449,11 @@ class Log:
             self._open_record = None if not blocks else self._open_record
             if not blocks:
                 self._block_size = max(SMALLEST_BLOCK, self._block_size // 2)
+            if self._extras:
+                first = blocks[0].base if blocks else self.end
+                while self._extras and self._extras[0][1] <= first:
+                    self._extras.popleft()
+            self._tell()
 
     def _give_up_loan(self) -> None:
         self._store.lend(self._lent, 0)
@@ -1443,6 +1553,8 @@ class Log:
     def _forget_segment(self, segment: Segment) -> None:
         self.segments.remove(segment)
         self._store.forget_cold(segment)
+        for key in [key for key in self._cold_extras if key[0] is segment]:
+            del self._cold_extras[key]
         if not segment.pins:
             self._store.close_file(segment)
 
@@ -1525,6 +1637,7 @@ class Log:
         # Of durability `memory` much never reaches a file.
         lost = salvage.lost if self.durability != "memory" else []
         unknown = salvage.entries[len(known) :]
+        self.salvaged.extend((entry.seq, entry.extra) for entry in unknown if entry.extra)
         copy: Segment | None = None
         if unknown:
             base = unknown[0].seq
@@ -1634,6 +1747,29 @@ class Log:
         keys.cut(segment.end)
         return keys
 
+    def delays(self, first: int, stop: int) -> Iterator[tuple[int, int]]:
+        """(seq, when due by the wall clock) of each deferred message from ``first`` up to ``stop``."""
+        for segment in self.segments:
+            d = segment.deferrals
+            if not d or segment.end <= first or segment.base >= stop:
+                continue
+            records = range(len(d) // 5)
+            for i in records[max(0, bisect_right(records, first, key=lambda i: d[5 * i]) - 1) :]:
+                begin, count, _, delay, timestamp = d[5 * i : 5 * i + 5]
+                if begin >= stop:
+                    break
+                for seq in range(max(first, begin), min(stop, begin + count)):
+                    yield seq, timestamp + delay
+        # And of those that are in no file yet.
+        start = max(0, bisect_right(self._pending, first, key=lambda record: record.seq) - 1)
+        for record in islice(self._pending, start, None):
+            if record.seq >= stop:
+                break
+            if record.flags & DEFERRED:
+                due = timestamp_of(record.block.view, record.start) + record.delay * 1_000_000
+                for seq in range(max(first, record.seq), min(stop, record.seq + record.count)):
+                    yield seq, due
+
     def deferrals(self, pumped: int = 0) -> Iterator[tuple[int, int]]:
         """(seq, when due) of deferred messages in the files, on this boot's clock.
 
@@ -1660,4 +1796,11 @@ def _note_rest(segment: Segment, entry: Entry) -> None:
     if entry.flags & DEFERRED:
         segment.deferrals.extend((entry.seq, entry.count, entry.started, entry.delay, entry.timestamp))
     if entry.extra:
+        segment.extras = True
         segment.note_key(entry.extra, entry.flags, entry.seq, entry.timestamp)
+
+
+def _extra_of(extras: Sequence[tuple[int, int, bytes]], seq: int) -> bytes:
+    """What is said of ``seq`` in an ascending list of (first, stop, bytes)."""
+    i = bisect_right(extras, seq, key=lambda row: row[0]) - 1
+    return extras[i][2] if i >= 0 and seq < extras[i][1] else b""

@@ -33,8 +33,10 @@ __all__ = ["Mover", "copies"]
 
 log = logging.getLogger(__name__)
 
-#: Whom a record of the side log is for, nobody in particular, and the seq it is a copy of.
+#: Whom a record of the side log is for, nobody in particular, and the seq it is a copy of. What extra bytes the
+#: original has follow.
 _address = Struct(">IQ")
+_NOBODY = bytes(4)
 _u32 = Struct(">I")
 #: A segment is given up if no more than one in so many of its messages is still needed.
 FEW = 4
@@ -47,8 +49,8 @@ LOOK_AGAIN = 30_000_000_000
 def copies(side: Log) -> Iterator[tuple[int, int]]:
     """(seq, where its copy is) of all copies in a side log."""
     for first, _, extra in side.addressed():
-        if len(extra) == _address.size:
-            yield _address.unpack(extra)[1], first
+        if extra[:4] == _NOBODY:
+            yield _address.unpack_from(extra)[1], first
 
 
 class Mover:
@@ -84,6 +86,12 @@ class Mover:
         if frame is not None:
             frame[18:34] = format_id(self._topic.broker.prefix, seq)
         return frame
+
+    def extra(self, seq: int) -> bytes | None:
+        """The extra bytes that its record had; None while they are being read back."""
+        side, place = self.place(seq)
+        extra = side.extra(place)
+        return None if extra is None else extra[_address.size :]
 
     def place(self, seq: int) -> tuple[Log, int]:
         """The log that holds the copy of a message whose segment is gone, and the copy's seq in it."""
@@ -168,14 +176,19 @@ class Mover:
         if self._wanted:
             self._copy(topic.side_log())
             return
-        if side is None or not self._new_places or side.end <= self._new_places[-1]:
-            # A write failed, and the copies are gone: from the beginning, later.
+        if side is None or not self._new_places:
+            # All of them turned out to be damaged.
             self._give_up()
         elif side.durable > self._new_places[-1]:
             self._settle()
         else:
             side.write_all()
             side.sync()
+
+    def write_failed(self, place: int) -> None:
+        """From this seq of the side log on nothing was written: if copies are among it, from the beginning, later."""
+        if self._new_places and self._new_places[-1] >= place:
+            self._give_up()
 
     def step(self) -> None:
         """Something was read back: perhaps what is copied next."""
@@ -188,16 +201,17 @@ class Mover:
             seq = self._wanted[0]
             try:
                 frame = self._topic.log.frame(seq)
+                extra = self._topic.log.extra(seq) if frame is not None else None
             except DamageError:
                 # Whoever wants it will be told so.
                 self._wanted.popleft()
                 continue
-            if frame is None:
+            if frame is None or extra is None:
                 return
             self._wanted.popleft()
             body = len(frame) - FRAME_OVERHEAD
             record = bytearray(_u32.pack(body)) + frame[FRAME_OVERHEAD:]
-            place = side.append(record, 0, len(record), 1, timestamp_of(frame), extra=_address.pack(0, seq))
+            place = side.append(record, 0, len(record), 1, timestamp_of(frame), extra=_address.pack(0, seq) + extra)
             self._new_seqs.append(seq)
             self._new_places.append(place)
             size += body

@@ -15,12 +15,14 @@ What happens to messages is the channel's business; here is what is asked, and h
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
-from collections.abc import Awaitable, Callable, Iterable, Iterator
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from dataclasses import dataclass
+from itertools import chain, islice, starmap
 from typing import TYPE_CHECKING, Any
 
-from flintmq.broker.journal import NEVER, SIDE
+from flintmq.broker.journal import SIDE
 from flintmq.errors import HttpError, NotFoundError, StorageError
 from flintmq.kernel import FRAME_OVERHEAD, Block
 from flintmq.web import ADMIN, READ, Request, Route
@@ -45,6 +47,8 @@ PAGE_READS = 64
 SLICE = 20_000
 #: A device that does not answer for so long is not waited for.
 READ_SECONDS = 30.0
+#: Whoever waits for a read asks for it again this often.
+ASK_AGAIN_SECONDS = 0.2
 
 _MS = 1_000_000
 _READY, _IN_FLIGHT, _DEFERRED = "ready", "in_flight", "deferred"
@@ -81,9 +85,9 @@ async def peek_channel(channel: Channel, state: str, limit: int, after: Cursor, 
 
 async def peek_topic(topic: Topic, limit: int, after: Cursor, shown: int) -> dict[str, Any]:
     """The same for a topic's log, from the first message that it keeps on; deliveries are its channels' business."""
-    stop = min(topic.log.end, topic.log.committed)
-    seqs = _seqs(topic.log.spans(), after[1] + 1, stop)
-    found = [_Found(seq, (0, seq), 0, {}) for seq, _ in zip(seqs, range(limit + 1), strict=False)]
+    start, stop = after[1] + 1, min(topic.log.end, topic.log.committed)
+    spans = ((max(first, start), min(end, stop)) for first, end in topic.log.spans())
+    found = [_Found(seq, (0, seq), 0, {}) for seq in islice(_seqs(spans), limit + 1)]
     return await _page(topic, found, limit, shown, lambda seq: seq >= topic.log.first)
 
 
@@ -92,16 +96,15 @@ async def _ready(channel: Channel, count: int, after: Cursor) -> list[_Found]:
     place, last = after
     found: list[_Found] = []
     if place <= _PUT_BACK:
-        seqs = await _lowest(list(channel.requeued), count, last)
-        found += [_Found(seq, (_PUT_BACK, seq), _attempts(channel, seq), {}) for seq in seqs]
+        put_back = await _lowest(list(channel.requeued), count, last)
+        found += [_Found(seq, (_PUT_BACK, seq), _attempts(channel, seq), {}) for seq in put_back]
     for number, unsent in ((_SIDE, channel.side), (_WAITING, channel.waiting)):
         if place <= number:
-            start = last + 1 if place == number else 0
-            for seq in _seqs(unsent, start, NEVER):
-                if len(found) >= count:
-                    return found
-                found.append(_Found(seq, (number, seq), 0 if number == _WAITING else None, {}))
-    return found[:count]
+            ranges = unsent.since(last + 1 if place == number else 0)
+            attempts = 0 if number == _WAITING else None
+            seqs = islice(_seqs(ranges), max(0, count - len(found)))
+            found += [_Found(seq, (number, seq), attempts, {}) for seq in seqs]
+    return found
 
 
 async def _in_flight(channel: Channel, count: int, after: Cursor) -> list[_Found]:
@@ -151,11 +154,8 @@ async def _lowest(seqs: list[int], count: int, after: int) -> list[int]:
     return found
 
 
-def _seqs(spans: Iterable[tuple[int, int]], start: int, end: int) -> Iterator[int]:
-    """The seqs of these ranges from ``start`` up to ``end``."""
-    for first, stop in spans:
-        if stop > start:
-            yield from range(max(first, start), min(stop, end))
+def _seqs(ranges: Iterable[tuple[int, int]]) -> Iterator[int]:
+    return chain.from_iterable(starmap(range, ranges))
 
 
 def _attempts(channel: Channel, seq: int) -> int | None:
@@ -199,6 +199,7 @@ async def _page(
 
 
 async def _message(topic: Topic, reader: _Reader, found: _Found, shown: int) -> dict[str, Any]:
+    dead = await reader.dead(found.seq)
     frame = await reader.frame(found.seq)
     size = len(frame) - FRAME_OVERHEAD
     # The frame says how often it will have been delivered with its first delivery here.
@@ -212,6 +213,7 @@ async def _message(topic: Topic, reader: _Reader, found: _Found, shown: int) -> 
         "body": bytes(frame[FRAME_OVERHEAD : FRAME_OVERHEAD + min(shown, size)]),
         "truncated": shown < size,
         **(found.more or {}),
+        **({"dead": dead} if dead is not None else {}),
     }
 
 
@@ -249,6 +251,18 @@ class _Reader:
         block.find(place)
         return block.view[block.start : block.stop]
 
+    async def dead(self, seq: int) -> dict[str, Any] | None:
+        """What is kept with a dead letter; None if it is none."""
+        async with _patience():
+            while (extra := self._topic.extra_of(seq)) is None:
+                self.reads += 1
+                arrived = asyncio.Event()
+                self._topic.when_read(arrived.set)
+                with contextlib.suppress(TimeoutError):
+                    # A read that could not even begin is begun by asking again.
+                    await asyncio.wait_for(arrived.wait(), ASK_AGAIN_SECONDS)
+        return extra.get("dead")
+
     async def _look(self, log: Log, place: int) -> Block:
         arrived = asyncio.get_running_loop().create_future()
 
@@ -264,13 +278,20 @@ class _Reader:
         if block is not None:
             return block
         self.reads += 1
-        try:
-            async with asyncio.timeout(READ_SECONDS):
-                self._read, self._log = await arrived, log
-        except TimeoutError as exc:
-            raise HttpError(503, "DISK_BUSY: the disk does not answer; try again later") from exc
+        async with _patience():
+            self._read, self._log = await arrived, log
         assert self._read is not None
         return self._read
+
+
+@contextlib.asynccontextmanager
+async def _patience() -> AsyncIterator[None]:
+    """For reads: they take the time that they take, but not for ever."""
+    try:
+        async with asyncio.timeout(READ_SECONDS):
+            yield
+    except TimeoutError as exc:
+        raise HttpError(503, "DISK_BUSY: the disk does not answer; try again later") from exc
 
 
 # --- Cursors ----------------------------------------------------------------------------------------------------------

@@ -54,6 +54,11 @@ class Ranges:
         i = bisect_right(self._stops, first, self._head)
         return i < len(self._starts) and self._starts[i] < stop
 
+    def since(self, seq: int) -> Iterator[tuple[int, int]]:
+        """What is there from ``seq`` on."""
+        for i in range(bisect_right(self._stops, seq, self._head), len(self._starts)):
+            yield max(seq, self._starts[i]), self._stops[i]
+
     def clear(self) -> None:
         self._starts = array("q")
         self._stops = array("q")

@@ -13,7 +13,8 @@ All numbers are big-endian. ``mark`` and both checksums (CRC-32C) are salted wit
 nothing inside a message body can pass for a record. ``started`` is the clock's now() of a deferred publish. A record
 is at most about 64 KiB of frames; a batch that needs more is a group: all its records but the last carry MORE, all
 but the first CONTINUES, and recovery drops a group that is not whole. Extra bytes in a topic's main log are a
-MessagePack map: ``key`` is the digest of an idempotency key. A footer holds the sparse index with its times, the spans
+MessagePack map: ``key`` is the digest of an idempotency key, ``dead`` what
+became of a message before it was a dead letter. A footer holds the sparse index with its times, the spans
 of seqs, the deferrals, the keys and what was lost, so that a start reads only the files that have none.
 
 Version 1. A later version must read every earlier one, and a file of a later version is refused, never guessed at.
@@ -22,6 +23,7 @@ Version 1. A later version must read every earlier one, and a file of a later ve
 from __future__ import annotations
 
 import os
+import sys
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterator
@@ -68,6 +70,7 @@ class Segment:
         "damaged",
         "deferrals",
         "end",
+        "extras",
         "fd",
         "folder_synced",
         "index_offsets",
@@ -102,6 +105,8 @@ class Segment:
         self.spans = array("q")
         # Of each deferred record: first seq, count, started, delay in ns, timestamp.
         self.deferrals = array("q")
+        # Has any of its records extra bytes?
+        self.extras = False
         # What of them was found to be unreadable, and what was missing already when the file was last salvaged.
         self.damaged: list[tuple[int, int]] = []
         self.lost: list[tuple[int, int]] = []
@@ -173,6 +178,7 @@ class Segment:
             "times": pack_numbers(self.index_times),
             "spans": pack_numbers(self.spans),
             "deferrals": pack_numbers(self.deferrals),
+            "extras": self.extras,
             "lost": pack_numbers(array("q", chain.from_iterable(self.lost))),
             "size": self.size,
         }
@@ -369,6 +375,15 @@ def decode_chunk(
     return block, damage
 
 
+def extras_in_chunk(data: bytes, salt: int, first: int, after: int) -> list[tuple[int, int, bytes]]:
+    """(first seq, the seq after the last, extra bytes) of each record of a chunk that has any, in order."""
+    return [
+        (entry.seq, entry.seq + entry.count, entry.extra)
+        for entry in read_records(data, salt, 0, 0, True)
+        if isinstance(entry, Entry) and entry.extra and first <= entry.seq and entry.seq + entry.count <= after
+    ]
+
+
 def seq_in_chunk(data: bytes, salt: int, first: int, after: int, time: int) -> int:
     """The first seq of a chunk that was published at or after ``time``; ``after`` if none was."""
     earlier: Entry | None = None
@@ -415,6 +430,8 @@ def read_footer(disk: Disk, fd: int, size: int, segment: Segment) -> bool:
     lost = unpack_numbers(footer["lost"])
     segment.lost = list(zip(lost[::2], lost[1::2], strict=True))
     segment.key_count, segment.key_crc = footer.get("keys", (0, 0))
+    # Without a word about them it is of a time when there were none.
+    segment.extras = footer.get("extras", False)
     segment.sealed = True
     return True
 
@@ -508,9 +525,10 @@ class Salvage:
         missing = [*self.damage, (end, self._limit)]
         return [(first, min(stop, self._durable)) for first, stop in missing if first < min(stop, self._durable)]
 
-    def frames(self, entry: Entry) -> bytes:
+    def frames(self, entry: Entry, most: int = sys.maxsize) -> bytes:
+        """The entry's frames, or so many bytes of them."""
         skip = RECORD_HEADER + len(entry.extra)
-        return self._disk.read(self._fd, entry.size - skip, entry.offset + skip)
+        return self._disk.read(self._fd, min(entry.size - skip, most), entry.offset + skip)
 
     def record(self, entry: Entry, salt: int) -> tuple[bytes, bytes]:
         """The record again, for a file with another salt."""

@@ -14,7 +14,7 @@ import errno
 import logging
 import select
 import socket
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 __all__ = ["Poller", "SocketTransport", "available"]
@@ -25,6 +25,8 @@ log = logging.getLogger(__name__)
 _ROUNDS = 16
 _MOST_EVENTS = 256
 _ACCEPT_AT_ONCE = 64
+#: What one system call takes.
+_MOST_PARTS = 1000
 
 
 def available() -> bool:
@@ -83,6 +85,27 @@ class SocketTransport(asyncio.Transport):
             return
         if sent < len(data):
             self._unsent += memoryview(data)[sent:]
+            self._watch()
+            self.protocol.pause_writing()
+
+    def writelines(self, list_of_data: Iterable[bytes | bytearray | memoryview[Any]]) -> None:
+        """Several buffers in one go, without joining them first: some are large."""
+        parts = list(list_of_data)
+        if self._closing or self._eof_sent or self._unsent or len(parts) > _MOST_PARTS:
+            self.write(b"".join(parts))
+            return
+        try:
+            sent = self.sock.sendmsg(parts)
+        except (BlockingIOError, InterruptedError):
+            sent = 0
+        except OSError as exc:
+            self.fail(exc)
+            return
+        for part in parts:
+            if sent < len(part):
+                self._unsent += memoryview(part)[sent:]
+            sent = max(0, sent - len(part))
+        if self._unsent:
             self._watch()
             self.protocol.pause_writing()
 

@@ -133,10 +133,13 @@ def _document(
             for each in [one.channels[channel]] if channel else _by_name(one.channels.values()):
                 if not each.exiting:
                     channels.append(_channel(each, include_clients, topic))
+                    if extended:
+                        channels[-1].update(_more_of_channel(each))
                     yield
             topics.append(_topic(one, channels))
             if extended:
                 topics[-1]["readers"] = [one.readers.describe(name) for name in sorted(one.readers.positions)]
+                topics[-1]["expired_count"] = one.expired_count
         if include_clients:
             producers = []
             for session in list(broker.sessions.values()):
@@ -193,6 +196,11 @@ def _channel(channel: Channel, include_clients: bool, topic: str = "") -> dict[s
     stats["paused"] = channel.paused
     stats["e2e_processing_latency"] = _latency(channel.broker, (channel,))
     return stats
+
+
+def _more_of_channel(channel: Channel) -> dict[str, Any]:
+    """What NSQ does not have."""
+    return {"dead_lettered_count": channel.dead_lettered_count, "expired_count": channel.expired_count}
 
 
 def _client(session: Session, topic: str) -> dict[str, Any]:
@@ -482,6 +490,12 @@ TOPIC_FAMILIES = (
     Family("nsqd_topic_backend_depth", GAUGE, "Those of them that are only on disk.", attrgetter("backend_depth")),
     Family("nsqd_topic_messages_total", COUNTER, "Messages published.", attrgetter("message_count")),
     Family("nsqd_topic_message_bytes_total", COUNTER, "Bytes of their bodies.", attrgetter("message_bytes")),
+    Family(
+        "nsqd_topic_expired_messages_total",
+        COUNTER,
+        "Messages that got too old before any channel saw them.",
+        attrgetter("expired_count"),
+    ),
     Family("nsqd_topic_channels", GAUGE, "Channels of the topic.", lambda t: len(t.channels)),
     Family("nsqd_topic_keys", GAUGE, "Idempotency keys remembered.", lambda t: len(t.keys.window) if t.keys else 0),
     Family(
@@ -505,6 +519,18 @@ CHANNEL_FAMILIES = (
         COUNTER,
         "Messages an ephemeral channel had no room for.",
         attrgetter("dropped_count"),
+    ),
+    Family(
+        "nsqd_channel_dead_lettered_messages_total",
+        COUNTER,
+        "Messages that went to the dead-letter topic.",
+        attrgetter("dead_lettered_count"),
+    ),
+    Family(
+        "nsqd_channel_expired_messages_total",
+        COUNTER,
+        "Messages that got too old to be delivered.",
+        attrgetter("expired_count"),
     ),
     Family("nsqd_channel_clients", GAUGE, "Consumers.", lambda c: len(c.sessions)),
     Family("nsqd_channel_paused", GAUGE, "1 while the channel is paused, else 0.", lambda c: int(c.paused)),

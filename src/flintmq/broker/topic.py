@@ -13,10 +13,14 @@ import logging
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
+from itertools import chain
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from flintmq.broker.channel import Channel
+from flintmq.broker.expiry import Expiry
 from flintmq.broker.journal import NEVER, SIDE
 from flintmq.broker.keys import Keys
 from flintmq.broker.limits import TopicLimits
@@ -93,6 +97,10 @@ def slices(data: bytearray, pos: int, stop: int, count: int) -> Iterator[Piece]:
         pos, done = scan.pos, target
 
 
+def _never(first: int, stop: int) -> bool:
+    return False
+
+
 class Topic:
     def __init__(self, broker: Broker, name: str, incarnation: int, base: int, folder: Path | None) -> None:
         self.broker = broker
@@ -111,6 +119,7 @@ class Topic:
         #: What stays in files for others than channels.
         self.readers = Readers(self)
         self.retention = Retention(self)
+        self.expiry = Expiry(self)
         self.channels: dict[str, Channel] = {}
         #: The idempotency keys it knows; None until there is one.
         self.keys: Keys | None = None
@@ -123,8 +132,9 @@ class Topic:
         self._settling = 0
         #: Holes beyond ``pumped`` that unclean stops left: no message has these seqs. Only the broker adds to them.
         self.gaps: deque[tuple[int, int]] = deque()
-        #: What the journal knows to be durable; only the broker assigns.
+        #: What the journal knows to be durable, of the log and of the side log; only the broker assigns.
         self.noted_durable = base
+        self.noted_side = SIDE
         #: Something else keeps ``pumped`` from moving: lookupds that have not answered yet.
         self.gated = False
         # Publishers.
@@ -136,10 +146,13 @@ class Topic:
         # Why the last write failed.
         self._refusal = ""
         self._waiting: list[Callable[[], None]] = []
+        # Who waits for something that is being read back.
+        self._readers: list[Callable[[], None]] = []
         # Counters.
         self.message_count = 0
         self.message_bytes = 0
         self.dropped_count = 0
+        self.expired_count = 0
         #: What it may hold and how fast it may grow; None: no limit.
         self.limits = TopicLimits.of(self)
 
@@ -229,8 +242,8 @@ class Topic:
     ) -> Commit | None:
         """Append ``count`` records ``[size][body]``. None: safe already; else the commit to wait for.
 
-        With ``more`` this is a slice of a batch that goes on. ``extra`` is kept with them in the log. PublishError says
-        why it is refused.
+        With ``more`` this is a slice of a batch that goes on. ``extra`` is kept with them, for ``extra_of``.
+        PublishError says why it is refused.
         """
         if self.exiting:
             raise PublishError("exiting")
@@ -414,6 +427,8 @@ class Topic:
                 channel.drop_excess()
 
     def _write_failed(self, seq: int, exc: Exception) -> None:
+        if seq >= SIDE:
+            self.mover.write_failed(seq)
         reason = self._refusal = getattr(exc, "strerror", None) or str(exc)
         self.broker.unwell(f"cannot write to the disk: {reason}")
         self._open_commit = None
@@ -433,6 +448,13 @@ class Topic:
         self.mover.step()
         for channel in self.channels.values():
             channel.pump()
+        readers, self._readers = self._readers, []
+        for then in readers:
+            then()
+
+    def when_read(self, then: Callable[[], None]) -> None:
+        """Call ``then`` when something was read back: ask for what you want again."""
+        self._readers.append(then)
 
     def frame(self, seq: int) -> bytearray | None:
         """A copy of one message's frame; None while it is being read back."""
@@ -442,6 +464,21 @@ class Topic:
         if source is None:
             raise LookupError(f"{self.name} has no side log")
         return source.frame(seq)
+
+    def extra_of(self, seq: int) -> dict[str, Any] | None:
+        """What is kept with a message beside its frame, such as ``dead``: empty if nothing is.
+
+        As with ``frame``, None means that it is being read back (``when_read``), and DamageError that it cannot be.
+        """
+        if seq >= SIDE:
+            # What is kept there is for whom it is.
+            return {}
+        moved = seq < self.mover.below and not self.log.in_memory(seq)
+        extra = self.mover.extra(seq) if moved else self.log.extra(seq)
+        if not extra:
+            return None if extra is None else {}
+        found: dict[str, Any] = msgspec.msgpack.decode(extra)
+        return found
 
     def place(self, seq: int) -> tuple[Log, int]:
         """The log that holds a message, and its seq in it. DamageError if none does."""
@@ -454,11 +491,13 @@ class Topic:
         return self.side, seq
 
     def side_log(self) -> Log:
-        """The side log, made if need be."""
+        """The side log, made if need be. OSError if it cannot be."""
         if self.side is None:
-            assert self.folder is not None
-            self.broker.disk.make_folder(self.folder / "side")
-            self.side = self._new_log(self.folder / "side", SIDE)
+            folder = None
+            if self.folder is not None:
+                folder = self.folder / "side"
+                self.broker.disk.make_folder(folder)
+            self.side = self._new_log(folder, SIDE)
         return self.side
 
     @property
@@ -584,6 +623,13 @@ class Topic:
         self.dropped_count += depth - self.depth
         return depth - self.depth
 
+    def expire_backlog(self, before: int) -> None:
+        """What no channel has seen yet before this seq is too old, up to a deferred message that is good yet."""
+        good = self.expiry.still_good(self.pumped, before)
+        depth = self.depth
+        self._skip(min(before, self.log.committed, *good))
+        self.expired_count += depth - self.depth
+
     def _skip(self, stop: int) -> None:
         if stop <= self.pumped:
             return
@@ -652,6 +698,10 @@ class Topic:
         if self.log.durability == "memory" and not self.ephemeral:
             self.log.spill(limit, cap)
         self.log.trim(limit, cap, self._needs, self._pins, self._awaits)
+        if self.side is not None and self.side.blocks:
+            # Messages of the side log are read one by one: once they are in a file they need not stay in memory.
+            first = self.first_side_needed() if self.ephemeral else SIDE
+            self.side.trim(0, 0, lambda _, stop: first < stop, _never, _never)
 
     def _needs(self, first: int, stop: int) -> bool:
         return self.pumped < stop or any(channel.needs(first, stop) for channel in self.channels.values())
@@ -690,5 +740,7 @@ class Topic:
             if channel.side:
                 lowest = min(lowest, channel.side.first)
             lowest = min([lowest, *(seq for seq in channel.attempts if seq >= SIDE)])
-            lowest = min([lowest, *(seq for seq in channel.unusual if seq >= SIDE)])
+            lowest = min([lowest, *(seq for seq in chain(channel.unusual, channel.leaving) if seq >= SIDE)])
+            if channel.redrive is not None:
+                lowest = min(lowest, channel.redrive.first_place)
         return lowest

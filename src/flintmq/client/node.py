@@ -72,8 +72,13 @@ class DeadLetter(msgspec.Struct, frozen=True):
     channel: str = ""
     id: str = ""
     attempts: int = 0
+    #: ``requeued``, ``timed out`` or ``expired``.
     reason: str = ""
+    #: When it died, and when it was first published, in ns since 1970.
     time: int = 0
+    published: int = 0
+    #: The topics it has been in.
+    path: tuple[str, ...] = ()
 
 
 class PeekedMessage(msgspec.Struct, frozen=True, kw_only=True):
@@ -121,6 +126,8 @@ class Redrive(msgspec.Struct, frozen=True):
     planned: int = 0
     moved: int = 0
     running: bool = False
+    #: Why it ended early.
+    error: str = ""
 
 
 class Seek(msgspec.Struct, frozen=True):
@@ -344,10 +351,20 @@ class NodeClient:
         await self._post("message/defer", topic=topic, channel=channel, id=id, delay=_milliseconds(delay))
 
     async def redrive(
-        self, topic: str, channel: str, *, count: int | None = None, rate: float | None = None
+        self,
+        topic: str,
+        channel: str,
+        *,
+        count: int | None = None,
+        rate: int | None = None,
+        source: str | None = None,
     ) -> Redrive:
-        """Begin to send a channel's dead letters back to it: all, or ``count`` of them, ``rate`` a second at most."""
-        body = await self._post("channel/redrive", topic=topic, channel=channel, count=count, rate=rate)
+        """Begin to send a channel's dead letters back to it: all, or ``count`` of them, ``rate`` a second at most.
+
+        ``source`` is the channel of the dead-letter topic to take them from, if it is not ``redrive``.
+        """
+        more = {"count": count, "rate": rate, "from": source}
+        body = await self._post("channel/redrive", topic=topic, channel=channel, **more)
         return _decoded(Redrive, body, self.address)
 
     async def redrive_progress(self, topic: str, channel: str) -> Redrive:

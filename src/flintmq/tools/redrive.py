@@ -31,14 +31,20 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("source", metavar="TOPIC/CHANNEL", help="the channel they came from")
     parser.add_argument("--count", metavar="N", type=_positive, help="at most so many")
     parser.add_argument("--rate", metavar="N", type=_positive, help="at most so many a second")
+    parser.add_argument(
+        "--from",
+        dest="taken_from",
+        metavar="CHANNEL",
+        help="the channel of the dead-letter topic to take them from (default: redrive)",
+    )
     parser.add_argument("--status", action="store_true", help="begin nothing, tell how far it is")
     parser.add_argument("--no-wait", action="store_true", help="begin, and do not wait for the end")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     node_flags(parser)
     arguments = parser.parse_args(argv)
     topic, channel = split_source(parser, arguments.source)
-    if arguments.status and (arguments.count or arguments.rate or arguments.no_wait):
-        parser.error("--status goes with none of --count, --rate and --no-wait")
+    if arguments.status and (arguments.count or arguments.rate or arguments.taken_from or arguments.no_wait):
+        parser.error("--status goes with none of --count, --rate, --from and --no-wait")
     return run_on_node("redrive", arguments, lambda node: _redrive(node, topic, channel, arguments))
 
 
@@ -53,24 +59,29 @@ async def _redrive(node: NodeClient, topic: str, channel: str, arguments: argpar
     if arguments.status:
         result = await node.redrive_progress(topic, channel)
     else:
-        result = await node.redrive(topic, channel, count=arguments.count, rate=arguments.rate)
+        result = await node.redrive(
+            topic, channel, count=arguments.count, rate=arguments.rate, source=arguments.taken_from
+        )
         if not arguments.no_wait:
             with _progress(result) as report:
                 while result.running:
                     await asyncio.sleep(_EVERY)
                     result = await node.redrive_progress(topic, channel)
                     report(result)
+    status = 1 if result.error else 0
     if arguments.json:
         print_json(msgspec.structs.asdict(result))
-        return 0
+        return status
     amount = f"{result.moved:,} of {result.planned:,} dead letters"
-    if not result.dead_letter_topic:
-        print_line(f"nothing was ever sent back to {topic}/{channel}")
-    elif result.running:
+    if result.running:
         print_line(f"{amount} are back in {topic}/{channel}; it goes on")
-    else:
+    elif result.planned or result.moved:
         print_line(f"{amount} went from {result.dead_letter_topic} back to {topic}/{channel}")
-    return 0
+    else:
+        print_line(f"no dead letters of {topic}/{channel} in {result.dead_letter_topic}")
+    if result.error:
+        sys.stderr.write(f"flintmq redrive: it ended early: {result.error}\n")
+    return status
 
 
 @contextlib.contextmanager
