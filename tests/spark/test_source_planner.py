@@ -7,6 +7,7 @@ import pytest
 pytest.importorskip("pyarrow")
 
 from flintmq.errors import ConnectError, DataLossError, OptionError
+from flintmq.spark import topic_log
 from flintmq.spark.offsets import log_offset
 from flintmq.spark.options import read_source_options
 from flintmq.spark.topic_log import Limits, Planner, fetch
@@ -216,6 +217,22 @@ def test_an_expired_position_is_made_again(planner, broker, topic):
         broker.get("/log/position", topic=topic, reader=found.reader)["offset"]
         == log_offset(end).marks[topic, broker.get("/log/info", topic=topic)["node"]].seq
     )
+
+
+def test_an_idle_query_says_that_it_is_still_there(planner, broker, topic, monkeypatch):
+    publish(broker, topic, range(10))
+    found = planner(broker, subscribe=topic)
+    start = found.initial_offset()
+
+    def moved():
+        return broker.get("/log/position", topic=topic, reader=found.reader)["moved"]
+
+    before = moved()
+    assert next_offset(found, start) is start
+    assert moved() == before
+    monkeypatch.setattr(topic_log, "_ALIVE_SECONDS", 0.0)
+    assert next_offset(found, start) is start
+    assert moved() > before
 
 
 def test_a_topic_made_anew_is_a_loss_unless_that_is_allowed(planner, broker, topic):

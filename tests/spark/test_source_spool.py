@@ -140,18 +140,6 @@ def test_a_full_spool_stops_the_channel_and_goes_on_by_itself(spark, nsqd, topic
     assert largest < 400_000
 
 
-def test_two_queries_cannot_share_a_spool(spark, nsqd, topic, tmp_path, monkeypatch):
-    from flintmq.errors import SpoolError
-    from flintmq.spark import spool
-
-    first = spool.Spool(str(tmp_path / "spool"))
-    monkeypatch.setattr(spool, "_LOCK_PATIENCE", 0.0)
-    with pytest.raises(SpoolError, match="another query uses the spool"):
-        spool.Spool(str(tmp_path / "spool"))
-    first.close()
-    spool.Spool(str(tmp_path / "spool")).close()
-
-
 def test_a_batch_of_a_plain_nsqd_is_refused_and_drain_reads_it(spark, go_broker, topic, tmp_path):
     import flintmq.spark
 

@@ -63,7 +63,9 @@ def _tls_context(network: Network) -> ssl.SSLContext:
 class Connection:
     """A connection to an nsqd: IDENTIFY, TLS, deflate and AUTH are done when it is there. ConnectError says why not."""
 
-    def __init__(self, address: str, network: Network, *, client_id: str = "flintmq-spark") -> None:
+    def __init__(
+        self, address: str, network: Network, *, client_id: str = "flintmq-spark", timeout: float | None = None
+    ) -> None:
         self.address = address
         #: What the broker answered to IDENTIFY.
         self.features: dict[str, Any] = {}
@@ -72,7 +74,9 @@ class Connection:
         self._inflate: Any = None
         self._deflate: Any = None
         try:
-            self._socket: socket.socket = socket.create_connection(split_address(address), timeout=network.timeout)
+            self._socket: socket.socket = socket.create_connection(
+                split_address(address), timeout=timeout or network.timeout
+            )
         except OSError as exc:
             raise ConnectError(f"nsqd {address} cannot be reached: {exc}") from exc
         try:
@@ -317,9 +321,10 @@ class _Found(NamedTuple):
 class Cluster:
     """The brokers that the options name, or that the lookupds know."""
 
-    def __init__(self, network: Network, web: Web | None = None) -> None:
+    def __init__(self, network: Network, web: Web | None = None, timeout: float | None = None) -> None:
         self._network = network
-        self._web = web or Web(network)
+        self._timeout = timeout
+        self._web = web or Web(network, timeout)
 
     def close(self) -> None:
         self._web.close()
@@ -348,7 +353,10 @@ class Cluster:
                 f"nsqd {broker.tcp} does not say where its HTTP side is, so its topics cannot be listed: name it by "
                 "nsq.nsqd.http.addresses, or name topics by subscribe"
             )
-        stats = self._web.ask("GET", broker.http, "/stats", format="json", include_clients="false")
+        try:
+            stats = self._web.ask("GET", broker.http, "/stats", format="json", include_clients="false")
+        except HttpError as exc:
+            raise ConnectError(f"{broker.http} does not list its topics: {exc}") from exc
         return [entry["topic_name"] for entry in stats.get("topics") or []]
 
     def _from_options(self) -> _Found:
@@ -420,7 +428,7 @@ class Cluster:
 
     def _by_tcp(self, address: str) -> Broker:
         """Ask IDENTIFY; what one of ours says of itself includes its HTTP port."""
-        connection = Connection(address, self._network)
+        connection = Connection(address, self._network, timeout=self._timeout)
         about = connection.flintmq
         connection.close()
         host = split_address(address)[0]

@@ -8,7 +8,6 @@ partition. Planning a batch read asks and changes nothing: Spark does it again f
 from __future__ import annotations
 
 import logging
-import os
 import signal
 import socket
 import threading
@@ -251,7 +250,6 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         self._options = options
         self._engine: Planner | SpoolReader | None = None
         self._available_now = False
-        self._owner = os.getpid()
 
     def __getstate__(self) -> dict[str, Any]:
         return {**self.__dict__, "_engine": None}

@@ -33,6 +33,8 @@ _DISCOVERY_SECONDS = 10.0
 _DOWN_SECONDS = 3.0
 #: Spark asks every few milliseconds whether there is news: brokers are asked less often.
 _FRESH_SECONDS = 0.1
+#: A reader position that does not move for days is given up: an idle query says so often that it is still there.
+_ALIVE_SECONDS = 3600.0
 #: A small question is answered soon or never; one silent broker must not hold up the others.
 _QUESTION_SECONDS = 5.0
 _FETCH_BYTES = 16 << 20
@@ -74,8 +76,9 @@ class Planner:
 
     def __init__(self, options: SourceOptions) -> None:
         self._options = options
-        self._web = Web(options.network, timeout=min(_QUESTION_SECONDS, options.network.timeout))
-        self._cluster = Cluster(options.network, self._web)
+        timeout = min(_QUESTION_SECONDS, options.network.timeout)
+        self._web = Web(options.network, timeout)
+        self._cluster = Cluster(options.network, self._web, timeout)
         # Brokers by node, and the topics of each.
         self._brokers: dict[str, Broker] = {}
         self._topics: dict[str, list[str]] = {}
@@ -91,6 +94,7 @@ class Planner:
         # Reader positions: where each was set to last; those nobody needs if no batch was ever planned.
         self._reader = options.reader_name
         self._positions: dict[Key, int] = {}
+        self._told: dict[Key, float] = {}
         self._made: set[Key] = set()
         self._planned = False
 
@@ -103,7 +107,8 @@ class Planner:
             start = self._options.starting or Start("latest")
             marks = {}
             for info in self.observe(strict=start.kind == "offsets").values():
-                seq = self._place(info, start, "startingOffsets")
+                # Where the first message is may change until it is held, so the broker says where that was.
+                seq = None if start.kind == "earliest" else self._place(info, start, "startingOffsets")
                 marks[info.key] = Mark(info.epoch, self._hold(info, seq))
             self._check_named(start, "startingOffsets")
             self._initial = Offset(marks, dict(marks), self._reader)
@@ -128,7 +133,12 @@ class Planner:
                 if target is None or target.epoch != info.epoch:
                     continue
                 stop = min(stop, target.seq)
-            begin = self._begin(info, offset.marks.get(key))
+            try:
+                begin = self._begin(info, offset.marks.get(key))
+                self._stay_alive(info)
+            except ConnectError as exc:
+                self._stands_still(info.node, exc)
+                continue
             if begin.seq < stop:
                 begins[key], stops[key] = begin, stop
         available = {key: stops[key] - begin.seq for key, begin in begins.items()}
@@ -171,7 +181,7 @@ class Planner:
                 continue
             try:
                 self._post_position(key, broker.http, mark.seq)
-            except (ConnectError, HttpError) as exc:
+            except ConnectError as exc:
                 # It only keeps files for longer: the next commit moves it on.
                 log.warning("the reader position of %s on node %s was not moved: %s", *key, exc)
 
@@ -239,14 +249,17 @@ class Planner:
             except ConnectError as exc:
                 if strict:
                     raise
-                # Its partitions stand still; the others go on.
-                log.warning("node %s does not answer, its messages have to wait: %s", node, exc)
-                self._down[node] = time.monotonic() + _DOWN_SECONDS
-                # It may have moved.
-                self._next_discovery = min(self._next_discovery, self._down[node])
+                self._stands_still(node, exc)
         self._infos = infos
         self._asked = time.monotonic()
         return infos
+
+    def _stands_still(self, node: str, exc: ConnectError) -> None:
+        """A node does not answer: its messages have to wait, the others go on."""
+        log.warning("node %s does not answer, its messages have to wait: %s", node, exc)
+        self._down[node] = time.monotonic() + _DOWN_SECONDS
+        # It may have moved.
+        self._next_discovery = min(self._next_discovery, self._down[node])
 
     def _discover(self, strict: bool) -> None:
         self._next_discovery = time.monotonic() + _DISCOVERY_SECONDS
@@ -266,12 +279,15 @@ class Planner:
                 )
             self._brokers[broker.node] = broker
             self._down.pop(broker.node, None)
-            if self._options.topics:
-                self._topics[broker.node] = list(self._options.topics)
-            else:
-                self._topics[broker.node] = [
+            topics = list(self._options.topics)
+            try:
+                self._topics[broker.node] = topics or [
                     topic for topic in self._cluster.topics(broker) if self._options.wants(topic)
                 ]
+            except ConnectError as exc:
+                if strict:
+                    raise
+                self._stands_still(broker.node, exc)
 
     def _info(self, broker: Broker, topic: str) -> Info | None:
         try:
@@ -456,14 +472,20 @@ class Planner:
             if seq >= info.first:
                 self._post_position(info.key, info.address, seq)
 
+    def _stay_alive(self, info: Info) -> None:
+        at = self._positions.get(info.key)
+        if at is not None and time.monotonic() - self._told.get(info.key, 0.0) > _ALIVE_SECONDS:
+            self._post_position(info.key, info.address, max(at, info.first))
+
     def _post_position(self, key: Key, address: str, to: int | str) -> dict[str, Any]:
         try:
             said = self._web.ask("POST", address, "/log/position", topic=key[0], reader=self._reader, to=to)
         except Refused as exc:
             if exc.status in (401, 403):
                 raise OptionError(f"{address} refuses to keep a reader position: check nsq.http.token") from exc
-            raise
+            raise ConnectError(f"{address} answers {exc.reason} when a reader position is to be set") from exc
         self._positions[key] = int(said["offset"])
+        self._told[key] = time.monotonic()
         return said
 
     def _ask(self, info: Info, method: str, path: str, **query: object) -> dict[str, Any]:
@@ -499,6 +521,7 @@ def fetch(found: Range, address: str, options: SourceOptions, reader: str = "") 
     failures = 0
     try:
         while at < found.stop:
+            begin = at
             try:
                 response = web.request(
                     "GET",
@@ -517,7 +540,7 @@ def fetch(found: Range, address: str, options: SourceOptions, reader: str = "") 
                     at = last + 1
                     failures = 0
                     yield batch
-                if after <= at - 1 or after > found.stop:
+                if not max(at, begin + 1) <= after <= found.stop:
                     raise ConnectError(f"{address} says that {found.topic} goes on at {after} after {at}")
                 at = after
             except Refused as exc:
