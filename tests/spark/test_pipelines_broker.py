@@ -227,6 +227,7 @@ def unused_port() -> int:
 
 
 def test_the_declarative_example_runs(spark_environment, broker: Node, topic: str, tmp_path: Path):
+    pytest.importorskip("yaml", reason="spark-pipelines needs PyYAML: pip install 'flintmq[spark]'")
     hold(broker, topic)
     orders = [json.dumps({"id": n, "country": "de" if n % 3 else "fr", "amount": 2.5}).encode() for n in range(30)]
     publish(broker, topic, orders)
@@ -235,9 +236,10 @@ def test_the_declarative_example_runs(spark_environment, broker: Node, topic: st
     spec = (project / "spark-pipeline.yml").read_text()
     spec = spec.replace("file:///tmp/flintmq-declarative", (tmp_path / "storage").as_uri())
     spec = spec.replace("127.0.0.1:4150", broker.tcp).replace("flintmq.topic: orders", f"flintmq.topic: {topic}")
-    spec += f"  spark.sql.warehouse.dir: {tmp_path / 'warehouse'}\n"
     (project / "spark-pipeline.yml").write_text(spec)
-    flags = ("--conf", f"spark.sql.warehouse.dir={tmp_path / 'warehouse'}", "--conf", "spark.driver.memory=1g")
+    # A catalog that outlives the process, in the project's folder, so that the second run goes on with the tables.
+    conf = {"spark.sql.warehouse.dir": tmp_path / "warehouse", "spark.sql.catalogImplementation": "hive"}
+    flags = [part for key, value in conf.items() for part in ("--conf", f"{key}={value}")]
     program = str(spark_cluster.spark_home() / "bin" / "spark-pipelines")
     for expected in (30, 40):
         done = subprocess.run(
