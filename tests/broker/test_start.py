@@ -28,6 +28,23 @@ async def test_a_disk_too_full_to_allocate_space_ahead_is_started_on(start_broke
     assert consumer.bodies == [b"kept"]
 
 
+async def test_a_stop_closes_the_disk_only_when_nobody_can_ask_it_for_more(start_broker: StartBroker) -> None:
+    """It is closed in a thread. Whoever looked whether it is, on the loop, must not find it closed a moment later."""
+
+    class Watched(CountingDisk):
+        refused_before = False
+
+        def close(self) -> None:
+            self.refused_before = self.closing
+            super().close()
+
+    disk = Watched()
+    broker = await start_broker(disk=disk)
+    await Client(broker).publish("t", b"one")
+    await broker.stop()
+    assert disk.refused_before
+
+
 async def test_clean_restarts_do_not_pile_up_journals(start_broker: StartBroker, tmp_path: Path) -> None:
     for _ in range(5):
         broker = await start_broker()

@@ -365,6 +365,7 @@ class Broker:
         for topic in self.topics.values():
             for channel in topic.channels.values():
                 channel.settle()
+        self.disk.refuse_work()
         await self._loop.run_in_executor(None, self.disk.close)
         await asyncio.sleep(0)
         try:

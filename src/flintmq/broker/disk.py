@@ -164,11 +164,15 @@ class Disk:
             with contextlib.suppress(RuntimeError):
                 post(lambda: done(result, error))
 
-    def close(self) -> None:
-        """Finish what was submitted and end the threads. Answers still arrive, if the loop still runs."""
+    def refuse_work(self) -> None:
+        """From here on ``closing``. Called on the loop: nobody there asks, and then submits, while ``close`` runs."""
         with self._wake:
             self._stopping = True
             self._wake.notify_all()
+
+    def close(self) -> None:
+        """Finish what was submitted and end the threads. Answers still arrive, if the loop still runs."""
+        self.refuse_work()
         for thread in self._threads:
             thread.join()
         self._threads.clear()
