@@ -58,7 +58,7 @@ async def received(consumer: Client, count: int = 1) -> list[Message]:
 async def moved(broker: Broker) -> None:
     """All copies are made and on the device, and what they are of is finished."""
     channels = [channel for topic in broker.topics.values() for channel in topic.channels.values()]
-    await until(lambda: not any(channel.leaving for channel in channels))
+    await until(lambda: not any(channel.leaving or channel.expired for channel in channels))
     await quiet(broker)
 
 

@@ -1,8 +1,9 @@
 """Whatever happens, in whatever order: a message is at its channel, or among the dead letters, or finished.
 
 A real broker with one channel and its dead-letter topic is driven with random deliveries, answers, timeouts, redrives,
-changes of the limit, clean restarts and crashes. What it holds is compared with what was published and not finished:
-each message is there once, wherever. Only what was finished right before a crash may come back.
+changes of the limit and of the longest age, clean restarts and crashes. What it holds is compared with what was
+published and not finished: each message is there once, wherever. Only what was finished right before a crash may come
+back.
 """
 
 from __future__ import annotations
@@ -13,10 +14,11 @@ import shutil
 import tempfile
 from collections import Counter
 from collections.abc import Coroutine
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import pytest
-from fakes import Client, CountingDisk, FakeClock, pass_time, quiet, until
+from fakes import SECOND, Client, CountingDisk, FakeClock, pass_time, quiet, until
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
@@ -44,6 +46,7 @@ class DeadLetterMachine(RuleBasedStateMachine):
         self.clock = FakeClock()
         self.number = 0
         self.most = 1
+        self.ttl = 0
         self.mem_queue_size = 0
         #: Published and not finished; and finished, but not yet written down.
         self.alive: set[bytes] = set()
@@ -85,7 +88,12 @@ class DeadLetterMachine(RuleBasedStateMachine):
 
         self.run(begin())
         limit(self.channel, self.most)
+        self.limit_age()
         self.settle()
+
+    def limit_age(self) -> None:
+        topic = self.broker.topics["t"]
+        topic.settings = replace(topic.settings, ttl=self.ttl * SECOND, ttl_action="dead-letter")
 
     @property
     def channel(self) -> Channel:
@@ -168,6 +176,12 @@ class DeadLetterMachine(RuleBasedStateMachine):
     def change_the_limit(self, most: int) -> None:
         self.most = most
         limit(self.channel, most)
+
+    @rule(seconds=st.sampled_from([0, 15, 60]))
+    def change_the_age(self, seconds: int) -> None:
+        """What is older becomes a dead letter, sooner or later."""
+        self.ttl = seconds
+        self.limit_age()
 
     @precondition(lambda self: DEAD in self.broker.topics)
     @rule(count=some, wait=st.booleans())
