@@ -839,7 +839,7 @@ def test_an_empty_heap_has_nothing_to_give(kernel: Any) -> None:
     for ask in (heap.pop, heap.first_due):
         with pytest.raises(IndexError):
             ask()
-    assert heap.items() == []
+    assert list(heap.items()) == []
 
 
 # --- Records read back ------------------------------------------------------------------------------------------------

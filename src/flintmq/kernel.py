@@ -1370,9 +1370,9 @@ class Heap:
         """When the earliest is due; raises IndexError if there is none."""
         return self._due[0]
 
-    def items(self) -> list:
-        """All pairs, in no order."""
-        return list(zip(self._due, self._seq, strict=True))
+    def items(self) -> object:
+        """All pairs as they are now, in no order; one after the other, because there may be a million."""
+        return zip(self._due[:], self._seq[:], strict=True)
 
     def first_seq(self, start: cython.longlong = 0) -> int:
         """The lowest seq from ``start`` on; -1 if there is none."""

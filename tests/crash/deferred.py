@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import gc
 import random
 import secrets
 import shutil
@@ -109,6 +110,8 @@ class InProcess:
 
     async def crash(self) -> None:
         self._broker.crash()
+        # A process that is killed gives its memory back at once.
+        gc.collect()
 
     async def stop(self) -> None:
         self._broker.close()

@@ -17,11 +17,11 @@ from __future__ import annotations
 import logging
 import random
 from array import array
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Iterable, Iterator
-from heapq import heapify, heappop, heappush
-from itertools import chain
+from heapq import heapify, heappop, heappush, merge
+from itertools import chain, islice
 from typing import TYPE_CHECKING
 
 from flintmq.broker.deadletters import EXPIRED, LONGEST_QUEUE, REQUEUED, RETRY_DELAY, TIMED_OUT, DeadLetters, Redrive
@@ -1050,10 +1050,9 @@ class Channel:
 
     def snapshot(self) -> tuple[bytes, bytes]:
         """What is outstanding, as pairs, and what of it was delivered before, as rows: see ``ChannelState``."""
-        singles: Iterable[int] = chain(
-            (seq for seq, _ in self.ring.held(self.ring.lo, self.ring.hi)), self._put_back_seqs()
-        )
-        parts = sorted(chain(self.waiting, self.expired, self.side, ((seq, seq + 1) for seq in singles)))
+        # Plain numbers: a million deferred messages as pairs would take more memory than all else.
+        singles = sorted(chain((seq for seq, _ in self.ring.held(self.ring.lo, self.ring.hi)), self._put_back_seqs()))
+        own = bisect_left(singles, SIDE)
         pairs = array("q")
 
         def add(first: int, stop: int) -> None:
@@ -1062,13 +1061,11 @@ class Channel:
             elif first < stop:
                 pairs.extend((first, stop))
 
-        for first, stop in parts:
-            if first < SIDE:
-                add(first, stop)
+        for first, stop in merge(self.waiting, self.expired, ((seq, seq + 1) for seq in islice(singles, own))):
+            add(first, stop)
         add(self.seen, SIDE)
-        for first, stop in parts:
-            if first >= SIDE:
-                add(first, stop)
+        for first, stop in merge(self.side, ((seq, seq + 1) for seq in islice(singles, own, None))):
+            add(first, stop)
         add(self.topic.side_end, NEVER)
         rows = array("q")
         now, wall = self.broker.clock.now(), self.broker.clock.wall()

@@ -649,7 +649,6 @@ class Broker:
             behind = [first for first, stop in spans if stop > topic.pumped]
             topic.pumped = max(topic.pumped, behind[0]) if behind else end
             topic.gaps.extend(_between(spans, topic.pumped, end))
-        deferrals = list(topic.log.deferrals(topic.pumped))
         addressed = side_spans(topic.side) if topic.side is not None else {}
         copied = topic.mover.restore(copies(topic.side)) if topic.side is not None else []
         now, wall = self.clock.now(), self.clock.wall()
@@ -662,7 +661,9 @@ class Broker:
                 if due == ANOTHER_BOOT or (due and not same_boot):
                     back[seq] = (attempts, now + due_wall - wall, due_wall)
             topic.channels[channel.name] = channel
-            channel.restore(channel_state.outstanding.within(mine), back, deferrals)
+            # Gone through anew for each: a list of a million of them would take more memory than all else.
+            channel.restore(channel_state.outstanding.within(mine), back, topic.log.deferrals(topic.pumped))
+        deferrals = topic.log.deferrals(topic.pumped)
         topic.log.deferred.extend((seq, due) for seq, due in deferrals if seq >= topic.pumped)
 
     def _take_over(self, root: Path) -> None:
