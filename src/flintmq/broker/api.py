@@ -314,12 +314,12 @@ class Api:
         except PublishError as exc:
             log.error("TOPIC(%s): cannot be made - %s", name, exc)
             raise HttpError(500, "INTERNAL_ERROR") from exc
-        await self._noted(topic)
+        await self._broker.as_safe_as(topic)
 
     async def _delete_topic(self, request: Request) -> None:
         topic = self._topic(request.arguments())
         self._broker.delete_topic(topic.name)
-        await self._noted(topic)
+        await self._broker.as_safe_as(topic)
 
     async def _empty_topic(self, request: Request) -> None:
         arguments = request.arguments()
@@ -328,36 +328,36 @@ class Api:
             raise HttpError(400, "INVALID_TOPIC")
         topic = self._topic(arguments)
         topic.empty()
-        await self._noted(topic)
+        await self._broker.as_safe_as(topic)
 
     def _pause_topic(self, paused: bool) -> Callable[[Request], Awaitable[None]]:
         async def handler(request: Request) -> None:
             topic = self._topic(request.arguments())
             topic.pause(paused)
-            await self._noted(topic)
+            await self._broker.as_safe_as(topic)
 
         return handler
 
     async def _create_channel(self, request: Request) -> None:
         topic, name = self._channel_arguments(request)
         topic.channel(name)
-        await self._noted(topic)
+        await self._broker.as_safe_as(topic)
 
     async def _delete_channel(self, request: Request) -> None:
         channel = self._channel(request)
         channel.topic.delete_channel(channel.name)
-        await self._noted(channel.topic)
+        await self._broker.as_safe_as(channel.topic)
 
     async def _empty_channel(self, request: Request) -> None:
         channel = self._channel(request)
         channel.empty()
-        await self._noted(channel.topic)
+        await self._broker.as_safe_as(channel.topic)
 
     def _pause_channel(self, paused: bool) -> Callable[[Request], Awaitable[None]]:
         async def handler(request: Request) -> None:
             channel = self._channel(request)
             channel.pause(paused)
-            await self._noted(channel.topic)
+            await self._broker.as_safe_as(channel.topic)
 
         return handler
 
@@ -380,13 +380,6 @@ class Api:
             return topic.existing_channel(name)
         except NotFoundError as exc:
             raise HttpError(404, "CHANNEL_NOT_FOUND") from exc
-
-    async def _noted(self, topic: Topic) -> None:
-        """What was changed is as safe as a publish to the topic would be."""
-        journal = self._broker.journal
-        journal.flush()
-        if topic.settings.durability == "fsync":
-            await self._until(lambda then: journal.when_synced(journal.noted, then))
 
     # --- Settings --------------------------------------------------------------------------------------------------
 

@@ -993,6 +993,18 @@ class Broker:
                 yield ("channel_state", channel.id, *channel.snapshot())
             yield from self.settings.notes(topic)
 
+    async def synced(self) -> None:
+        """Returns when all that the journal was told so far is on the device."""
+        done = self._loop.create_future()
+        self.journal.when_synced(self.journal.noted, lambda: None if done.done() else done.set_result(None))
+        await done
+
+    async def as_safe_as(self, topic: Topic) -> None:
+        """Returns when what was changed is as safe as a publish to the topic would be."""
+        self.journal.flush()
+        if topic.settings.durability == "fsync":
+            await self.synced()
+
     def structure_changed(self, ephemeral: bool) -> None:
         """Topics or channels came, went or were paused: the journal has it at once, ``nsqd.dat`` follows soon."""
         self.journal.flush()

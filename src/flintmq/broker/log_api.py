@@ -155,30 +155,24 @@ class _LogApi:
         if offset > topic.durable:
             raise _not_yet(topic)
         try:
-            noted = topic.readers.move(name, offset)
+            topic.readers.move(name, offset)
         except FullError as exc:
             raise HttpError(409, f"TOO_MANY_READERS: {exc}, delete one") from exc
-        await self._synced(noted)
+        await self._broker.synced()
         # It may be given up, or the topic deleted, while the disk is busy.
         return topic.readers.describe(self._reader(topic.readers, arguments))
 
     async def remove(self, request: Request) -> None:
         arguments = request.arguments()
         readers = self._topic(arguments).readers
-        await self._synced(readers.remove(self._reader(readers, arguments)))
+        readers.remove(self._reader(readers, arguments))
+        await self._broker.synced()
 
     def _reader(self, readers: Readers, arguments: dict[str, str]) -> str:
         name = _argument(arguments, "reader")
         if name not in readers.positions:
             raise HttpError(404, "READER_NOT_FOUND")
         return name
-
-    async def _synced(self, position: int) -> None:
-        """The journal is on the device up to this position."""
-        happened = asyncio.get_running_loop().create_future()
-        journal = self._broker.journal
-        journal.when_synced(position, lambda: None if happened.done() else happened.set_result(None))
-        await happened
 
     # --- Channels --------------------------------------------------------------------------------------------------
 
@@ -199,8 +193,7 @@ class _LogApi:
             if start < topic.log.first:
                 raise _gone(topic)
         channel.seek(start)
-        if topic.log.durability == "fsync":
-            await self._synced(self._broker.journal.noted)
+        await self._broker.as_safe_as(topic)
         return {
             "topic": topic.name,
             "channel": channel.name,

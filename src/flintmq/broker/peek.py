@@ -342,7 +342,7 @@ def routes(broker: Broker) -> list[Route]:
             wait = _delay(channel, arguments.get("delay", delay))
             if seq < 0 or not act(channel, seq, wait):
                 raise HttpError(404, "MESSAGE_NOT_FOUND: the channel has no such message; it may be finished")
-            await _noted(channel.topic)
+            await broker.as_safe_as(channel.topic)
 
         return handler
 
@@ -410,13 +410,3 @@ def _name(arguments: dict[str, str], kind: str) -> str:
     if not valid_name(arguments[kind]):
         raise HttpError(400, f"INVALID_ARG_{kind.upper()}")
     return arguments[kind]
-
-
-async def _noted(topic: Topic) -> None:
-    """What was changed is as safe as a publish to the topic would be."""
-    journal = topic.broker.journal
-    journal.flush()
-    if topic.settings.durability == "fsync":
-        synced = asyncio.get_running_loop().create_future()
-        journal.when_synced(journal.noted, lambda: None if synced.done() else synced.set_result(None))
-        await synced

@@ -5,7 +5,6 @@ What they mean and where they are kept is ``settings``' business.
 
 from __future__ import annotations
 
-import asyncio
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
@@ -40,7 +39,8 @@ def routes(broker: Broker) -> list[Route]:
             except OptionError as exc:
                 raise HttpError(400, f"INVALID_SETTING: {exc}") from exc
             answer = broker.settings.describe(names)
-            await _on_the_device(broker)
+            # Whatever the durability of messages: this is rare, and is not to be forgotten.
+            await broker.synced()
             return answer
 
         return put
@@ -77,10 +77,3 @@ def _names(broker: Broker, request: Request, kinds: tuple[str, ...]) -> Names:
         if len(names) == 2 and not is_pattern(names[1]) and names[1] not in topic.channels:
             raise HttpError(404, "CHANNEL_NOT_FOUND")
     return names
-
-
-async def _on_the_device(broker: Broker) -> None:
-    """Whatever the durability of messages: this is rare, and is not to be forgotten."""
-    done = asyncio.get_running_loop().create_future()
-    broker.journal.when_synced(broker.journal.noted, lambda: None if done.done() else done.set_result(None))
-    await done
