@@ -52,6 +52,12 @@ class RangesMachine(RuleBasedStateMachine):
         inside = {seq for first, stop in spans for seq in range(first, stop)}
         assert numbers(self.ranges.within(spans)) == sorted(self.model & inside)
 
+    @rule(cuts=st.lists(small, max_size=12, unique=True))
+    def without(self, cuts: list[int]) -> None:
+        cuts.sort()
+        holes = Ranges(zip(cuts[::2], cuts[1::2], strict=False))
+        assert numbers(self.ranges.without(holes)) == sorted(self.model - set(numbers(holes)))
+
     @rule(first=small, size=st.integers(1, 20))
     def look(self, first: int, size: int) -> None:
         assert (first in self.ranges) == (first in self.model)

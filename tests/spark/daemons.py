@@ -29,6 +29,8 @@ class Node(Daemon):
             "nsqd",
             f"--data-path={data_path}",
             "--broadcast-address=127.0.0.1",
+            # Only what is durable can be read from a log, and most tests wait for that.
+            "--sync-timeout=100ms",
             *flags,
             wants=("TCP", "HTTP"),
         )

@@ -328,3 +328,16 @@ def test_planning_a_batch_changes_nothing(planner, broker, topic):
     assert [part.size for part, _ in found.snapshot()] == [10]
     assert [part.size for part, _ in found.snapshot()] == [10]
     assert broker.get("/log/position", topic=topic)["positions"] == []
+
+
+def test_what_was_just_published_is_waited_for_until_it_is_durable(planner, broker, topic):
+    for count in (100, 200):
+        broker.publish(topic, [b"body"] * 100)
+        ranges = planner(broker, streaming=False, subscribe=topic).snapshot()
+        assert sum(found.size for found, _ in ranges) == count
+    stream = planner(broker, subscribe=topic, startingOffsets="earliest")
+    start = stream.initial_offset()
+    broker.publish(topic, [b"body"] * 100)
+    refresh(stream)
+    stream.fix_target()
+    assert sum(found.size for found, _ in stream.partitions(start, stream.latest_offset(start, ALL))) == 300

@@ -1089,18 +1089,27 @@ class Channel:
     ) -> None:
         """Take up what the journal and the log know. ``outstanding`` holds only seqs that exist."""
         now = self.broker.clock.now()
+        # Taken out together: there may be a million of them, in nearly as many ranges.
+        taken = Ranges()
         for seq, due in deferrals:
             if due > now and seq in outstanding and seq not in back:
-                outstanding.remove(seq, seq + 1)
+                if taken and seq < taken.stop:
+                    outstanding, taken = outstanding.without(taken), Ranges()
+                    if seq not in outstanding:
+                        continue
+                taken.add(seq, seq + 1)
                 self.deferred.push(due, seq)
+        outstanding, taken = outstanding.without(taken), Ranges()
         for seq in sorted(back):
             attempts, due, _ = back[seq]
-            if outstanding.remove(seq, seq + 1):
+            if seq in outstanding:
+                taken.add(seq, seq + 1)
                 self.attempts[seq] = attempts
                 if due > now:
                     self.deferred.push(due, seq)
                 else:
                     self.requeued.append(seq)
+        outstanding = outstanding.without(taken)
         for first, stop in outstanding:
             if first < self.topic.mover.below:
                 # Only a copy is left of these, and copies are read one by one.

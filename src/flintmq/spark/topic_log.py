@@ -35,6 +35,8 @@ _DOWN_SECONDS = 3.0
 _FRESH_SECONDS = 0.1
 #: A reader position that does not move for days is given up: an idle query says so often that it is still there.
 _ALIVE_SECONDS = 3600.0
+#: What was published becomes durable within --sync-timeout (2 s by default): so long a read waits for it.
+_DURABLE_SECONDS = 10.0
 #: A small question is answered soon or never; one silent broker must not hold up the others.
 _QUESTION_SECONDS = 5.0
 _FETCH_BYTES = 16 << 20
@@ -51,6 +53,7 @@ class Info(NamedTuple):
     epoch: str
     first: int
     durable: int
+    end: int
     messages: int
     bytes: int
 
@@ -117,7 +120,7 @@ class Planner:
     def fix_target(self) -> None:
         """From now on nothing newer than this is offered (trigger AvailableNow)."""
         if self._target is None:
-            self._target = {key: Mark(info.epoch, info.durable) for key, info in self.observe().items()}
+            self._target = {key: Mark(info.epoch, info.durable) for key, info in self._observe_durable().items()}
 
     def latest_offset(self, start: dict[str, Any], limits: Limits | None) -> dict[str, Any]:
         """How far the next batch goes; ``start`` itself if there is nothing new. No limits: all there is."""
@@ -209,7 +212,7 @@ class Planner:
     def snapshot(self) -> list[tuple[Range, str]]:
         """What a batch read reads; asks, and changes nothing anywhere. Everybody must answer, or it is no snapshot."""
         options = self._options
-        infos = self.observe(strict=options.fail_on_data_loss)
+        infos = self._observe_durable(strict=options.fail_on_data_loss)
         if missing := set(options.topics) - {topic for topic, _ in infos}:
             who = ", ".join(sorted(broker.http for broker in self._brokers.values()))
             raise OptionError(f"no broker has the topic {', '.join(sorted(missing))}; asked were {who}")
@@ -252,6 +255,19 @@ class Planner:
                 self._stands_still(node, exc)
         self._infos = infos
         self._asked = time.monotonic()
+        return infos
+
+    def _observe_durable(self, strict: bool = False) -> dict[Key, Info]:
+        """The logs, once all is durable that they hold now: who has just published something expects to read it."""
+        infos = self.observe(strict)
+        ends = {(key, info.epoch): info.end for key, info in infos.items()}
+        give_up = time.monotonic() + _DURABLE_SECONDS
+        while waiting := [info for key, info in infos.items() if info.durable < ends.get((key, info.epoch), 0)]:
+            if time.monotonic() >= give_up:
+                log.warning("%s on node %s has newer messages, not durable yet", waiting[0].topic, waiting[0].node)
+                break
+            time.sleep(_FRESH_SECONDS)
+            infos = self.observe(strict)
         return infos
 
     def _stands_still(self, node: str, exc: ConnectError) -> None:
@@ -313,6 +329,7 @@ class Planner:
             str(said["epoch"]),
             int(said["first"]),
             int(said["durable"]),
+            int(said["end"]),
             int(said.get("messages") or 0),
             int(said.get("bytes") or 0),
         )
