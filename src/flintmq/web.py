@@ -790,6 +790,9 @@ def _classes() -> tuple[Any, type[aio.Response], type[aio.StreamResponse]]:
             if self.ssl_context is not None:
                 # There is no such thing as half a TLS connection.
                 return False
+            if self._waiter is not None and not self._messages:
+                # It waits for a request, and none can come.
+                return False
             asyncio.get_running_loop().call_later(HALF_OPEN_SECONDS, self.force_close)
             return True
 

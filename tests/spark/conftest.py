@@ -10,9 +10,11 @@ import importlib.util
 import os
 import re
 import shutil
+import site
 import subprocess
 import sys
 import time
+import venv
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -99,6 +101,28 @@ def stop_jvm() -> None:
         except subprocess.TimeoutExpired:
             process.kill()
             process.wait(30)
+
+
+@pytest.fixture(scope="session")
+def bare_python(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """A Python that has all that this one has, pyspark and pyarrow too, but not flintmq."""
+    folder = tmp_path_factory.mktemp("bare") / "environment"
+    venv.create(folder, symlinks=True)
+    [packages] = folder.glob("lib/python*/site-packages")
+    for path in map(Path, site.getsitepackages()):
+        for found in path.iterdir() if path.is_dir() else ():
+            # Files like .pth say where an editable flintmq is.
+            if not re.search("flintmq|pyspark_nsq", found.name) and found.suffix != ".pth":
+                with contextlib.suppress(FileExistsError):
+                    (packages / found.name).symlink_to(found)
+    python = str(folder / "bin" / "python")
+    have = "import importlib.util, pyarrow, pyspark; print(bool(importlib.util.find_spec('flintmq')))"
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    found = subprocess.run(
+        [python, "-c", have], env=environment, cwd=folder, capture_output=True, text=True, check=True
+    )
+    assert found.stdout.strip() == "False"
+    return python
 
 
 def small_session(master: str, scratch: Path, **conf: str) -> SparkSession:

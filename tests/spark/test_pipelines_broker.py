@@ -262,7 +262,7 @@ def test_the_declarative_example_runs(spark_environment, broker: Node, topic: st
 
 
 def test_archive_behind_spark_connect_without_our_code_there(
-    spark_environment, broker: Node, topic: str, tmp_path: Path
+    spark_environment, bare_python: str, broker: Node, topic: str, tmp_path: Path
 ):
     hold(broker, topic)
     publish(broker, topic, bodies(0, 400))
@@ -281,6 +281,8 @@ def test_archive_behind_spark_connect_without_our_code_there(
         ],
         tmp_path / "server.log",
         PYTHONPATH="",
+        PYSPARK_PYTHON=bare_python,
+        PYSPARK_DRIVER_PYTHON=bare_python,
     )
     try:
         wait_for(lambda: is_open(port) or server.process.poll() is not None, "the server listens")

@@ -22,8 +22,8 @@ SCENARIO = Path(__file__).with_name("scenario.py")
 RIGHT = {"batch": True, "stream": 3000, "stream after a restart": 3000, "out": True}
 
 
-def environment(**more):
-    """What processes of Spark inherit: nothing by which they would find flintmq."""
+def environment(python=sys.executable, **more):
+    """What processes of Spark inherit: no path by which they would find flintmq."""
     import pyspark
 
     kept = {key: value for key, value in os.environ.items() if not key.startswith(("PYTHONPATH", "SPARK_", "PYSPARK_"))}
@@ -31,7 +31,7 @@ def environment(**more):
         **kept,
         "SPARK_HOME": str(Path(pyspark.__file__).parent),
         "SPARK_LOCAL_IP": "127.0.0.1",
-        "PYSPARK_PYTHON": sys.executable,
+        "PYSPARK_PYTHON": python,
         "PYSPARK_DRIVER_PYTHON": sys.executable,
         **more,
     }
@@ -129,15 +129,19 @@ def test_a_standalone_cluster_that_has_flintmq(spark_environment, broker, topic,
         assert play(url, broker, topic, tmp_path / "app", ship=False) == {"executors have flintmq": [True], **RIGHT}
 
 
-def test_a_standalone_cluster_that_gets_it_shipped(spark_environment, broker, topic, tmp_path):
-    with standalone(tmp_path, environment()) as url:
-        assert play(url, broker, topic, tmp_path / "app", ship=True) == {"executors have flintmq": [False], **RIGHT}
+def test_a_standalone_cluster_that_gets_it_shipped(spark_environment, bare_python, broker, topic, tmp_path):
+    env = environment(bare_python)
+    with standalone(tmp_path, env) as url:
+        assert play(url, broker, topic, tmp_path / "app", ship=True, env=env) == {
+            "executors have flintmq": [False],
+            **RIGHT,
+        }
 
 
-def test_spark_connect_gets_it_shipped(spark_environment, broker, topic, tmp_path):
+def test_spark_connect_gets_it_shipped(spark_environment, bare_python, broker, topic, tmp_path):
     pytest.importorskip("grpc")
     port = free_port()
-    env = environment()
+    env = environment(bare_python)
     arguments = [
         "org.apache.spark.deploy.SparkSubmit",
         "--class",

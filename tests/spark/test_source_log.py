@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import socket
 import time
 from datetime import UTC, datetime
 
@@ -40,11 +41,9 @@ def durable(node, topic):
 
 
 def to_parquet(spark, given, folder, **trigger):
+    frame = spark.readStream.format("nsq").options(**given).load() if isinstance(given, dict) else given
     return (
-        spark.readStream.format("nsq")
-        .options(**given)
-        .load()
-        .writeStream.format("parquet")
+        frame.writeStream.format("parquet")
         .option("checkpointLocation", str(folder / "checkpoint"))
         .option("path", str(folder / "out"))
         .trigger(**(trigger or {"availableNow": True}))
@@ -249,12 +248,22 @@ def test_available_now_ends_while_others_go_on_publishing(spark, broker, topic, 
 def test_a_query_that_never_read_leaves_no_position(spark, broker, topic, tmp_path):
     """Spark ends the source by a signal and calls nobody: it cleans up all the same."""
     publish(broker, topic, range(5))
-    query = start_query(lambda: to_parquet(spark, options(broker, topic), tmp_path, processingTime="0 seconds"))
-    try:
-        wait_for(lambda: query.exception() or broker.get("/log/position", topic=topic)["positions"], "a position")
-    finally:
-        query.stop()
-    wait_for(lambda: not broker.get("/log/position", topic=topic)["positions"], "the position is gone")
+    frame = spark.readStream.format("nsq").options(**options(broker, topic)).load()
+
+    def positions():
+        return broker.get("/log/position", topic=topic)["positions"]
+
+    # Of two sources the second is asked in vain, so no batch is ever planned.
+    with socket.create_server(("127.0.0.1", 0)) as mute:
+        address = f"127.0.0.1:{mute.getsockname()[1]}"
+        other = spark.readStream.format("nsq").options(**{"nsq.nsqd.addresses": address, "subscribe": topic}).load()
+        query = start_query(lambda: to_parquet(spark, frame.union(other), tmp_path, processingTime="0 seconds"))
+        try:
+            wait_for(positions, "a position")
+            wait_for(query.exception, "the query fails")
+        finally:
+            query.stop()
+    wait_for(lambda: not positions(), "the position is gone")
 
 
 def test_continuous_triggers_are_refused_by_spark_itself(spark, broker, topic, tmp_path):

@@ -14,11 +14,11 @@ pytest.importorskip("pyspark")
 from .conftest import SOURCE
 
 
-def run(code, *arguments, path=()):
+def run(code, *arguments, path=(), python=sys.executable):
     env = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
     env["PYTHONPATH"] = os.pathsep.join(map(str, path))
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(code), *arguments], env=env, cwd="/", capture_output=True, text=True
+        [python, "-c", textwrap.dedent(code), *arguments], env=env, cwd="/", capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
     return done.stdout.splitlines()
@@ -37,7 +37,7 @@ class Catalog:
         self.pickled = cloudpickle.dumps(source)
 
 
-def test_a_shipped_source_needs_nothing_of_ours(broker, topic, tmp_path):
+def test_a_shipped_source_needs_nothing_of_ours(bare_python, broker, topic, tmp_path):
     from flintmq.spark import register
 
     broker.publish(topic, (b"%d" % n for n in range(100)))
@@ -86,6 +86,7 @@ def test_a_shipped_source_needs_nothing_of_ours(broker, topic, tmp_path):
         str(tmp_path / "source"),
         broker.tcp,
         topic,
+        python=bare_python,
     )
     assert printed == [
         "100",
