@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from conftest import StartBroker
 from fakes import SECOND, Client, FakeClock, pass_time, quiet, until
 from http_client import HttpClient
 from simdisk import PowerLoss, SimDisk, settled
 from test_power_loss import Ledger, World, frozen_time, unexpected
 
+from conftest import StartBroker
 from flintmq.broker import deadletters, stats
 from flintmq.broker import journal as journal_module
 from flintmq.broker.channel import Channel
@@ -27,6 +27,7 @@ from flintmq.broker.journal import NEVER, SIDE
 from flintmq.broker.peek import cursor_of, peek_topic
 from flintmq.broker.topic import Topic
 from flintmq.wire import SEQ_MASK, Message, valid_name
+from garbage import collect_if_grown
 
 MINUTE = 60.0
 
@@ -660,6 +661,7 @@ async def test_a_crash_at_any_call_neither_loses_nor_doubles_a_message(tmp_path:
             assert len(found) == len(set(found)), f"doubled: {where}"
             assert promised <= set(found), f"lost: {where}"
             assert not gone & set(found), f"came back: {where}"
+        collect_if_grown()
 
 
 # --- The way back -----------------------------------------------------------------------------------------------------

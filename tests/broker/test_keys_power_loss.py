@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -25,6 +24,7 @@ from test_power_loss import EXHAUSTIVE, Ledger, World, _copy, _rebooted, frozen_
 from flintmq.broker import journal as journal_module
 from flintmq.broker import keys as keys_module
 from flintmq.wire import FRAME_RESPONSE, encode_command, encode_mpub
+from garbage import collect_if_grown
 
 
 @pytest.fixture(autouse=True)
@@ -135,8 +135,7 @@ async def crash(
             for _ in range(5):
                 await asyncio.sleep(0)
     assert unexpected(raised) == []
-    if disk.calls % 20 == 0:
-        gc.collect()
+    collect_if_grown()
     return disk, book, clock
 
 

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import gc
 import os
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -26,6 +25,7 @@ from flintmq.broker.channel import Channel
 from flintmq.broker.daemon import Broker
 from flintmq.broker.topic import Topic
 from flintmq.wire import FRAME_MESSAGE, FRAME_RESPONSE, Message, decode_message, encode_mpub
+from garbage import collect_if_grown
 
 EXHAUSTIVE = os.environ.get("FLINTMQ_EXHAUSTIVE") == "1"
 #: By topic and channel (None: seen by no channel yet) the messages, by their seqs.
@@ -302,6 +302,13 @@ async def frozen_time(clock: FakeClock) -> AsyncIterator[list[dict[str, Any]]]:
     try:
         yield raised
     finally:
+        # Else what died here waits for ever, with all that it holds.
+        left = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
+        for handle in loop._scheduled:  # type: ignore[attr-defined]
+            handle.cancel()
         loop.time = real  # type: ignore[method-assign]
 
 
@@ -332,9 +339,7 @@ async def crash(
                 await asyncio.sleep(0)
     assert unexpected(raised) == []
     assert died or clean, f"the run has only {disk.calls} calls"
-    if disk.calls % 20 == 0:
-        # Each dead broker holds megabytes in a few objects, far too few for the collector to come by itself.
-        gc.collect()
+    collect_if_grown()
     return disk, world.ledger, clock
 
 

@@ -26,7 +26,7 @@ from flintmq.wire import FRAME_MESSAGE, FrameDecoder, decode_message, encode_com
 
 T = TypeVar("T")
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = [pytest.mark.slow, pytest.mark.alone, pytest.mark.timeout(400)]
 
 CONNECTIONS = 5_000
 #: Seconds between two bytes of a connection.

@@ -1629,14 +1629,14 @@ class Log:
         salvage.run()
         for first, stop in salvage.damage:
             log.error("LOG(%s): seqs %d to %d in %s were not written whole", self.name, first, stop - 1, path)
-        self._settle(segment, fd, salvage, durable)
+        self._settle(segment, fd, salvage)
 
-    def _settle(self, segment: Segment, fd: int, salvage: Salvage, durable: int) -> None:
+    def _settle(self, segment: Segment, fd: int, salvage: Salvage) -> None:
         """Seal a segment that has no footer. What may be in the page cache only goes to a new file first."""
-        known = [entry for entry in salvage.entries if entry.seq + entry.count <= durable]
+        known = bool(segment.spans)
         # Of durability `memory` much never reaches a file.
         lost = salvage.lost if self.durability != "memory" else []
-        unknown = salvage.entries[len(known) :]
+        unknown = salvage.entries
         self.salvaged.extend((entry.seq, entry.extra) for entry in unknown if entry.extra)
         copy: Segment | None = None
         if unknown:
@@ -1654,8 +1654,7 @@ class Log:
                 record, frames = salvage.record(entry, copy.salt)
                 offset = copy.size
                 self._disk.write(out, [record, frames], offset)
-                copy.note(entry.seq, entry.count, offset, len(record) + len(frames))
-                _note_rest(copy, entry)
+                copy.note_found(entry, offset, len(record) + len(frames))
             if not known:
                 copy.lost = lost
             self._disk.write(out, [copy.seal()], copy.size)
@@ -1665,9 +1664,6 @@ class Log:
             self._disk.sync_folder(self.folder)
             copy.folder_synced = True
         if known or copy is None:
-            for entry in known:
-                segment.note(entry.seq, entry.count, entry.offset, entry.size)
-                _note_rest(segment, entry)
             if known:
                 segment.lost = lost
                 self._disk.truncate(fd, segment.size)
@@ -1787,17 +1783,6 @@ class Log:
                     continue
                 for seq in range(first, first + count):
                     yield seq, due
-
-
-def _note_rest(segment: Segment, entry: Entry) -> None:
-    """Of a record that was found, what a segment's footer says beyond where it stands."""
-    if len(segment.index_times) < len(segment.index_seqs):
-        segment.index_times.append(entry.timestamp)
-    if entry.flags & DEFERRED:
-        segment.deferrals.extend((entry.seq, entry.count, entry.started, entry.delay, entry.timestamp))
-    if entry.extra:
-        segment.extras = True
-        segment.note_key(entry.extra, entry.flags, entry.seq, entry.timestamp)
 
 
 def _extra_of(extras: Sequence[tuple[int, int, bytes]], seq: int) -> bytes:

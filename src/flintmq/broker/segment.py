@@ -168,6 +168,17 @@ class Segment:
             self.keys.add(digest, seq, timestamp)
             self.key_count = len(self.keys)
 
+    def note_found(self, entry: Entry, offset: int, size: int) -> None:
+        """A record that was found in a file, by a start, stands at ``offset``."""
+        self.note(entry.seq, entry.count, offset, size)
+        if len(self.index_times) < len(self.index_seqs):
+            self.index_times.append(entry.timestamp)
+        if entry.flags & DEFERRED:
+            self.deferrals.extend((entry.seq, entry.count, entry.started, entry.delay, entry.timestamp))
+        if entry.extra:
+            self.extras = True
+            self.note_key(entry.extra, entry.flags, entry.seq, entry.timestamp)
+
     def seal(self) -> bytes:
         """No more records: the footer."""
         keys = b""
@@ -189,6 +200,8 @@ class Segment:
         self.keys = None
         self.sealed = True
         body = msgspec.msgpack.encode(fields)
+        # A million deferrals make 40 MB, and this would be the fourth time.
+        fields.clear()
         return keys + body + _footer_end.pack(len(body), google_crc32c.extend(self.salt, body), _END_MAGIC)
 
 
@@ -417,6 +430,7 @@ def read_footer(disk: Disk, fd: int, size: int, segment: Segment) -> bool:
     if google_crc32c.extend(segment.salt, body) != crc:
         return False
     footer = msgspec.msgpack.decode(body)
+    del body
     if "times" not in footer or "lost" not in footer:
         # Of a version that did not write them: it is read as if it had no footer, and gets a new one.
         return False
@@ -463,7 +477,10 @@ def hide_after(segment: Segment, seq: int) -> None:
 
 
 class Salvage:
-    """Reads a segment that has no footer: which whole records are in it, less groups that are not whole."""
+    """Reads a segment that has no footer: which whole records are in it, less groups that are not whole.
+
+    Those that were on the device are noted in the segment at once; there may be a million. The others are ``entries``.
+    """
 
     STEP = 4 << 20
 
@@ -476,6 +493,7 @@ class Salvage:
         self._durable = durable
         self._limit = limit
         self.entries: list[Entry] = []
+        self._known_end = segment.base
         self.damage: list[tuple[int, int]] = []
 
     def run(self) -> None:
@@ -500,17 +518,20 @@ class Salvage:
                 if missing:
                     self.damage.append((expected, entry.seq))
                 expected = entry.seq + entry.count
-                if expected > self._durable:
-                    if group >= 0 and (missing or not entry.flags & CONTINUES):
-                        del self.entries[group:]
-                        group = -1
-                    if entry.flags & CONTINUES and group < 0:
-                        # The beginning of its group is missing.
-                        continue
-                    if not entry.flags & MORE:
-                        group = -1
-                    elif group < 0:
-                        group = len(self.entries)
+                if expected <= self._durable:
+                    self._segment.note_found(entry, entry.offset, entry.size)
+                    self._known_end = expected
+                    continue
+                if group >= 0 and (missing or not entry.flags & CONTINUES):
+                    del self.entries[group:]
+                    group = -1
+                if entry.flags & CONTINUES and group < 0:
+                    # The beginning of its group is missing.
+                    continue
+                if not entry.flags & MORE:
+                    group = -1
+                elif group < 0:
+                    group = len(self.entries)
                 self.entries.append(entry)
             if last:
                 break
@@ -521,7 +542,7 @@ class Salvage:
     @property
     def lost(self) -> list[tuple[int, int]]:
         """What was on the device and is not there any more. What never was may just have come too late."""
-        end = self.entries[-1].seq + self.entries[-1].count if self.entries else self._segment.base
+        end = self.entries[-1].seq + self.entries[-1].count if self.entries else self._known_end
         missing = [*self.damage, (end, self._limit)]
         return [(first, min(stop, self._durable)) for first, stop in missing if first < min(stop, self._durable)]
 
