@@ -9,7 +9,6 @@ import contextlib
 import importlib.util
 import os
 import re
-import shutil
 import site
 import subprocess
 import sys
@@ -22,6 +21,8 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 import flintmq
+from flintmq.errors import PipelineError
+from flintmq.spark import java
 
 from .daemons import Lookupd, Node
 
@@ -41,9 +42,10 @@ def missing() -> str:
     """Why there is no Spark here, or nothing."""
     if importlib.util.find_spec("pyspark") is None:
         return "pyspark is not installed: pip install 'flintmq[spark]'"
-    home = os.environ.get("JAVA_HOME")
-    if not (home and os.access(Path(home) / "bin" / "java", os.X_OK)) and shutil.which("java") is None:
-        return "there is no Java"
+    try:
+        java.find()
+    except PipelineError as exc:
+        return str(exc)
     return ""
 
 
@@ -67,6 +69,7 @@ def spark_environment() -> Iterator[None]:
     if why := missing():
         pytest.skip(why)
     with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("JAVA_HOME", str(java.find().home))
         patch.setenv("PYSPARK_PYTHON", sys.executable)
         patch.setenv("PYSPARK_DRIVER_PYTHON", sys.executable)
         # Workers start elsewhere: a relative path would not lead them to the package.
