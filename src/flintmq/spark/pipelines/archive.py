@@ -80,10 +80,10 @@ def archive(
     try:
         stream = source(spark).writeStream.queryName("flintmq archive").option("checkpointLocation", writer.checkpoint)
         with common.shipping(spark):
-            query = common.trigger(stream.foreachBatch(writer), once=once, every=every).start()
+            stream = stream.foreachBatch(writer)
     except Exception as exc:
         raise PipelineError(common.explain(exc)) from exc
-    summary = common.follow(query, "archive", quiet=quiet)
+    summary = common.run_stream(stream, "archive", once=once, every=every, quiet=quiet)
     if not common.is_remote(spark):
         # What Spark counts is what it read, which is more where a schema was inferred.
         summary.rows = sum(writer.written)

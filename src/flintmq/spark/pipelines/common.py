@@ -27,6 +27,7 @@ from flintmq.options import parse_duration
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame, SparkSession
     from pyspark.sql.streaming.query import StreamingQuery
+    from pyspark.sql.streaming.readwriter import DataStreamWriter
     from pyspark.sql.types import StructType
 
 __all__ = [
@@ -41,7 +42,6 @@ __all__ = [
     "decode_json",
     "duration",
     "explain",
-    "follow",
     "hour_columns",
     "infer_schema",
     "is_remote",
@@ -51,6 +51,7 @@ __all__ = [
     "pair",
     "print_summary",
     "register",
+    "run_stream",
     "say",
     "shipping",
     "source_arguments",
@@ -58,7 +59,6 @@ __all__ = [
     "stream_arguments",
     "stream_reader",
     "topics_of",
-    "trigger",
 ]
 
 #: Gives a DataFrame with the columns of `format("nsq")`.
@@ -72,6 +72,10 @@ _POLL_SECONDS = 0.5
 _LINE_SECONDS = 10.0
 # A batch that is under way when we are told to stop gets this long to end. Nothing is lost if it does not.
 _LAST_BATCH_SECONDS = 60.0
+# A new Python gets ten seconds to call Spark back, and no setting changes that: a query that fails of it is started
+# again, so often at most.
+_NO_CALL_BACK = "failed to connect back"
+_MOST_STARTS = 3
 # So many messages say what their JSON looks like.
 _INFERRED_FROM = 10_000
 
@@ -235,11 +239,6 @@ def open_session(arguments: argparse.Namespace, app: str) -> SparkSession:
     return session(app, master=arguments.master, remote=arguments.remote, report=report, **dict(arguments.conf))
 
 
-def trigger(writer: Any, *, once: bool, every: float) -> Any:
-    """Set when batches of a stream begin."""
-    return writer.trigger(availableNow=True) if once else writer.trigger(processingTime=f"{every:g} seconds")
-
-
 # --- Following a stream -----------------------------------------------------------------------------------------------
 
 
@@ -310,11 +309,33 @@ class Silent(Display):
         pass
 
 
-def follow(query: StreamingQuery, pipeline: str, *, quiet: bool = True) -> Summary:
-    """Wait for the end of a stream, showing how it goes. SIGINT and SIGTERM end it after its batch.
+def run_stream(writer: DataStreamWriter, pipeline: str, *, once: bool, every: float, quiet: bool = True) -> Summary:
+    """Run a stream, a batch every so many seconds or all there is once, and show how it goes.
+
+    SIGINT and SIGTERM end it after its batch.
 
     PipelineError says why it failed.
     """
+    writer = writer.trigger(availableNow=True) if once else writer.trigger(processingTime=f"{every:g} seconds")
+    starts = 1
+    while True:
+        try:
+            return _follow(_start(writer), pipeline, quiet)
+        except PipelineError as exc:
+            if _NO_CALL_BACK not in str(exc) or starts == _MOST_STARTS:
+                raise
+            starts += 1
+            say(f"{pipeline}: Spark's Python did not start in time, as on a busy machine: once more")
+
+
+def _start(writer: DataStreamWriter) -> StreamingQuery:
+    try:
+        return writer.start()
+    except Exception as exc:
+        raise PipelineError(explain(exc)) from exc
+
+
+def _follow(query: StreamingQuery, pipeline: str, quiet: bool) -> Summary:
     summary = Summary(pipeline)
     started = time.monotonic()
     seen = -1

@@ -131,11 +131,7 @@ def metrics(
         else:
             writer = measured.writeStream.foreachBatch(board).outputMode("update")
         writer = writer.option("checkpointLocation", place)
-        try:
-            query = common.trigger(writer, once=once, every=every).start()
-        except Exception as exc:
-            raise PipelineError(common.explain(exc)) from exc
-        return common.follow(query, "metrics", quiet=quiet)
+        return common.run_stream(writer, "metrics", once=once, every=every, quiet=quiet)
 
 
 # --- Seeing it --------------------------------------------------------------------------------------------------------

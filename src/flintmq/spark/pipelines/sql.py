@@ -85,11 +85,7 @@ def stream(
         else:
             writer = rows.writeStream.format("console").option("truncate", "false")
         writer = writer.outputMode(mode).option("checkpointLocation", place)
-        try:
-            running = common.trigger(writer, once=once, every=every).start()
-        except Exception as exc:
-            raise PipelineError(common.explain(exc)) from exc
-        return common.follow(running, "sql", quiet=quiet)
+        return common.run_stream(writer, "sql", once=once, every=every, quiet=quiet)
 
 
 def batch(
