@@ -258,6 +258,20 @@ def torture(
     return Torture(folder, state, say).run()
 
 
+def line_writer() -> Callable[[str], None]:
+    """Shows how it goes: one line on a terminal, else a line whenever something is new."""
+    last = ""
+
+    def say(line: str) -> None:
+        nonlocal last
+        if line != last:
+            last = line
+            sys.stderr.write(f"\r\x1b[K{line}" if sys.stderr.isatty() else f"{line}\n")
+            sys.stderr.flush()
+
+    return say
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.spark.torture", description=__doc__.partition("\n")[0])
     parser.add_argument("--messages", type=int, default=2_000_000)
@@ -267,15 +281,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     folder = arguments.folder or Path(tempfile.mkdtemp(prefix="flintmq-spark-torture-"))
     sys.stderr.write(f"everything is in {folder}\n")
-    last = [""]
-
-    def say(line: str) -> None:
-        if line != last[0]:
-            last[0] = line
-            sys.stderr.write(f"\r\x1b[K{line}" if sys.stderr.isatty() else f"{line}\n")
-            sys.stderr.flush()
-
-    report = torture(folder.absolute(), arguments.messages, arguments.kills, arguments.seed, say)
+    report = torture(folder.absolute(), arguments.messages, arguments.kills, arguments.seed, line_writer())
     sys.stderr.write("\n")
     sys.stdout.write(json.dumps(report, indent=2) + "\n")
     return 0 if report["passed"] else 1
