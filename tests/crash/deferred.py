@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import ctypes
 import gc
 import random
 import secrets
@@ -20,10 +21,11 @@ import sys
 import tempfile
 import time
 from array import array
-from bisect import bisect_right
+from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from itertools import accumulate, islice
 from pathlib import Path
 from typing import Protocol
 
@@ -37,6 +39,7 @@ from .broker import BrokerProcess
 from .torture import print_report
 
 TOPIC, CHANNEL = b"jobs", b"worker"
+_libc = ctypes.CDLL(None)
 SECOND = 1_000_000_000
 #: Publishes without an answer yet.
 UNDER_WAY = 2_000
@@ -110,8 +113,10 @@ class InProcess:
 
     async def crash(self) -> None:
         self._broker.crash()
-        # A process that is killed gives its memory back at once.
+        # A process that is killed gives its memory back at once, also what glibc would keep for later.
         gc.collect()
+        if hasattr(_libc, "malloc_trim"):
+            _libc.malloc_trim(0)
 
     async def stop(self) -> None:
         self._broker.close()
@@ -168,7 +173,9 @@ class Run:
         self._seen = bytearray(plan.messages)
         self._seen_count = 0
         self._acknowledged = bytearray(plan.messages)
-        self._to_send: deque[int] = deque(range(plan.messages))
+        # Nothing here holds a number per message as an object: in one process with the broker it would count as its.
+        self._unsent = iter(range(plan.messages))
+        self._again: deque[int] = deque()
         self._consumer: Connection | None = None
         self._publisher: Connection | None = None
 
@@ -213,8 +220,7 @@ class Run:
     async def _publish(self, crashes: int) -> None:
         at = sorted(self._rng.sample(range(self._plan.messages), crashes))
         sent = 0
-        while self._to_send:
-            batch = [self._to_send.popleft() for _ in range(min(UNDER_WAY, len(self._to_send)))]
+        while batch := self._next_batch():
             publisher = self._publisher
             assert publisher is not None
             publisher.send(b"".join(map(self._command, batch)))
@@ -223,7 +229,7 @@ class Run:
                 # Some of them are answered, the others nobody knows: they are sent again.
                 await publisher.answers(self._rng.randrange(len(batch)))
                 await self._crash()
-                self._to_send.extend(batch[publisher.answered :])
+                self._again.extend(batch[publisher.answered :])
             else:
                 await publisher.answers(len(batch))
             for number in batch[: publisher.answered]:
@@ -231,6 +237,12 @@ class Run:
             sent += publisher.answered
             publisher.answered = 0
             self._progressed(self.report)
+
+    def _next_batch(self) -> list[int]:
+        batch = list(islice(self._unsent, UNDER_WAY))
+        while self._again and len(batch) < UNDER_WAY:
+            batch.append(self._again.popleft())
+        return batch
 
     def _command(self, number: int) -> bytes:
         delay = self._rng.randrange(round(self._plan.over * 1_000))
@@ -250,14 +262,18 @@ class Run:
             self._seen_count += 1
 
     async def _deliver(self, crashes: int) -> None:
-        dues = array("q", sorted(self._due))
         moments = sorted(self._rng.sample(range(STEPS), min(crashes, STEPS)))
         began = self._rig.now()
-        for step in range(STEPS + 2):
-            moment = began + round(self._plan.over * SECOND) * (step + 1) // STEPS
+        steps = [began + round(self._plan.over * SECOND) * (step + 1) // STEPS for step in range(STEPS + 2)]
+        # How many are due by each step, less the margin.
+        due_by = [0] * (len(steps) + 1)
+        for due in self._due:
+            due_by[bisect_left(steps, due + MARGIN)] += 1
+        due_by = list(accumulate(due_by))
+        for step, moment in enumerate(steps):
             if self._rig.movable:
                 self._rig.advance(max(0, moment - self._rig.now()) / SECOND)
-                await self._until(bisect_right(dues, moment - MARGIN))
+                await self._until(due_by[step])
             else:
                 await asyncio.sleep(max(0, moment - self._rig.now()) / SECOND)
             if moments and moments[0] <= step:

@@ -183,7 +183,9 @@ def test_a_lost_answer_is_asked_for_again_and_nothing_is_lost(spark, nsqd, topic
     try:
         frame = spark.range(3000).selectExpr("cast(id as string) as value").coalesce(1)
         options = to(nsqd, topic=topic, mpubMaxMessages="100")
-        write(frame, {**options, "nsq.nsqd.addresses": cutter.address, "fetch.numRetries": "5"})
+        write(
+            frame, {**options, "nsq.nsqd.addresses": cutter.address, "fetch.numRetries": "5", "fetch.timeoutMs": "5000"}
+        )
     finally:
         cutter.close()
     assert cutter.cuts_left == 0
