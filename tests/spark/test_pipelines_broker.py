@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import json
 import os
 import re
@@ -115,6 +116,18 @@ def test_archive_audit_and_replay_of_a_topic(spark, broker: Node, topic: str, tm
     assert len(texts(spark, broker, again)) == len(range(0, 4000, 3))
     with pytest.raises(PipelineError, match="another replay"):
         replay.replay(spark, lambda: [], replay.archive_reader(root), "elsewhere", network(broker), tmp_path / "replay")
+
+
+def test_archive_of_a_channel_of_a_plain_nsqd(spark, go_broker: Node, topic: str, tmp_path: Path):
+    go_broker.post("/topic/create", topic=topic)
+    go_broker.post("/channel/create", topic=topic, channel="archive")
+    go_broker.publish(topic, bodies(0, 500))
+    parser = argparse.ArgumentParser()
+    common.source_arguments(parser)
+    flags = ["--nsqd", go_broker.tcp, "--channel", "archive", "--option", f"spoolLocation={tmp_path / 'spool'}"]
+    source = common.stream_reader(parser.parse_args([topic, *flags]))
+    assert archiving.archive(spark, source, tmp_path / "archive", once=True).rows == 500
+    assert go_broker.depth(topic, "archive") == 0
 
 
 def test_replay_of_a_log_keeps_a_rate(spark, broker: Node, topic: str, tmp_path: Path):

@@ -88,7 +88,7 @@ def test_an_option_of_the_other_side_is_refused():
         ({"mode": "stream"}, "none of auto, log, spool"),
         ({"mode": "spool"}, "name it by the option channel"),
         ({"mode": "log", "channel": "c"}, "log mode reads without a channel"),
-        ({"mode": "spool", "channel": "c", "startingOffsets": "earliest"}, "a channel knows where it stands"),
+        ({"mode": "spool", "channel": "c", "startingOffsets": "latest"}, "a channel knows where it stands"),
         ({"channel": "no channel"}, "no name of a channel"),
         ({"startingOffsets": "soon"}, "neither earliest, latest nor JSON"),
         ({"startingOffsets": '{"orders": 5}'}, "neither earliest, latest nor JSON"),

@@ -231,7 +231,7 @@ def read_source_options(options: Mapping[str, str], *, streaming: bool) -> Sourc
         )
     if read.mode == "log" and read.channel:
         raise OptionError("log mode reads without a channel: take the option channel away, or say mode=spool")
-    if read.mode == "spool" and (read.starting or read.ending):
+    if read.mode == "spool" and (read.ending or (read.starting and read.starting.kind != "earliest")):
         raise OptionError("spool mode has no startingOffsets or endingOffsets: a channel knows where it stands")
     if read.reader_name and not READER_NAME.fullmatch(read.reader_name):
         raise OptionError("readerName: 1 to 128 letters, digits and ._:- make a name")

@@ -175,8 +175,8 @@ class SpoolReader:
     def __init__(self, options: SourceOptions) -> None:
         if not options.channel:
             raise OptionError("spool mode consumes a channel: name it by the option channel")
-        if options.starting is not None:
-            raise OptionError("spool mode has no startingOffsets: a channel knows where it stands")
+        if options.starting is not None and options.starting.kind != "earliest":
+            raise OptionError("spool mode has no startingOffsets but earliest: a channel knows where it stands")
         self._options = options
         self._location = options.spool_location or default_location(options)
         self._spool = Spool(self._location)
