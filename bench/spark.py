@@ -164,6 +164,8 @@ class Bench:
 
     def prepare(self) -> None:
         """Fill the topic through the sink, wait until it is durable, and write the same rows as Parquet."""
+        # It keeps the log: else files go once the first stream is past them.
+        self._daemon.create_channel("orders", "holder")
         self._publish(self._generated(), "orders")
         self._wait_durable()
         self._topic().write.parquet(str(self._folder / "source"))
