@@ -1,12 +1,32 @@
-"""The project's own tests use its pytest plugin; also where flintmq runs from its source and is not installed."""
+"""What holds for every test of the project.
+
+It uses its own pytest plugin, also where flintmq runs from its source and is not installed.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Generator
 
 import pytest
 
 import flintmq.testing
+from garbage import collect_if_grown
 
 
 def pytest_configure(config: pytest.Config) -> None:
     if not config.pluginmanager.hasplugin("flintmq"):
         config.pluginmanager.register(flintmq.testing, "flintmq")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_teardown() -> Generator[None, None, None]:
+    yield
+    collect_if_grown()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport() -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    """What clients sent and the log shows may be no text; reports that go from process to process must be."""
+    report = yield
+    report.sections = [(name, text.encode(errors="backslashreplace").decode()) for name, text in report.sections]
+    return report

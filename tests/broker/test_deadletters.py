@@ -12,12 +12,12 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from conftest import StartBroker
 from fakes import SECOND, Client, FakeClock, pass_time, quiet, until
 from http_client import HttpClient
 from simdisk import PowerLoss, SimDisk, settled
 from test_power_loss import Ledger, World, frozen_time, unexpected
 
-from conftest import StartBroker
 from flintmq.broker import deadletters, stats
 from flintmq.broker import journal as journal_module
 from flintmq.broker.channel import Channel
