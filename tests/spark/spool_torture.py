@@ -10,11 +10,8 @@ Exit status 1 says that one is missing.
 
 from __future__ import annotations
 
-import argparse
-import json
 import random
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -27,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from flintmq.spark.pipelines.store import Archive
 from spark.cluster import Program
 from spark.daemons import Node
-from spark.torture import line_writer
+from spark.torture import run_command
 
 TOPIC, CHANNEL = "orders", "archive"
 _BATCH = 1000
@@ -113,18 +110,7 @@ def _judge(folder: Path, messages: int) -> dict[str, Any]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.spark.spool_torture", description=__doc__.partition("\n")[0])
-    parser.add_argument("--messages", type=int, default=500_000)
-    parser.add_argument("--kills", type=int, default=3)
-    parser.add_argument("--folder", type=Path, help="where everything is kept")
-    parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args(argv)
-    folder = arguments.folder or Path(tempfile.mkdtemp(prefix="flintmq-spool-torture-"))
-    sys.stderr.write(f"everything is in {folder}\n")
-    report = torture(folder.absolute(), arguments.messages, arguments.kills, arguments.seed, line_writer())
-    sys.stderr.write("\n")
-    sys.stdout.write(json.dumps(report, indent=2) + "\n")
-    return 0 if report["passed"] else 1
+    return run_command("spool_torture", __doc__, torture, 500_000, 3, argv)
 
 
 if __name__ == "__main__":

@@ -258,7 +258,7 @@ def torture(
     return Torture(folder, state, say).run()
 
 
-def line_writer() -> Callable[[str], None]:
+def _line_writer() -> Callable[[str], None]:
     """Shows how it goes: one line on a terminal, else a line whenever something is new."""
     last = ""
 
@@ -272,19 +272,26 @@ def line_writer() -> Callable[[str], None]:
     return say
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m tests.spark.torture", description=__doc__.partition("\n")[0])
-    parser.add_argument("--messages", type=int, default=2_000_000)
-    parser.add_argument("--kills", type=int, default=30)
-    parser.add_argument("--folder", type=Path, help="where everything is kept; run it again to go on")
+def run_command(
+    name: str, about: str, run: Callable[..., dict[str, Any]], messages: int, kills: int, argv: Sequence[str] | None
+) -> int:
+    """The command line of a torture: its exit status says whether it was passed."""
+    parser = argparse.ArgumentParser(prog=f"python -m tests.spark.{name}", description=about.partition("\n")[0])
+    parser.add_argument("--messages", type=int, default=messages)
+    parser.add_argument("--kills", type=int, default=kills)
+    parser.add_argument("--folder", type=Path, help="where everything is kept")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args(argv)
-    folder = arguments.folder or Path(tempfile.mkdtemp(prefix="flintmq-spark-torture-"))
+    folder = arguments.folder or Path(tempfile.mkdtemp(prefix=f"flintmq-{name.replace('_', '-')}-"))
     sys.stderr.write(f"everything is in {folder}\n")
-    report = torture(folder.absolute(), arguments.messages, arguments.kills, arguments.seed, line_writer())
+    report = run(folder.absolute(), arguments.messages, arguments.kills, arguments.seed, _line_writer())
     sys.stderr.write("\n")
     sys.stdout.write(json.dumps(report, indent=2) + "\n")
     return 0 if report["passed"] else 1
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    return run_command("torture", __doc__, torture, 2_000_000, 30, argv)
 
 
 if __name__ == "__main__":
