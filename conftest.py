@@ -10,7 +10,7 @@ from collections.abc import Generator
 import pytest
 
 import flintmq.testing
-from garbage import collect_if_grown
+from support.garbage import collect_if_grown
 
 
 def pytest_configure(config: pytest.Config) -> None:

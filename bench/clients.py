@@ -16,7 +16,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-from flintmq.wire import MAGIC_V2, OK_FRAME, encode_mpub
+from flintmq.protocol.wire import MAGIC_V2, OK_FRAME, encode_mpub
 
 from .daemons import Daemon, Side, fresh
 from .errors import BenchError

@@ -19,10 +19,11 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from flintmq.broker import backup, journal
+from flintmq.broker import backup
 from flintmq.broker.daemon import Broker
+from flintmq.broker.storage import journal
 from flintmq.errors import BackupError, StartError
-from flintmq.wire import FRAME_MESSAGE, FrameDecoder, Message, decode_message, encode_command, encode_mpub
+from flintmq.protocol.wire import FRAME_MESSAGE, FrameDecoder, Message, decode_message, encode_command, encode_mpub
 
 # A guard against hanging, nowhere a measure.
 PATIENCE = 60

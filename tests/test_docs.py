@@ -13,8 +13,8 @@ import pytest
 from conformance.cases import CASES
 from conformance.http_cases import HTTP_CASES
 from flintmq.broker.daemon import Broker
-from flintmq.broker.segment import FILE_HEADER, RECORD_HEADER
-from flintmq.wire import MAGIC_V2, OK_FRAME, encode_mpub
+from flintmq.broker.storage.segment import FILE_HEADER, RECORD_HEADER
+from flintmq.protocol.wire import MAGIC_V2, OK_FRAME, encode_mpub
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 DOCS = REPOSITORY / "docs"

@@ -25,8 +25,8 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 import flintmq
 from flintmq import _cython
-from flintmq.broker.segment import Entry, Record, encode_record, read_records
-from flintmq.wire import encode_mpub
+from flintmq.broker.storage.segment import Entry, Record, encode_record, read_records
+from flintmq.protocol.wire import encode_mpub
 
 # How long one example takes says more about the machine than about the code.
 settings.register_profile("no deadline", deadline=None)

@@ -19,7 +19,7 @@ MOMENT = 1_714_566_600.000123
 
 def record(level: int, message: str, *args: object, error: BaseException | None = None) -> logging.LogRecord:
     trace = (type(error), error, error.__traceback__) if error is not None else None
-    made = logging.LogRecord("flintmq.broker.topic", level, __file__, 1, message, args, trace)
+    made = logging.LogRecord("flintmq.broker.delivery.topic", level, __file__, 1, message, args, trace)
     made.created = MOMENT
     return made
 

@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from flintmq.broker import stats
 from flintmq.broker.daemon import Broker
+from flintmq.broker.observe import stats
 from flintmq.options import NsqdOptions, parse
 
 ROOT = Path(__file__).resolve().parent.parent

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from flintmq.testing import NsqBroker
-from secure import PATIENT, AuthServer, Certificates, Question, grants
+from support.secure import PATIENT, AuthServer, Certificates, Question, grants
 
 # A guard against hanging, nowhere a measure.
 PATIENCE = 100
@@ -170,4 +170,4 @@ def test_a_tool_loads_only_what_it_needs(tool: str) -> None:
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=PATIENCE)
     loaded = set(done.stdout.split())
     assert f"flintmq.tools.{tool}" in loaded
-    assert not loaded & {"aiohttp", "prometheus_client", "rich", "flintmq.broker", "flintmq.compression"}
+    assert not loaded & {"aiohttp", "prometheus_client", "rich", "flintmq.broker", "flintmq.protocol.compression"}

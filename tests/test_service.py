@@ -21,7 +21,7 @@ import pytest
 from flintmq.broker.daemon import Broker
 from flintmq.errors import FormatError
 from flintmq.options import NsqdOptions, parse_duration, read_flags
-from flintmq.wire import FRAME_MESSAGE, FrameDecoder, decode_message, encode_command
+from flintmq.protocol.wire import FRAME_MESSAGE, FrameDecoder, decode_message, encode_command
 
 # A guard against hanging, nowhere a measure.
 PATIENCE = 90

@@ -16,9 +16,10 @@ from typing import Any
 import pytest
 
 from client.daemons import Nsqd
-from flintmq import sync, wire
-from flintmq.client.node import PeekedMessage
+from flintmq import sync
+from flintmq.cluster.node import PeekedMessage
 from flintmq.errors import HttpError
+from flintmq.protocol import wire
 
 Run = Any
 

@@ -14,8 +14,8 @@ if TYPE_CHECKING:
     from flintmq.broker.daemon import Broker as Broker
     from flintmq.client.connection import Message as Message
     from flintmq.client.consumer import Consumer as Consumer
-    from flintmq.client.node import NodeClient as NodeClient
     from flintmq.client.producer import Producer as Producer
+    from flintmq.cluster.node import NodeClient as NodeClient
 
 __version__ = "0.1.0"
 __all__ = ["Broker", "Consumer", "Message", "NodeClient", "Producer", "__version__", "errors"]
@@ -24,7 +24,7 @@ _PUBLIC = {
     "Broker": "flintmq.broker.daemon",
     "Consumer": "flintmq.client.consumer",
     "Message": "flintmq.client.connection",
-    "NodeClient": "flintmq.client.node",
+    "NodeClient": "flintmq.cluster.node",
     "Producer": "flintmq.client.producer",
 }
 

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 __all__ = ["main", "nsqd", "nsqlookupd"]
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 _COMMANDS = """\
 usage: flintmq COMMAND [ARGUMENTS]
@@ -122,27 +122,27 @@ def _daemon(
     try:
         options = resolve(options_class, flags)
     except OptionError as exc:
-        log.critical("%s", exc)
+        logger.critical("%s", exc)
         return 1
     logs.setup(options.log_prefix, options.log_level, options.log_format, program)
     try:
         options.validate()
         loop_factory = _event_loop(options.event_loop)
     except OptionError as exc:
-        log.critical("failed to instantiate %s - %s", program, exc)
+        logger.critical("failed to instantiate %s - %s", program, exc)
         return 1
 
-    log.info("%s", _nsq_version(options_class))
+    logger.info("%s", _nsq_version(options_class))
     if isinstance(options, NsqdOptions):
-        log.info("ID: %d", options.id)
+        logger.info("ID: %d", options.id)
     try:
         return _run(serve(options), loop_factory)
     except (StartError, OptionError) as exc:
         # Go's daemons name the step that failed, and for all but loading something the step is their constructor.
         if str(exc).startswith("failed to load "):
-            log.critical("%s", exc)
+            logger.critical("%s", exc)
         else:
-            log.critical("failed to instantiate %s - %s", program, exc)
+            logger.critical("failed to instantiate %s - %s", program, exc)
         return 1
 
 
@@ -413,7 +413,7 @@ async def _serve(options: NsqdOptions, announce: Callable[[Broker, NsqdOptions],
         else:
             await broker.stop()
     except (StorageError, OSError) as exc:
-        log.critical("%s", exc)
+        logger.critical("%s", exc)
         return 1
     finally:
         for task in (stop, drain, closed):
@@ -435,7 +435,7 @@ def _tell_systemd(state: str) -> None:
             sender.send(state.encode())
     except OSError as exc:
         # It will think that we hang; all the more reason to say why.
-        log.warning("cannot tell the service manager %s - %s", state.partition("\n")[0], exc)
+        logger.warning("cannot tell the service manager %s - %s", state.partition("\n")[0], exc)
 
 
 def _run(main: Coroutine[Any, Any, int], loop_factory: Callable[[], asyncio.AbstractEventLoop] | None) -> int:
@@ -472,7 +472,7 @@ def _pipeline(argv: Sequence[str]) -> int:
 
 
 def _nsq_version(options_class: type[Options]) -> str:
-    from flintmq.wire import NSQ_VERSION
+    from flintmq.protocol.wire import NSQ_VERSION
 
     return f"{options_class.program} v{NSQ_VERSION} (built w/python{platform.python_version()})"
 

@@ -25,9 +25,9 @@ from types import TracebackType
 from typing import Any, TypeVar
 
 from flintmq.client import consumer as _consumer
-from flintmq.client import node as _node
 from flintmq.client import producer as _producer
 from flintmq.client.connection import Message
+from flintmq.cluster import node as _node
 from flintmq.errors import ClosedError
 
 __all__ = ["Consumer", "Message", "NodeClient", "Producer", "publish"]

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from fakes import CountingDisk, FakeClock
 
 from flintmq.broker.daemon import Broker
+from support.fakes import CountingDisk, FakeClock
 
 StartBroker = Callable[..., Awaitable[Broker]]
 

@@ -7,11 +7,11 @@ import logging
 
 import pytest
 from conftest import StartBroker
-from fakes import Client, FakeClock, dpub, pass_time, pub, quiet, until
 
 from flintmq.broker import drain as draining
 from flintmq.broker.drain import DrainReport, Remainder
-from flintmq.wire import encode_mpub
+from flintmq.protocol.wire import encode_mpub
+from support.fakes import Client, FakeClock, dpub, pass_time, pub, quiet, until
 
 
 async def test_an_empty_node_stops_at_once(start_broker: StartBroker) -> None:

@@ -6,13 +6,13 @@ import logging
 
 import pytest
 from conftest import StartBroker
-from fakes import Client, FakeClock, dpub, pass_time, pub, quiet, until
 
 from flintmq.broker.limits import Bucket, Connections
 from flintmq.errors import LimitError, PublishError, RateError
 from flintmq.kernel import FRAME_OVERHEAD
 from flintmq.options import NsqdOptions
-from flintmq.wire import encode_mpub
+from flintmq.protocol.wire import encode_mpub
+from support.fakes import Client, FakeClock, dpub, pass_time, pub, quiet, until
 
 
 async def refusal(broker, command: bytes) -> bytes:

@@ -20,13 +20,13 @@ import aiohttp
 import pytest
 import trustme
 from conftest import StartBroker
-from fakes import SECOND, Client, until
 
 from flintmq.broker import peers as module
 from flintmq.broker.daemon import Broker
 from flintmq.broker.peers import Peers
 from flintmq.errors import StartError
 from flintmq.lookup.daemon import Lookupd
+from support.fakes import SECOND, Client, until
 
 PEERS = Path(os.environ.get("FLINTMQ_PEERS") or Path(__file__).resolve().parents[2] / ".peers")
 PATIENCE = 60.0

@@ -22,18 +22,18 @@ from typing import Any
 import msgspec
 import pytest
 from conftest import StartBroker
-from fakes import Client, CountingDisk, FakeClock, dpub, pass_time, pub, quiet, until
-from http_client import Answer, HttpClient
 from hypothesis import given
 from hypothesis import strategies as st
 
 from flintmq.broker import backup
 from flintmq.broker.daemon import Broker
-from flintmq.broker.disk import Disk
 from flintmq.broker.settings import CHANNEL_SETTINGS, TOPIC_SETTINGS, ChannelSettings, Setting, TopicSettings
+from flintmq.broker.storage.disk import Disk
 from flintmq.errors import OptionError, StartError
 from flintmq.lookup.daemon import Lookupd
 from flintmq.options import DURATION, HOUR, MILLISECOND, MINUTE, SECOND, NsqdOptions, NsqlookupdOptions, option_table
+from support.fakes import Client, CountingDisk, FakeClock, dpub, pass_time, pub, quiet, until
+from support.http_client import Answer, HttpClient
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 DOCUMENT = (REPOSITORY / "docs" / "settings.md").read_text()

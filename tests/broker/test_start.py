@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 from conftest import StartBroker
-from fakes import Client, CountingDisk, pub, quiet
 
 from flintmq.broker.daemon import Broker
+from support.fakes import Client, CountingDisk, pub, quiet
 
 
 class FullDisk(CountingDisk):

@@ -12,9 +12,9 @@ from pathlib import Path
 
 import pytest
 from conftest import StartBroker
-from fakes import Client, CountingDisk, FakeClock, quiet
 
 from flintmq.broker import daemon, takeover
+from support.fakes import Client, CountingDisk, FakeClock, quiet
 
 CLEAN_STOP = Path(__file__).parent / "go_data" / "clean_stop"
 

@@ -17,7 +17,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from flintmq.wire import encode_command
+from flintmq.protocol.wire import encode_command
 from interop.processes import DEADLINE, PEERS, Output, end
 
 LISTENING = re.compile(r"(TCP|HTTPS?): listening on (\S+)")

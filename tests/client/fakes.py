@@ -12,7 +12,7 @@ from typing import Any
 
 import msgspec
 
-from flintmq.wire import FRAME_ERROR, FRAME_MESSAGE, FRAME_RESPONSE, encode_frame
+from flintmq.protocol.wire import FRAME_ERROR, FRAME_MESSAGE, FRAME_RESPONSE, encode_frame
 
 #: Long enough for a machine that stands still for a while; a test that passes never waits for it.
 DEADLINE = 90.0

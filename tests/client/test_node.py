@@ -15,10 +15,10 @@ import pytest
 import trustme
 
 from flintmq import Broker, Consumer, NodeClient, Producer, sync
-from flintmq.client import node as node_module
+from flintmq.cluster import node as node_module
 from flintmq.errors import ConnectError, HttpError, OptionError
-from flintmq.web import parse_query
-from flintmq.wire import FrameDecoder, decode_message
+from flintmq.http.site import parse_query
+from flintmq.protocol.wire import FrameDecoder, decode_message
 
 from .daemons import Nsqd
 

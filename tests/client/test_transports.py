@@ -141,8 +141,8 @@ async def test_a_connect_of_ones_own(tmp_path: Path) -> None:
 
 async def test_compressed_answers_may_come_with_the_answer_to_identify(fake: FakeNsqd) -> None:
     """The broker does not wait before it says OK through the compression."""
-    from flintmq.compression import Deflate
-    from flintmq.wire import OK_FRAME, encode_frame
+    from flintmq.protocol.compression import Deflate
+    from flintmq.protocol.wire import OK_FRAME, encode_frame
 
     codec = Deflate(6)
 
@@ -159,7 +159,7 @@ async def test_compressed_answers_may_come_with_the_answer_to_identify(fake: Fak
 
 @pytest.mark.parametrize("noise", [b"\xff" * 100, b"\x00" * 100, b"sNaPpY"])
 async def test_compressed_nonsense_is_reported(fake: FakeNsqd, noise: bytes) -> None:
-    from flintmq.wire import encode_frame
+    from flintmq.protocol.wire import encode_frame
 
     async def nonsense(connection: FakeConnection, command: tuple[bytes, ...]) -> None:
         connection.write(encode_frame(0, b'{"snappy":true}') + noise)

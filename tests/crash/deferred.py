@@ -32,8 +32,8 @@ from typing import Protocol
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
+from flintmq.protocol.wire import FRAME_MESSAGE, HEARTBEAT, MAGIC_V2, FrameDecoder, encode_command
 from flintmq.testing import NsqBroker
-from flintmq.wire import FRAME_MESSAGE, HEARTBEAT, MAGIC_V2, FrameDecoder, encode_command
 
 from .broker import BrokerProcess
 from .torture import print_report

@@ -29,7 +29,7 @@ from typing import cast
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
-from flintmq.wire import (
+from flintmq.protocol.wire import (
     FRAME_MESSAGE,
     FRAME_RESPONSE,
     HEARTBEAT,

@@ -13,7 +13,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from flintmq.wire import (
+from flintmq.protocol.wire import (
     FRAME_MESSAGE,
     FRAME_RESPONSE,
     HEARTBEAT,

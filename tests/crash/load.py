@@ -16,7 +16,7 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from typing import cast
 
-from flintmq.wire import (
+from flintmq.protocol.wire import (
     FRAME_MESSAGE,
     FRAME_RESPONSE,
     HEARTBEAT,

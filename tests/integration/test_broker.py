@@ -13,7 +13,7 @@ import pytest
 
 from flintmq.broker.daemon import Broker
 from flintmq.errors import StartError
-from flintmq.wire import (
+from flintmq.protocol.wire import (
     FRAME_ERROR,
     FRAME_MESSAGE,
     FRAME_RESPONSE,

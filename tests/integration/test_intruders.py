@@ -23,9 +23,9 @@ from typing import Any
 import pytest
 
 from flintmq.broker.daemon import Broker
-from flintmq.compression import Deflate, Snappy
-from flintmq.wire import FRAME_ERROR, FRAME_RESPONSE, OK_FRAME, encode_command, encode_mpub
-from secure import (
+from flintmq.protocol.compression import Deflate, Snappy
+from flintmq.protocol.wire import FRAME_ERROR, FRAME_RESPONSE, OK_FRAME, encode_command, encode_mpub
+from support.secure import (
     PATIENT,
     STRANGERS,
     TLS12,
@@ -337,7 +337,7 @@ class Target:
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that stands still for a while must not look like a client that does."""
-    monkeypatch.setattr("flintmq.broker.session.HANDSHAKE_TIMEOUT", 600.0)
+    monkeypatch.setattr("flintmq.broker.net.session.HANDSHAKE_TIMEOUT", 600.0)
 
 
 @pytest.fixture(scope="module")

@@ -23,9 +23,9 @@ from urllib.parse import quote
 import pytest
 
 from flintmq.broker.daemon import Broker
-from flintmq.web import ADMIN, OPEN, PUBLISH, READ, Route
-from flintmq.wire import format_id
-from secure import PATIENCE, STRANGERS, Certificates, strangers, until
+from flintmq.http.site import ADMIN, OPEN, PUBLISH, READ, Route
+from flintmq.protocol.wire import format_id
+from support.secure import PATIENCE, STRANGERS, Certificates, strangers, until
 
 AT_LEAST = 300
 AT_A_TIME = 16
@@ -615,8 +615,8 @@ def certificates(tmp_path_factory: pytest.TempPathFactory) -> Certificates:
 
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flintmq.broker.http_lane.LINGER_SECONDS", 600.0)
-    monkeypatch.setattr("flintmq.broker.api.HANDSHAKE_SECONDS", 600.0)
+    monkeypatch.setattr("flintmq.broker.http.lane.LINGER_SECONDS", 600.0)
+    monkeypatch.setattr("flintmq.broker.http.api.HANDSHAKE_SECONDS", 600.0)
 
 
 @contextlib.asynccontextmanager

@@ -11,10 +11,10 @@ from pathlib import Path
 
 import pytest
 
-from flintmq.broker import sockets
 from flintmq.broker.daemon import Broker
-from flintmq.broker.disk import Disk, SystemClock
-from flintmq.wire import FRAME_ERROR, FRAME_MESSAGE, FrameDecoder, decode_message, encode_command, encode_mpub
+from flintmq.broker.net import sockets
+from flintmq.broker.storage.disk import Disk, SystemClock
+from flintmq.protocol.wire import FRAME_ERROR, FRAME_MESSAGE, FrameDecoder, decode_message, encode_command, encode_mpub
 
 pytestmark = pytest.mark.skipif(not sockets.available(), reason="no epoll: every connection goes the ordinary way")
 

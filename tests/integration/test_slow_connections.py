@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
-import slow_clients
-from slow_clients import OPENINGS, PATIENCE
 
-from flintmq.wire import FRAME_MESSAGE, FrameDecoder, decode_message, encode_command
+from flintmq.protocol.wire import FRAME_MESSAGE, FrameDecoder, decode_message, encode_command
+from support import slow_clients
+from support.slow_clients import OPENINGS, PATIENCE
 
 T = TypeVar("T")
 

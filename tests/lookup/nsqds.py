@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from typing import Any
 
 from flintmq.lookup.daemon import Lookupd
-from flintmq.wire import encode_command
+from flintmq.protocol.wire import encode_command
 
 SECOND = 1_000_000_000
 #: How long anything may take. Only failures take that long.

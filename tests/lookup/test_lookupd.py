@@ -23,7 +23,7 @@ import pytest
 from flintmq.errors import StartError
 from flintmq.lookup import daemon, registry
 from flintmq.lookup.daemon import Lookupd
-from secure import Certificates
+from support.secure import Certificates
 
 from .nsqds import IDENTITY, Nsqd, StartLookupd, Time, connected, identify, until
 

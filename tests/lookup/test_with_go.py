@@ -22,7 +22,7 @@ import pytest
 
 from flintmq.broker.daemon import Broker
 from flintmq.lookup.daemon import Lookupd
-from flintmq.wire import MAGIC_V2, OK_FRAME, encode_command
+from flintmq.protocol.wire import MAGIC_V2, OK_FRAME, encode_command
 
 pytestmark = pytest.mark.interop
 

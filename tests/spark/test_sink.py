@@ -9,8 +9,8 @@ import pytest
 
 pytest.importorskip("pyspark")
 
-from flintmq.spark.net import Connection
-from flintmq.spark.options import read_sink_options
+from flintmq.spark.shipped.net import Connection
+from flintmq.spark.shipped.options import read_sink_options
 
 from .conftest import run_query
 

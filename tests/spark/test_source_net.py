@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from flintmq.errors import ConnectError, HttpError, OptionError
-from flintmq.spark.net import Cluster, Connection, Web
-from flintmq.spark.options import read_sink_options, read_source_options
-from secure import Certificates
+from flintmq.spark.shipped.net import Cluster, Connection, Web
+from flintmq.spark.shipped.options import read_sink_options, read_source_options
+from support.secure import Certificates
 
 from .conftest import wait_for
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from flintmq.errors import DataLossError
-from flintmq.spark.offsets import Mark, Offset, Range, cut, log_offset, ranges_between, read_offset, share
+from flintmq.spark.shipped.offsets import Mark, Offset, Range, cut, log_offset, ranges_between, read_offset, share
 
 marks = st.dictionaries(
     st.tuples(st.sampled_from("abc"), st.sampled_from("xyz")),

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from flintmq.errors import OptionError
-from flintmq.spark.options import OPTIONS, Start, check_names, read_sink_options, read_source_options
+from flintmq.spark.shipped.options import OPTIONS, Start, check_names, read_sink_options, read_source_options
 
 WHERE = {"nsq.nsqd.addresses": "127.0.0.1:4150"}
 SOURCE = {**WHERE, "subscribe": "orders"}

@@ -7,10 +7,10 @@ import pytest
 pytest.importorskip("pyarrow")
 
 from flintmq.errors import ConnectError, DataLossError, OptionError
-from flintmq.spark import topic_log
-from flintmq.spark.offsets import log_offset
-from flintmq.spark.options import read_source_options
-from flintmq.spark.topic_log import Limits, Planner, fetch
+from flintmq.spark.log_mode import topic_log
+from flintmq.spark.log_mode.topic_log import Limits, Planner, fetch
+from flintmq.spark.shipped.offsets import log_offset
+from flintmq.spark.shipped.options import read_source_options
 
 from .conftest import wait_for
 from .test_source_log import durable, publish

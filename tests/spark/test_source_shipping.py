@@ -154,8 +154,8 @@ def test_where_the_source_cannot_be_imported_there_is_simply_none():
 def test_a_spool_has_a_place_of_its_own_only_on_one_machine(words, is_local):
     """Spark's JVM is some ancestor of the source's process; its command line says where it runs."""
     child = """
-        from flintmq.spark.options import read_source_options
-        from flintmq.spark.spool import default_location
+        from flintmq.spark.shipped.options import read_source_options
+        from flintmq.spark.spool_mode.spool import default_location
         given = {"nsq.nsqd.addresses": "a:1", "subscribe": "t", "channel": "c", "mode": "spool"}
         try:
             print(default_location(read_source_options(given, streaming=True)).rpartition("/")[0][-14:])
@@ -169,7 +169,7 @@ def test_a_spool_has_a_place_of_its_own_only_on_one_machine(words, is_local):
 
 def test_columns_are_the_same_with_and_without_the_kernel():
     pytest.importorskip("pyarrow")
-    from flintmq.spark.columns import Shape, frame_columns, plain_columns
+    from flintmq.spark.shipped.columns import Shape, frame_columns, plain_columns
 
     def frame(n, body):
         head = (

@@ -9,9 +9,9 @@ import pytest
 pytest.importorskip("pyarrow")
 
 from flintmq.errors import ConnectError, SpoolError
-from flintmq.spark import spool as spools
-from flintmq.spark.options import read_source_options
-from flintmq.spark.spool import Piece, Spool, Spooler, plan_rows, read_pieces, spool_rows
+from flintmq.spark.shipped.options import read_source_options
+from flintmq.spark.spool_mode import spool as spools
+from flintmq.spark.spool_mode.spool import Piece, Spool, Spooler, plan_rows, read_pieces, spool_rows
 
 from .conftest import wait_for
 
@@ -181,7 +181,7 @@ def test_a_disk_that_refuses_fails_the_query_and_finishes_nothing(nsqd, topic, f
 def rows(first, stop, topic="t"):
     import pyarrow as pa
 
-    from flintmq.spark.columns import arrow_schema
+    from flintmq.spark.shipped.columns import arrow_schema
 
     count = stop - first
     columns = [[b"%d" % n for n in range(first, stop)], [topic] * count, ["n"] * count, list(range(first, stop))]

@@ -39,10 +39,11 @@ import msgspec
 from flintmq import __version__
 from flintmq.broker import takeover
 from flintmq.broker.daemon import FORMAT, RESTORING
-from flintmq.broker.disk import Disk, SystemClock
-from flintmq.broker.journal import FILE_HEADER as JOURNAL_HEADER
-from flintmq.broker.journal import NEVER, Journal, State, read_batches, read_head
-from flintmq.broker.segment import (
+from flintmq.broker.delivery.topic import RESERVE
+from flintmq.broker.storage.disk import Disk, SystemClock
+from flintmq.broker.storage.journal import FILE_HEADER as JOURNAL_HEADER
+from flintmq.broker.storage.journal import NEVER, Journal, State, read_batches, read_head
+from flintmq.broker.storage.segment import (
     FILE_HEADER,
     RECORD_HEADER,
     Entry,
@@ -51,7 +52,6 @@ from flintmq.broker.segment import (
     read_header,
     read_records,
 )
-from flintmq.broker.topic import RESERVE
 from flintmq.errors import BackupError, FormatError
 
 __all__ = ["Manifest", "make", "restore", "verify"]

@@ -34,33 +34,35 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 import flintmq
-from flintmq.broker import sockets, stats, takeover
-from flintmq.broker.channel import Channel
-from flintmq.broker.deadletters import finish_moved
-from flintmq.broker.disk import Clock, Disk, SystemClock
+from flintmq.broker import takeover
+from flintmq.broker.delivery.channel import Channel
+from flintmq.broker.delivery.dead_letters import finish_moved
+from flintmq.broker.delivery.scan import Scan
+from flintmq.broker.delivery.topic import RESERVE, Topic
 from flintmq.broker.drain import REASON, DrainReport, drain
-from flintmq.broker.journal import ANOTHER_BOOT, SIDE, Journal, TopicState
 from flintmq.broker.limits import Connections
-from flintmq.broker.log import Log, Store
-from flintmq.broker.mover import copies
+from flintmq.broker.net import sockets
+from flintmq.broker.net.session import FinishLane, Lane, Session
+from flintmq.broker.observe import stats
 from flintmq.broker.peers import Peers
-from flintmq.broker.scan import Scan
-from flintmq.broker.session import FinishLane, Lane, Session
 from flintmq.broker.settings import Settings
-from flintmq.broker.topic import RESERVE, Topic
+from flintmq.broker.storage.disk import Clock, Disk, SystemClock
+from flintmq.broker.storage.journal import ANOTHER_BOOT, SIDE, Journal, TopicState
+from flintmq.broker.storage.log import Log, Store
+from flintmq.broker.storage.mover import copies
 from flintmq.errors import FlintError, FormatError, NotFoundError, OptionError, PublishError, StartError, StorageError
 from flintmq.options import NsqdOptions
-from flintmq.wire import NSQ_VERSION, valid_name
+from flintmq.protocol.wire import NSQ_VERSION, valid_name
 
 if TYPE_CHECKING:
     import ssl
 
-    from flintmq.broker.api import Api
-    from flintmq.broker.auth import AuthServers
+    from flintmq.broker.http.api import Api
+    from flintmq.broker.net.auth import AuthServers
 
 __all__ = ["Broker"]
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 FORMAT = 1
 #: Finished messages reach the journal's file within this time, if nothing else writes it sooner.
@@ -226,14 +228,14 @@ class Broker:
 
     def _set_up_security(self) -> None:
         if self.options.tls_cert:
-            from flintmq.broker import tls
+            from flintmq.broker.net import tls
 
             try:
                 self.tls = tls.server_context(self.options)
             except OptionError as exc:
                 raise StartError(str(exc)) from exc
         if self.options.auth_http_addresses:
-            from flintmq.broker.auth import AuthServers
+            from flintmq.broker.net.auth import AuthServers
 
             self.auth = AuthServers(self.options)
 
@@ -241,14 +243,14 @@ class Broker:
         """Connections that come from now on get what is in the files. If that is no good, all stays as it was."""
         if self.tls is None or self.stopping:
             return
-        from flintmq.broker import tls
+        from flintmq.broker.net import tls
 
         def done(context: Any, error: BaseException | None) -> None:
             if error is not None:
-                log.error("TLS: the certificates are not replaced - %s", error)
+                logger.error("TLS: the certificates are not replaced - %s", error)
             else:
                 self.tls = context
-                log.info("TLS: the certificates were read again")
+                logger.info("TLS: the certificates were read again")
 
         self.disk.submit(lambda: tls.server_context(self.options), done)
 
@@ -277,7 +279,7 @@ class Broker:
             self._server = await self._loop.create_unix_server(self._new_session, sock=sock, backlog=1024)
         else:
             self._server = await self._loop.create_server(self._new_session, sock=sock, backlog=1024)
-        log.info("TCP: listening on %s", self.tcp_address)
+        logger.info("TCP: listening on %s", self.tcp_address)
         await self._listen_http()
 
     async def _listen_http(self) -> None:
@@ -285,7 +287,7 @@ class Broker:
         if not self.options.http_address and not secure:
             return
         # Late: what only speaks TCP need not pay for it.
-        from flintmq.broker.api import Api
+        from flintmq.broker.http.api import Api
 
         self._api = Api(self)
         if secure:
@@ -295,9 +297,9 @@ class Broker:
         if self.options.http_address:
             sock, self._http_bound = self._bind(self.options.http_address)
             await self._api.listen(sock, self._poller)
-            log.info("HTTP: listening on %s", self._http_bound)
+            logger.info("HTTP: listening on %s", self._http_bound)
         if secure:
-            log.info("HTTPS: listening on %s", self._https_bound)
+            logger.info("HTTPS: listening on %s", self._https_bound)
 
     def _bind(self, address: str) -> tuple[socket.socket, str]:
         """A listening socket, and where it really is."""
@@ -355,7 +357,7 @@ class Broker:
         if self.stopping or self._closed is None or self._closed.done():
             return
         self.stopping = True
-        log.info("NSQ: stopping subsystems")
+        logger.info("NSQ: stopping subsystems")
         await self._statsd.stop()
         # What was taken is written and answered; then nothing more is taken.
         self.flush()
@@ -372,7 +374,7 @@ class Broker:
             self._write_metadata()
         except OSError as exc:
             # Only others read it: no reason to keep less of what we need.
-            log.error("NSQ: cannot write nsqd.dat - %s", exc)
+            logger.error("NSQ: cannot write nsqd.dat - %s", exc)
         try:
             for topic in self.topics.values():
                 topic.close()
@@ -392,7 +394,7 @@ class Broker:
         except OSError as exc:
             self._fatal(StorageError(f"cannot save everything: {exc}"))
         self._unlock()
-        log.info("NSQ: bye")
+        logger.info("NSQ: bye")
         if not self._closed.done():
             self._closed.set_result(None)
 
@@ -410,12 +412,12 @@ class Broker:
 
     def reload(self) -> None:
         """Read files again that may have changed. What cannot be read stays as it was."""
-        log.info("NSQ: reloading")
+        logger.info("NSQ: reloading")
         for reload in self.reloaders:
             try:
                 reload()
             except (OSError, ValueError, FlintError) as exc:
-                log.error("NSQ: cannot reload, going on as before - %s", exc)
+                logger.error("NSQ: cannot reload, going on as before - %s", exc)
 
     async def _close_listeners(self) -> None:
         await self.peers.stop()
@@ -494,7 +496,7 @@ class Broker:
 
     def _fatal(self, error: BaseException) -> None:
         """Storage can no longer be trusted: stop at once, say why, save nothing that could be wrong."""
-        log.critical("%s", error)
+        logger.critical("%s", error)
         if self._closed is None or self._closed.done():
             return
         self.stopping = True
@@ -542,7 +544,7 @@ class Broker:
             if takeover.found(self.path):
                 data = takeover.read(self.path, max_msg_size=self.options.max_msg_size)
                 aside = takeover.move_aside(data, self.path)
-                log.info("NSQ: the files of the old nsqd were moved to %s", aside)
+                logger.info("NSQ: the files of the old nsqd were moved to %s", aside)
             self.disk.remove(moving)
             self.disk.sync_folder(root)
         fd = self.disk.open(root / "format.json")
@@ -615,7 +617,7 @@ class Broker:
             _remove_tree(self.disk, folder)
             return
         lost = folder.with_name(folder.name + LOST)
-        log.error("NSQ: the journal does not know %s, it is set aside as %s", folder.name, lost)
+        logger.error("NSQ: the journal does not know %s, it is set aside as %s", folder.name, lost)
         self.disk.rename(folder, lost)
 
     def _open_topic(self, root: Path, state: TopicState, clean: bool) -> Topic:
@@ -669,17 +671,17 @@ class Broker:
     def _take_over(self, root: Path) -> None:
         """Build our files from those of a Go nsqd; nothing of its own is touched yet."""
         data = takeover.read(self.path, max_msg_size=self.options.max_msg_size)
-        log.info("NSQ: taking over the data path of another nsqd, %d topics", len(data.topics))
+        logger.info("NSQ: taking over the data path of another nsqd, %d topics", len(data.topics))
         importer = takeover.Importer(self.disk, self.clock, self.options, root)
         for topic in data.topics:
             importer.topic(topic)
         importer.finish()
         for line in data.damage:
-            log.error("NSQ: %s", line)
+            logger.error("NSQ: %s", line)
         for topic in data.topics:
             for queue in (topic.queue, *(channel.queue for channel in topic.channels)):
                 for line in queue.damage:
-                    log.error("NSQ: %s", line)
+                    logger.error("NSQ: %s", line)
         fd = self.disk.open(root / "takeover-pending", create=True)
         self.disk.sync(fd)
         self.disk.close_file(fd)
@@ -715,7 +717,7 @@ class Broker:
         else:
             position = self.journal.note("topic", incarnation, name, base, base + RESERVE)
             topic.grant(base + RESERVE, position)
-        log.info("TOPIC(%s): created", name)
+        logger.info("TOPIC(%s): created", name)
         self.structure_changed(topic_is_ephemeral)
         self.peers.made(name)
         self.peers.ask_for_channels(topic)
@@ -729,7 +731,7 @@ class Broker:
 
     def delete_topic(self, name: str) -> None:
         topic = self.existing_topic(name)
-        log.info("TOPIC(%s): deleting", name)
+        logger.info("TOPIC(%s): deleting", name)
         topic.close()
         for channel in list(topic.channels):
             topic.delete_channel(channel)
@@ -755,7 +757,7 @@ class Broker:
             try:
                 _remove_tree(self.disk, topic.folder)
             except OSError as exc:
-                log.error("TOPIC(%s): cannot remove %s - %s", topic.name, topic.folder, exc)
+                logger.error("TOPIC(%s): cannot remove %s - %s", topic.name, topic.folder, exc)
 
     def next_channel_id(self) -> int:
         self._next_channel += 1
@@ -922,20 +924,20 @@ class Broker:
         try:
             free = self.disk.free(self.path)
         except OSError as exc:
-            log.error("NSQ: cannot look at the disk - %s", _reason(exc))
+            logger.error("NSQ: cannot look at the disk - %s", _reason(exc))
             return
         self.free_bytes = free
         if free < 2 * self.options.disk_reserve:
             self._make_room(2 * self.options.disk_reserve - free)
         if free < self.options.disk_reserve:
             if not self.refusing:
-                log.error("NSQ: the disk is nearly full, publishes are refused (%d bytes free)", free)
+                logger.error("NSQ: the disk is nearly full, publishes are refused (%d bytes free)", free)
             self.refusing = (
                 f"the disk is nearly full: {free} bytes free, {self.options.disk_reserve} are kept in reserve"
             )
         else:
             if self.refusing:
-                log.info("NSQ: there is room on the disk again")
+                logger.info("NSQ: there is room on the disk again")
             self.refusing = ""
 
     def _make_room(self, size: int) -> None:
@@ -948,7 +950,7 @@ class Broker:
         for _, name, segment_size, stop in sorted(spare):
             if size <= 0:
                 break
-            log.warning("TOPIC(%s): the disk is nearly full, a file goes before its time (up to %d)", name, stop)
+            logger.warning("TOPIC(%s): the disk is nearly full, a file goes before its time (up to %d)", name, stop)
             self.topics[name].retention.give_up(stop)
             size -= segment_size
         if spare and not self._syncing and not self.stopping:
@@ -1025,7 +1027,7 @@ class Broker:
         def done(_: None, error: BaseException | None) -> None:
             self._metadata_busy = False
             if error is not None:
-                log.error("NSQ: cannot write nsqd.dat - %s", error)
+                logger.error("NSQ: cannot write nsqd.dat - %s", error)
 
         self.disk.submit(lambda: self._write_metadata(content), done)
 

@@ -16,11 +16,11 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from flintmq.broker.daemon import Broker
-    from flintmq.broker.topic import Topic
+    from flintmq.broker.delivery.topic import Topic
 
 __all__ = ["REASON", "DrainReport", "Remainder", "drain"]
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 #: What publishers are told.
 REASON = "the node is being drained"
@@ -63,22 +63,22 @@ class DrainReport:
 
 async def drain(broker: Broker, *, longest: float) -> DrainReport:
     """See the module's text. Stops the broker; after ``longest`` seconds (0: never) even if it is not empty."""
-    log.info("NSQ: draining, %d messages are with consumers", _to_go(broker))
+    logger.info("NSQ: draining, %d messages are with consumers", _to_go(broker))
     deadline = broker.now() + longest if longest else float("inf")
     say = broker.now() + _SAY
     while (to_go := _to_go(broker)) and broker.now() < deadline and not broker.stopping:
         if broker.now() >= say:
             say += _SAY
-            log.info("NSQ: draining, %d messages to go", to_go)
+            logger.info("NSQ: draining, %d messages to go", to_go)
         await asyncio.sleep(_LOOK)
     # A stop in between leaves nothing with consumers either, because it disconnects them.
     report = DrainReport(list(_remainders(broker)), not to_go and not broker.stopping)
     for remainder in report.left:
-        log.info("%s", remainder)
+        logger.info("%s", remainder)
     if report.complete:
-        log.info("NSQ: drained, %d messages stay for the next start", report.messages)
+        logger.info("NSQ: drained, %d messages stay for the next start", report.messages)
     else:
-        log.warning("NSQ: not drained, %d messages stay for the next start", report.messages)
+        logger.warning("NSQ: not drained, %d messages stay for the next start", report.messages)
     await broker.stop()
     return report
 

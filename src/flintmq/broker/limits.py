@@ -13,18 +13,18 @@ from collections import Counter, deque
 from collections.abc import Callable, Hashable
 from typing import TYPE_CHECKING
 
-from flintmq.broker.disk import Clock
+from flintmq.broker.storage.disk import Clock
 from flintmq.errors import LimitError, RateError
 from flintmq.kernel import FRAME_OVERHEAD
 from flintmq.options import NsqdOptions
 
 if TYPE_CHECKING:
-    from flintmq.broker.channel import Channel
-    from flintmq.broker.topic import Topic
+    from flintmq.broker.delivery.channel import Channel
+    from flintmq.broker.delivery.topic import Topic
 
 __all__ = ["Bucket", "Connections", "Pace", "TopicLimits"]
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 _SECOND = 1_000_000_000
 #: So many messages that were put back are looked through for the oldest at every publish; with more, now and then.
@@ -108,7 +108,7 @@ class Connections:
         now = self._clock.now()
         if not self._logged or now - self._logged >= _LOG_AGAIN:
             self._logged = now
-            log.warning("TCP: %s, %d turned away so far", reason, self._turned_away)
+            logger.warning("TCP: %s, %d turned away so far", reason, self._turned_away)
 
 
 class TopicLimits:
@@ -273,7 +273,7 @@ class TopicLimits:
         now = self._clock.now()
         if dropped and (not self._logged or now - self._logged >= _LOG_AGAIN):
             self._logged = now
-            log.warning("TOPIC(%s): its limit is reached, the oldest messages are dropped", topic.name)
+            logger.warning("TOPIC(%s): its limit is reached, the oldest messages are dropped", topic.name)
 
 
 class Pace:

@@ -25,19 +25,19 @@ from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
-from flintmq import web
 from flintmq.errors import OptionError, ProtocolError
-from flintmq.wire import MAGIC_LOOKUP, NSQ_VERSION, encode_command, is_ephemeral, valid_name
+from flintmq.http import site as web
+from flintmq.protocol.wire import MAGIC_LOOKUP, NSQ_VERSION, encode_command, is_ephemeral, valid_name
 
 if TYPE_CHECKING:
     import ssl
 
     from flintmq.broker.daemon import Broker
-    from flintmq.broker.topic import Topic
+    from flintmq.broker.delivery.topic import Topic
 
 __all__ = ["Peers"]
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 #: Commands that are sent before their answers are read.
 BATCH = 100
@@ -97,11 +97,11 @@ class Peers:
     def set_addresses(self, addresses: Sequence[str]) -> None:
         """Register with these lookupds and no others; connections to those that stay are left alone."""
         for address in [address for address in self._peers if address not in addresses]:
-            log.info("LOOKUP(%s): removing peer", address)
+            logger.info("LOOKUP(%s): removing peer", address)
             self._peers.pop(address).close()
         for address in addresses:
             if address not in self._peers:
-                log.info("LOOKUP(%s): adding peer", address)
+                logger.info("LOOKUP(%s): adding peer", address)
                 peer = self._peers[address] = Peer(self, address)
                 peer.task = self._spawn(peer.run())
 
@@ -162,13 +162,13 @@ class Peers:
     async def _channels_of(self, topic: str, peers: list[Peer]) -> list[str]:
         """What the lookupds know together; those that fail are named in the log and missed."""
         if not peers:
-            log.error("no available nsqlookupd to query for channels to pre-create for topic %s", topic)
+            logger.error("no available nsqlookupd to query for channels to pre-create for topic %s", topic)
             return []
         found: dict[str, None] = {}
         for names in await asyncio.gather(*(self._ask(peer, topic) for peer in peers)):
             found.update((name, None) for name in names if valid_name(name) and not is_ephemeral(name))
         if len(found) > MOST_CHANNELS:
-            log.error("nsqlookupd knows %d channels of topic %s, %d are made", len(found), topic, MOST_CHANNELS)
+            logger.error("nsqlookupd knows %d channels of topic %s, %d are made", len(found), topic, MOST_CHANNELS)
         return list(itertools.islice(found, MOST_CHANNELS))
 
     async def _ask(self, peer: Peer, topic: str) -> list[str]:
@@ -184,7 +184,7 @@ class Peers:
             reason = "timed out"
         except (OSError, ValueError) as exc:
             reason = _reason(exc)
-        log.warning(
+        logger.warning(
             "failed to query nsqlookupd for channels to pre-create for topic %s - %s: %s", topic, peer.address, reason
         )
         return []
@@ -198,7 +198,7 @@ class Peers:
         timeout = aiohttp.ClientTimeout(
             total=options.http_client_request_timeout / 1e9, sock_connect=options.http_client_connect_timeout / 1e9
         )
-        log.info("CI: querying nsqlookupd %s?topic=%s", _line(url), topic)
+        logger.info("CI: querying nsqlookupd %s?topic=%s", _line(url), topic)
         content = bytearray()
         try:
             async with aiohttp.ClientSession(timeout=timeout, headers=self._headers) as client:
@@ -267,10 +267,10 @@ class Peer:
             try:
                 await self._converse()
             except (OSError, ValueError, ProtocolError) as exc:
-                log.error("LOOKUPD(%s): %s", self.address, _reason(exc))
+                logger.error("LOOKUPD(%s): %s", self.address, _reason(exc))
             except Exception:
                 # A bug of ours: this lookupd is tried again, as after any other failure.
-                log.exception("LOOKUPD(%s)", self.address)
+                logger.exception("LOOKUPD(%s)", self.address)
             if self._settled:
                 retry = self._peers.first_retry
             self._forget()
@@ -289,7 +289,7 @@ class Peer:
 
     async def _converse(self) -> None:
         """Connect, tell everything, then changes and PINGs. Ends by raising what went wrong."""
-        log.info("LOOKUP connecting to %s", self.address)
+        logger.info("LOOKUP connecting to %s", self.address)
         self._wake.clear()
         link = self._link = _Link(self._wake.set, self._peers.answer_timeout)
         loop = asyncio.get_running_loop()
@@ -303,7 +303,7 @@ class Peer:
         link.write(MAGIC_LOOKUP)
         [answer] = await link.ask([encode_command(b"IDENTIFY", body=self._identity())])
         info = _read_info(answer)
-        log.info(
+        logger.info(
             "LOOKUPD(%s): peer info {TCPPort:%d HTTPPort:%d Version:%s BroadcastAddress:%s}",
             self.address,
             info.tcp_port,
@@ -329,7 +329,7 @@ class Peer:
             pending, self._pending = self._pending, {}
             await self._tell(link, self._commands(pending), logging.INFO)
             if loop.time() >= next_ping:
-                log.debug("LOOKUPD(%s): sending heartbeat", self.address)
+                logger.debug("LOOKUPD(%s): sending heartbeat", self.address)
                 await link.ask([b"PING\n"])
                 next_ping = loop.time() + self._peers.ping_interval
 
@@ -337,12 +337,12 @@ class Peer:
         waiting = iter(commands)
         while batch := list(itertools.islice(waiting, BATCH)):
             for command in batch:
-                log.log(level, "LOOKUPD(%s): %s %s", self.address, _kind(command), " ".join(command))
+                logger.log(level, "LOOKUPD(%s): %s %s", self.address, _kind(command), " ".join(command))
             answers = await link.ask([encode_command(*(word.encode() for word in command)) for command in batch])
             for command, answer in zip(batch, answers, strict=True):
                 if answer.startswith(b"E_"):
                     # Only this one is not known there. If it also closes the connection, we start over.
-                    log.error("LOOKUPD(%s): %s - %s", self.address, " ".join(command), _text(answer))
+                    logger.error("LOOKUPD(%s): %s - %s", self.address, " ".join(command), _text(answer))
 
     def _everything(self) -> Iterator[tuple[str, ...]]:
         for topic in self._broker.topics.values():

@@ -43,12 +43,12 @@ from flintmq.options import (
     NsqdOptions,
     read_tables,
 )
-from flintmq.wire import is_ephemeral, valid_name
+from flintmq.protocol.wire import is_ephemeral, valid_name
 
 if TYPE_CHECKING:
     from flintmq.broker.daemon import Broker
-    from flintmq.broker.journal import State
-    from flintmq.broker.topic import Topic
+    from flintmq.broker.delivery.topic import Topic
+    from flintmq.broker.storage.journal import State
 
 __all__ = [
     "CHANNEL_SETTINGS",
@@ -62,7 +62,7 @@ __all__ = [
     "valid_name_or_pattern",
 ]
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 #: A topic, or a topic and a channel; patterns have a ``*`` in them.
 Names = tuple[str, ...]
@@ -451,7 +451,7 @@ class Settings:
                 self._live.put(names, before)
                 raise OptionError(obstacle)
         self._note(names, values)
-        log.info("SETTINGS(%s): %s", "/".join(names), ", ".join(f"{key}={value}" for key, value in changes.items()))
+        logger.info("SETTINGS(%s): %s", "/".join(names), ", ".join(f"{key}={value}" for key, value in changes.items()))
         self._apply(topics)
 
     def _meant(self, name: str) -> Iterator[Topic]:
@@ -498,16 +498,16 @@ class Settings:
 
         def done(tables: Mapping[str, Any] | None, error: BaseException | None) -> None:
             if error is not None or tables is None:
-                log.error("SETTINGS: they stay as they were - %s", error)
+                logger.error("SETTINGS: they stay as they were - %s", error)
                 return
             if self._broker.stopping:
                 return
             self._broker.change_options(topic=tables)
-            log.info("SETTINGS: the tables of %s were read again", path)
+            logger.info("SETTINGS: the tables of %s were read again", path)
             try:
                 self.declare()
             except PublishError as exc:
-                log.error("SETTINGS: not every topic of %s could be made - %s", path, exc)
+                logger.error("SETTINGS: not every topic of %s could be made - %s", path, exc)
 
         self._broker.disk.submit(read, done)
 
@@ -544,7 +544,7 @@ class Settings:
             names = (topic, channel) if channel else (topic,)
             unknown = values.keys() - _table_of(names).keys()
             if unknown:
-                log.warning("SETTINGS(%s): of another version, not used: %s", "/".join(names), ", ".join(unknown))
+                logger.warning("SETTINGS(%s): of another version, not used: %s", "/".join(names), ", ".join(unknown))
             self._live.put(names, values)
 
     def notes(self, topic: Topic | None = None) -> Iterator[tuple[Any, ...]]:

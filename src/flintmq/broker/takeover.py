@@ -21,13 +21,13 @@ from typing import NamedTuple
 
 import msgspec
 
-from flintmq.broker.disk import Clock, Disk
-from flintmq.broker.journal import SIDE, Journal
-from flintmq.broker.log import Log, Store
-from flintmq.broker.topic import RESERVE
+from flintmq.broker.delivery.topic import RESERVE
+from flintmq.broker.storage.disk import Clock, Disk
+from flintmq.broker.storage.journal import SIDE, Journal
+from flintmq.broker.storage.log import Log, Store
 from flintmq.errors import StartError
 from flintmq.options import NsqdOptions
-from flintmq.wire import is_ephemeral, valid_name
+from flintmq.protocol.wire import is_ephemeral, valid_name
 
 __all__ = ["GoChannel", "GoData", "GoMessage", "GoQueue", "GoTopic", "Importer", "found", "move_aside", "read"]
 

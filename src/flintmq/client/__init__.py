@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from flintmq.client.connection import Clock, Message, Settings
 from flintmq.client.consumer import Consumer
-from flintmq.client.node import NodeClient
 from flintmq.client.producer import Producer
+from flintmq.cluster.node import NodeClient
 
 __all__ = ["Clock", "Consumer", "Message", "NodeClient", "Producer", "Settings"]

@@ -14,12 +14,12 @@ import random
 from collections.abc import Awaitable, Callable, Sequence
 
 from flintmq.client.connection import Clock, Connection, Owner, Settings, sleep
-from flintmq.cluster import Answer, Node
+from flintmq.cluster.lookupds import Answer, Node
 from flintmq.errors import ConnectError, FlintError
 
 __all__ = ["Brokers", "Keeper"]
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 #: After a connection was lost the lookupds are asked at once, but not more often than this.
 _EARLY_LOOK_SECONDS = 1.0
@@ -189,18 +189,18 @@ class Brokers:
             )
 
     def _opened(self, connection: Connection) -> None:
-        log.info("%s: connected to %s", self._name, connection.address)
+        logger.info("%s: connected to %s", self._name, connection.address)
         self._news.set()
         self._on_open(connection)
 
     def _failed(self, address: str, error: Exception) -> None:
-        log.warning("%s: %s", self._name, error)
+        logger.warning("%s: %s", self._name, error)
         self._news.set()
         if self._on_error is not None:
             try:
                 self._on_error(address, error)
             except Exception:
-                log.exception("%s: on_error failed", self._name)
+                logger.exception("%s: on_error failed", self._name)
 
     async def look(self) -> None:
         """Ask the lookupds now, and dial those that are new."""
@@ -216,7 +216,7 @@ class Brokers:
             for url, reason in answer.failures.items():
                 self._failed(url, ConnectError(f"nsqlookupd {url}: {reason}"))
             if not answer.value:
-                log.info("%s: the lookupds know of no nsqd yet", self._name)
+                logger.info("%s: the lookupds know of no nsqd yet", self._name)
             await self._follow([node.tcp_address for node in answer.value])
         self._has_looked = True
         self._news.set()

@@ -20,13 +20,14 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 import msgspec
 
 import flintmq
-from flintmq import kernel, wire
+from flintmq import kernel
 from flintmq.errors import ClosedError, ConnectError, OptionError, ProtocolError
+from flintmq.protocol import wire
 
 if TYPE_CHECKING:
     import ssl
 
-    from flintmq.compression import Codec
+    from flintmq.protocol.compression import Codec
 
 __all__ = ["Clock", "Connection", "Message", "Owner", "Settings", "Timer", "addresses", "sleep", "split_address"]
 
@@ -324,11 +325,11 @@ class Connection(asyncio.Protocol):
         if settings.tls is not False:
             await self._start_tls()
         if settings.snappy and self.features.get("snappy"):
-            from flintmq.compression import Snappy
+            from flintmq.protocol.compression import Snappy
 
             await self._start_codec(Snappy())
         elif settings.deflate and self.features.get("deflate"):
-            from flintmq.compression import Deflate
+            from flintmq.protocol.compression import Deflate
 
             level = self.features.get("deflate_level")
             await self._start_codec(Deflate(level if isinstance(level, int) and 1 <= level <= 9 else 6))

@@ -19,17 +19,17 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
-from flintmq import wire
 from flintmq.client import tracing
 from flintmq.client.brokers import Brokers
 from flintmq.client.connection import Clock, Connection, Message, Settings, Timer, addresses, split_address
 from flintmq.client.flow import Flow
-from flintmq.cluster import Lookupds
+from flintmq.cluster.lookupds import Lookupds
 from flintmq.errors import ClosedError, OptionError, ProtocolError
+from flintmq.protocol import wire
 
 __all__ = ["Consumer", "Stats"]
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 #: How long handlers that never wait may have the event loop for themselves.
 _SLICE_SECONDS = 0.005
@@ -258,7 +258,7 @@ class Consumer:
         finally:
             timer.cancel()
         if time_over:
-            log.warning("CONSUMER(%s): stopped after %g s with work left", self._name, self._stop_timeout)
+            logger.warning("CONSUMER(%s): stopped after %g s with work left", self._name, self._stop_timeout)
 
     def _is_drained(self) -> bool:
         if self._handler is None:
@@ -410,7 +410,7 @@ class Consumer:
         self.stats.given_up += 1
         try:
             if self._on_give_up is None:
-                log.warning(
+                logger.warning(
                     "CONSUMER(%s): giving up on message %s after %d attempts",
                     self._name,
                     message.id.decode(errors="replace"),
@@ -421,7 +421,7 @@ class Consumer:
                 if inspect.isawaitable(result):
                     await result
         except Exception:
-            log.exception("CONSUMER(%s): on_give_up failed; the message is requeued", self._name)
+            logger.exception("CONSUMER(%s): on_give_up failed; the message is requeued", self._name)
             message.requeue()
         except BaseException:
             message.requeue(0, backoff=False)
@@ -450,7 +450,7 @@ class Consumer:
             try:
                 await handler(message)
             except Exception:
-                log.exception("CONSUMER(%s): the handler failed on message %s", self._name, message.id.decode())
+                logger.exception("CONSUMER(%s): the handler failed on message %s", self._name, message.id.decode())
                 message.requeue()
             except BaseException:
                 message.requeue(0, backoff=False)
@@ -488,7 +488,7 @@ class Consumer:
     def error_came(self, connection: Connection, error: ProtocolError) -> None:
         if not error.fatal:
             # Somebody answered too late; the broker had given the message away.
-            log.warning("CONSUMER(%s): %s: %s", self._name, connection.address, error)
+            logger.warning("CONSUMER(%s): %s: %s", self._name, connection.address, error)
         # A fatal one is reported with the connection's end.
 
     def heartbeat_came(self, connection: Connection) -> None:
@@ -496,7 +496,7 @@ class Consumer:
             try:
                 self._on_heartbeat(connection.address)
             except Exception:
-                log.exception("CONSUMER(%s): on_heartbeat failed", self._name)
+                logger.exception("CONSUMER(%s): on_heartbeat failed", self._name)
 
     def finished(self, connection: Connection, message: Message) -> None:
         self.stats.finished += 1

@@ -19,7 +19,7 @@ from flintmq.errors import OptionError
 
 __all__ = ["Flow", "Peer"]
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 
 class Peer(Protocol):
@@ -168,7 +168,7 @@ class Flow:
         ):
             self.level += change
         if self.level == 0:
-            log.info("CONSUMER(%s): out of backoff", self._name)
+            logger.info("CONSUMER(%s): out of backoff", self._name)
             self._apply()
             return
         for peer in self._peers:
@@ -176,7 +176,7 @@ class Flow:
         seconds = min(self._duration(self.level), self._longest)
         if self._jitter:
             seconds = random.uniform(0, seconds)
-        log.warning("CONSUMER(%s): backing off for %.1f s, level %d", self._name, seconds, self.level)
+        logger.warning("CONSUMER(%s): backing off for %.1f s, level %d", self._name, seconds, self.level)
         self._wait = self._clock.call_later(seconds, self._test)
 
     def _test(self) -> None:

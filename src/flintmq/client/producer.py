@@ -18,11 +18,11 @@ from hashlib import blake2b
 from types import TracebackType
 from typing import Any
 
-from flintmq import kernel, wire
+from flintmq import kernel
 from flintmq.client import tracing
 from flintmq.client.brokers import Brokers
 from flintmq.client.connection import Clock, Connection, Message, Settings, Timer, addresses, split_address
-from flintmq.cluster import Answer, Lookupds, Node
+from flintmq.cluster.lookupds import Answer, Lookupds, Node
 from flintmq.errors import (
     ClosedError,
     ConnectError,
@@ -32,6 +32,7 @@ from flintmq.errors import (
     PublishError,
     PublishUnknownError,
 )
+from flintmq.protocol import wire
 
 __all__ = ["Producer"]
 

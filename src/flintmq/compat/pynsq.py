@@ -85,7 +85,7 @@ __all__ = [
     "valid_topic_name",
 ]
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 #: How often `Reader.disabled` is asked.
 _DISABLED_POLL_SECONDS = 5.0
@@ -247,7 +247,7 @@ class Reader(_Client):
         try:
             self._handle(message)
         except Exception:
-            log.exception("[%s] failed to handle message %r", self.name, message.id)
+            logger.exception("[%s] failed to handle message %r", self.name, message.id)
 
     def _handle(self, message: Message) -> None:
         result: Any = False
@@ -261,7 +261,7 @@ class Reader(_Client):
                 return
             result = self.process_message(message)
         except Exception:
-            log.exception("[%s] uncaught exception while handling message %r", self.name, message.id)
+            logger.exception("[%s] uncaught exception while handling message %r", self.name, message.id)
             if not message.has_responded():
                 message.requeue()
             return
@@ -283,7 +283,7 @@ class Reader(_Client):
         if task.cancelled():
             is_good = False
         elif error := task.exception():
-            log.error("[%s] uncaught exception while handling message %r", self.name, message.id, exc_info=error)
+            logger.error("[%s] uncaught exception while handling message %r", self.name, message.id, exc_info=error)
             is_good = False
         else:
             is_good = bool(task.result())
@@ -348,10 +348,10 @@ class Reader(_Client):
         try:
             is_disabled = bool(self.disabled())
         except Exception:
-            log.exception("[%s] disabled() failed", self.name)
+            logger.exception("[%s] disabled() failed", self.name)
             return
         if is_disabled != self._is_disabled:
-            log.info("[%s] %s", self.name, "disabled" if is_disabled else "enabled")
+            logger.info("[%s] %s", self.name, "disabled" if is_disabled else "enabled")
             self._is_disabled = is_disabled
             self._apply_max_in_flight()
 
@@ -371,7 +371,7 @@ class Reader(_Client):
         return self.message_handler(message)
 
     def giving_up(self, message: Message) -> None:
-        log.warning("[%s] giving up on message %r after %d tries", self.name, message.id, message.attempts)
+        logger.warning("[%s] giving up on message %r after %d tries", self.name, message.id, message.attempts)
 
     def validate_message(self, message: Message) -> bool:
         return True
@@ -417,7 +417,7 @@ class Writer(_Client):
             try:
                 await producer.start()
             except ConnectError as exc:
-                log.warning("[%s] %s", self.name, exc)
+                logger.warning("[%s] %s", self.name, exc)
                 await asyncio.sleep(min(1.0, self.reconnect_interval))
             else:
                 self._producer = producer
@@ -481,7 +481,7 @@ class Writer(_Client):
             connections = self._producer.connections if self._producer else []
             callback(Peer(connections[0]) if connections else None, data)
         elif isinstance(data, Error):
-            log.error("[%s] failed to %s: %s", self.name, command, data)
+            logger.error("[%s] failed to %s: %s", self.name, command, data)
         if isinstance(data, Error):
             raise data
 
@@ -536,7 +536,7 @@ async def _main() -> None:
     for each in clients:
         each._start()
     await stop.wait()
-    log.info("stopping")
+    logger.info("stopping")
     await asyncio.gather(*(each._stop() for each in list(running)))
     running.clear()
 

@@ -20,11 +20,12 @@ from typing import Any, Self
 
 import msgspec
 
-from flintmq import client, wire
+from flintmq import client
 from flintmq.client.connection import Connection, Settings, connect, split_address
 from flintmq.errors import ClosedError, FlintError, ProtocolError
+from flintmq.protocol import wire
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 FRAME_TYPE_RESPONSE = wire.FRAME_RESPONSE
 FRAME_TYPE_ERROR = wire.FRAME_ERROR
@@ -358,7 +359,7 @@ class AsyncConn(Events, Runner):
         try:
             self.trigger(name, conn=self, **kwargs)
         except Exception:
-            log.exception("[%s] a listener to %s failed", self.id, name)
+            logger.exception("[%s] a listener to %s failed", self.id, name)
 
     # Commands.
 

@@ -22,18 +22,18 @@ from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
-from flintmq import web
 from flintmq.errors import FullError, HttpError, OptionError, ProtocolError, StartError
+from flintmq.http import site as web
 from flintmq.lookup.registry import Producer, Registry
 from flintmq.options import NsqlookupdOptions, format_duration
-from flintmq.wire import MAGIC_LOOKUP, NSQ_VERSION, decode_identify, valid_name
+from flintmq.protocol.wire import MAGIC_LOOKUP, NSQ_VERSION, decode_identify, valid_name
 
 if TYPE_CHECKING:
     import ssl
 
 __all__ = ["Lookupd"]
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 #: A connection that has not sent the magic by then is closed. After it, silence is allowed for ever.
 MAGIC_SECONDS = 5.0
@@ -125,7 +125,7 @@ class Lookupd:
         self._http_bound = web.address_of(http.getsockname())
         self._http = web.Server(self._site())
         await self._http.listen(http, tls)
-        log.info("HTTP: listening on %s", self.http_address)
+        logger.info("HTTP: listening on %s", self.http_address)
         loop = asyncio.get_running_loop()
         self._tcp = await loop.create_server(
             lambda: Session(self),
@@ -134,7 +134,7 @@ class Lookupd:
             ssl=tls,
             ssl_handshake_timeout=MAGIC_SECONDS if tls is not None else None,
         )
-        log.info("TCP: listening on %s", self.tcp_address)
+        logger.info("TCP: listening on %s", self.tcp_address)
 
     def _load_tls(self) -> ssl.SSLContext | None:
         options = self.options
@@ -150,26 +150,26 @@ class Lookupd:
 
     def reload(self) -> None:
         """Tokens and certificate are read again; what is no good leaves the old one in its place."""
-        log.info("NSQ: reloading")
+        logger.info("NSQ: reloading")
         if self._tokens is not None:
             self._tokens.reload()
         if self._tls is not None:
             try:
                 web.reload_tls(self._tls, self.options.tls_cert, self.options.tls_key)
             except OptionError as exc:
-                log.error("TLS: the certificate stays as it was - %s", exc)
+                logger.error("TLS: the certificate stays as it was - %s", exc)
             else:
-                log.info("TLS: the certificate was read again")
+                logger.info("TLS: the certificate was read again")
 
     async def stop(self) -> None:
         if self._tcp is not None:
-            log.info("TCP: closing %s", self.tcp_address)
+            logger.info("TCP: closing %s", self.tcp_address)
             self._tcp.close()
             self._tcp = None
         for session in list(self.sessions):
             session.drop()
         if self._http is not None:
-            log.info("HTTP: closing %s", self.http_address)
+            logger.info("HTTP: closing %s", self.http_address)
             http, self._http = self._http, None
             await http.close()
         # Let the transports notice, so that no socket outlives us.
@@ -278,7 +278,7 @@ class Lookupd:
     async def _create_topic(self, request: web.Request) -> None:
         topic = _name(request, "topic")
         await request.body()
-        log.info("DB: adding topic(%s)", topic)
+        logger.info("DB: adding topic(%s)", topic)
         with _limited():
             self.registry.make_topic(topic)
 
@@ -287,9 +287,9 @@ class Lookupd:
         topic = _name(request, "topic")
         await request.body()
         for channel in self.registry.channels(topic):
-            log.info("DB: removing channel(%s) from topic(%s)", channel, topic)
+            logger.info("DB: removing channel(%s) from topic(%s)", channel, topic)
         if topic in self.registry.topics:
-            log.info("DB: removing topic(%s)", topic)
+            logger.info("DB: removing topic(%s)", topic)
         self.registry.delete_topic(topic)
 
     async def _tombstone(self, request: web.Request) -> None:
@@ -297,14 +297,14 @@ class Lookupd:
         if not valid_name(topic):
             raise HttpError(400, "INVALID_ARG_TOPIC")
         await request.body()
-        log.info("DB: setting tombstone for producer@%s of topic(%s)", ascii(node)[1:-1], topic)
+        logger.info("DB: setting tombstone for producer@%s of topic(%s)", ascii(node)[1:-1], topic)
         self.registry.tombstone(topic, node)
 
     async def _create_channel(self, request: web.Request) -> None:
         topic, channel = _name(request, "topic"), _name(request, "channel")
         await request.body()
-        log.info("DB: adding channel(%s) in topic(%s)", channel, topic)
-        log.info("DB: adding topic(%s)", topic)
+        logger.info("DB: adding channel(%s) in topic(%s)", channel, topic)
+        logger.info("DB: adding topic(%s)", topic)
         with _limited():
             self.registry.make_channel(topic, channel)
 
@@ -313,7 +313,7 @@ class Lookupd:
         await request.body()
         if not self.registry.delete_channel(topic, channel):
             raise HttpError(404, "CHANNEL_NOT_FOUND")
-        log.info("DB: removing channel(%s) from topic(%s)", channel, topic)
+        logger.info("DB: removing channel(%s) from topic(%s)", channel, topic)
 
 
 class Session(asyncio.Protocol):
@@ -343,7 +343,7 @@ class Session(asyncio.Protocol):
         self._lookupd.sessions[self] = None
         _keep_alive(self._transport.get_extra_info("socket"))
         self._patience = self._loop.call_later(MAGIC_SECONDS, self._transport.abort)
-        log.info("TCP: new client(%s)", self._address)
+        logger.info("TCP: new client(%s)", self._address)
 
     def data_received(self, data: bytes) -> None:
         if self._over:
@@ -358,7 +358,7 @@ class Session(asyncio.Protocol):
             self._refuse(exc)
         except Exception:
             # A bug of ours costs this connection and no other.
-            log.exception("client(%s)", self._address)
+            logger.exception("client(%s)", self._address)
             self._transport.abort()
         else:
             self._write(answers)
@@ -368,7 +368,7 @@ class Session(asyncio.Protocol):
         if self._identifying and not self._over:
             missing = "body size" if len(self._buffer) < 4 else "body"
             error = ProtocolError("E_BAD_BODY", f"IDENTIFY failed to read {missing}")
-            log.error("[%s] - %s", self._address, error)
+            logger.error("[%s] - %s", self._address, error)
             self._write([_bytes(str(error))])
 
     def pause_writing(self) -> None:
@@ -383,10 +383,10 @@ class Session(asyncio.Protocol):
         self._patience.cancel()
         self._lookupd.sessions.pop(self, None)
         if self._greeted:
-            log.info("PROTOCOL(V1): [%s] exiting ioloop", self._address)
+            logger.info("PROTOCOL(V1): [%s] exiting ioloop", self._address)
         if self._producer is not None:
             self._lookupd.registry.remove(self._producer)
-        log.info("client(%s) - %s", self._address, exc or "EOF")
+        logger.info("client(%s) - %s", self._address, exc or "EOF")
 
     # --- Commands --------------------------------------------------------------------------------------------------
 
@@ -411,11 +411,11 @@ class Session(asyncio.Protocol):
 
     def _greet(self, magic: bytes) -> None:
         if magic != MAGIC_LOOKUP:
-            log.error("client(%s) bad protocol magic '%s'", self._address, _shown(magic))
+            logger.error("client(%s) bad protocol magic '%s'", self._address, _shown(magic))
             raise ProtocolError("E_BAD_PROTOCOL")
         self._greeted = True
         self._patience.cancel()
-        log.info("CLIENT(%s): desired protocol magic '%s'", self._address, _shown(magic))
+        logger.info("CLIENT(%s): desired protocol magic '%s'", self._address, _shown(magic))
 
     def _command(self, verb: bytes, params: list[bytes]) -> bytes | None:
         match verb:
@@ -450,7 +450,7 @@ class Session(asyncio.Protocol):
             raise ProtocolError("E_BAD_BODY", "IDENTIFY missing fields")
         del fields["remote_address"]
         producer = Producer(self._address, **fields)
-        log.info(
+        logger.info(
             "CLIENT(%s): IDENTIFY Address:%s TCP:%d HTTP:%d Version:%s",
             self._address,
             ascii(producer.broadcast_address)[1:-1],
@@ -480,16 +480,16 @@ class Session(asyncio.Protocol):
             registry.register(self._producer, topic.decode(), channel.decode())
         except FullError as exc:
             # Not fatal: closing would make the nsqd connect again and say it all once more, for ever.
-            log.error("[%s] - REGISTER %s %s - %s", self._address, topic.decode(), channel.decode(), exc)
+            logger.error("[%s] - REGISTER %s %s - %s", self._address, topic.decode(), channel.decode(), exc)
             return f"E_INVALID REGISTER {exc}".encode()
         return b"OK"
 
     def _ping(self) -> None:
         producer = self._producer
         if producer is not None:
-            if log.isEnabledFor(logging.INFO):
+            if logger.isEnabledFor(logging.INFO):
                 ago = format_duration(self._lookupd.now() - producer.seen)
-                log.info("CLIENT(%s): pinged (last ping %s)", self._address, ago)
+                logger.info("CLIENT(%s): pinged (last ping %s)", self._address, ago)
             self._lookupd.registry.ping(producer)
 
     # --- Output ----------------------------------------------------------------------------------------------------
@@ -500,7 +500,7 @@ class Session(asyncio.Protocol):
 
     def _refuse(self, error: ProtocolError) -> None:
         """Send the error, then close; not at once, for with unread input that would reset the connection."""
-        log.error("[%s] - %s", self._address, _shown(_bytes(str(error))))
+        logger.error("[%s] - %s", self._address, _shown(_bytes(str(error))))
         self._over = True
         self._buffer.clear()
         self._write([_bytes(str(error))])
@@ -536,7 +536,7 @@ def _limited() -> Iterator[None]:
     try:
         yield
     except FullError as exc:
-        log.error("HTTP: %s", exc)
+        logger.error("HTTP: %s", exc)
         raise HttpError(503, "TOO_MANY_REGISTRATIONS") from exc
 
 

@@ -16,11 +16,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from flintmq.errors import FullError
-from flintmq.wire import is_ephemeral
+from flintmq.protocol.wire import is_ephemeral
 
 __all__ = ["Producer", "Registry"]
 
-log = logging.getLogger(__name__)
+logger = logging.getLogger(__name__)
 
 #: Names that are kept, topics and channels together, and how many of them one nsqd may claim.
 MOST_NAMES = 1_000_000
@@ -134,7 +134,7 @@ class Registry:
     def add(self, producer: Producer) -> None:
         self.producers[producer.id] = producer
         self.ping(producer)
-        log.info("DB: client(%s) REGISTER category:client key: subkey:", producer.id)
+        logger.info("DB: client(%s) REGISTER category:client key: subkey:", producer.id)
 
     def ping(self, producer: Producer) -> None:
         """A sign of life. Only this keeps a producer from being taken for dead: registering does not."""
@@ -155,12 +155,12 @@ class Registry:
         if not has_channel:
             self._make_channel(topic, channel)[producer] = None
             producer.count += 1
-            log.info("DB: client(%s) REGISTER category:channel key:%s subkey:%s", producer.id, topic_name, channel)
+            logger.info("DB: client(%s) REGISTER category:channel key:%s subkey:%s", producer.id, topic_name, channel)
         if not has_topic:
             topic.producers[producer] = None
             producer.topics[topic] = None
             producer.count += 1
-            log.info("DB: client(%s) REGISTER category:topic key:%s subkey:", producer.id, topic_name)
+            logger.info("DB: client(%s) REGISTER category:topic key:%s subkey:", producer.id, topic_name)
 
     def unregister(self, producer: Producer, topic_name: str, channel: str = "") -> None:
         """The producer has this channel no longer, or this topic with all its channels."""
@@ -169,7 +169,7 @@ class Registry:
             return
         if channel:
             if self._leave_channel(topic, channel, producer):
-                log.info(_GONE, producer.id, "channel", topic_name, channel)
+                logger.info(_GONE, producer.id, "channel", topic_name, channel)
             elif is_ephemeral(channel) and not topic.channels.get(channel, True):
                 # Made in advance, and now nobody comes.
                 self.delete_channel(topic_name, channel)
@@ -177,22 +177,22 @@ class Registry:
         for name in list(topic.channels):
             if self._leave_channel(topic, name, producer):
                 text = "client(%s) unexpected UNREGISTER category:channel key:%s subkey:%s"
-                log.warning(text, producer.id, topic_name, name)
+                logger.warning(text, producer.id, topic_name, name)
         if self._leave_topic(topic, producer):
-            log.info(_GONE, producer.id, "topic", topic_name, "")
+            logger.info(_GONE, producer.id, "topic", topic_name, "")
 
     def remove(self, producer: Producer) -> None:
         """The connection has ended: the producer has nothing any more."""
         for topic in list(producer.topics):
             for name in list(topic.channels):
                 if self._leave_channel(topic, name, producer):
-                    log.info(_GONE, producer.id, "channel", topic.name, name)
+                    logger.info(_GONE, producer.id, "channel", topic.name, name)
             self._leave_topic(topic, producer)
-            log.info(_GONE, producer.id, "topic", topic.name, "")
+            logger.info(_GONE, producer.id, "topic", topic.name, "")
         # A later connection may have come from the same address, before the end of this one was noticed.
         if self.producers.get(producer.id) is producer:
             del self.producers[producer.id]
-        log.info(_GONE, producer.id, "client", "", "")
+        logger.info(_GONE, producer.id, "client", "", "")
 
     def _leave_channel(self, topic: Topic, name: str, producer: Producer) -> bool:
         holders = topic.channels.get(name, {})

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any
 
 from flintmq.errors import OptionError
-from flintmq.spark.options import read_source_options
-from flintmq.spark.spool import Spool, Spooler
+from flintmq.spark.shipped.options import read_source_options
+from flintmq.spark.spool_mode.spool import Spool, Spooler
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import TYPE_CHECKING, Any
 
-from flintmq.spark.offsets import log_offset
+from flintmq.spark.shipped.offsets import log_offset
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession

@@ -19,15 +19,15 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from pyspark.sql.datasource import DataSourceArrowWriter, DataSourceStreamArrowWriter, WriterCommitMessage
 
 from flintmq.errors import ConnectError, HttpError, OptionError, ProtocolError, PublishError
-from flintmq.spark.net import Cluster, Connection, Web
-from flintmq.spark.options import NAME, SinkOptions
+from flintmq.spark.shipped.net import Cluster, Connection, Web
+from flintmq.spark.shipped.options import NAME, SinkOptions
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
 __all__ = ["BatchWriter", "Published", "StreamWriter"]
 
-log = logging.getLogger("flintmq.spark")
+logger = logging.getLogger("flintmq.spark")
 
 #: MPUBs that may be on their way before the first of them is answered.
 _OUTSTANDING = 4
@@ -89,7 +89,7 @@ class _Job:
 
     def committed(self, messages: list[WriterCommitMessage | None]) -> None:
         if any(isinstance(message, Published) and message.rows and not message.idempotent for message in messages):
-            log.warning("%s", _NOT_IDEMPOTENT)
+            logger.warning("%s", _NOT_IDEMPOTENT)
 
 
 def _check_columns(options: SinkOptions, columns: dict[str, str]) -> None:
@@ -142,7 +142,7 @@ class StreamWriter(DataSourceStreamArrowWriter):
         query = task.getLocalProperty("sql.streaming.queryId")
         batch = task.getLocalProperty("streaming.sql.batchId")
         if query is None or batch is None:
-            log.warning("Spark does not say which batch this is: it is published without a key")
+            logger.warning("Spark does not say which batch this is: it is published without a key")
         job = f"{query}:{batch}" if query is not None and batch is not None else ""
         return self._job.write(iterator, job, task.partitionId())
 
@@ -162,7 +162,7 @@ def _task() -> Any:
 def _aborted(messages: list[WriterCommitMessage | None]) -> None:
     rows = sum(message.rows for message in messages if isinstance(message, Published))
     if rows:
-        log.warning("the write failed, and %d rows of it are published already: that cannot be undone", rows)
+        logger.warning("the write failed, and %d rows of it are published already: that cannot be undone", rows)
 
 
 class _Command(NamedTuple):
@@ -310,7 +310,7 @@ class _Publisher:
 
     def _lost(self, exc: BaseException) -> None:
         self.close()
-        log.warning("the connection to nsqd %s was lost: %s", self._address, exc)
+        logger.warning("the connection to nsqd %s was lost: %s", self._address, exc)
         self._failed(exc)
         self._connect()
 

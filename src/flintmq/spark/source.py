@@ -26,13 +26,13 @@ from pyspark.sql.streaming.datasource import (
 )
 
 from flintmq.errors import OptionError, SpoolError
-from flintmq.spark.columns import SCHEMA
-from flintmq.spark.net import Cluster, Web
-from flintmq.spark.offsets import Range, cut, read_offset
-from flintmq.spark.options import SourceOptions, check_names, read_sink_options, read_source_options
+from flintmq.spark.log_mode.topic_log import Limits, Planner, fetch
+from flintmq.spark.shipped.columns import SCHEMA
+from flintmq.spark.shipped.net import Cluster, Web
+from flintmq.spark.shipped.offsets import Range, cut, read_offset
+from flintmq.spark.shipped.options import SourceOptions, check_names, read_sink_options, read_source_options
 from flintmq.spark.sink import BatchWriter, StreamWriter
-from flintmq.spark.spool import Spool, Spooler, default_location, plan_rows, read_pieces, spool_rows
-from flintmq.spark.topic_log import Limits, Planner, fetch
+from flintmq.spark.spool_mode.spool import Spool, Spooler, default_location, plan_rows, read_pieces, spool_rows
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 __all__ = ["NsqDataSource"]
 
-log = logging.getLogger("flintmq.spark")
+logger = logging.getLogger("flintmq.spark")
 
 #: With trigger AvailableNow a channel counts as empty when nothing has come for so long; waiting for that has an end.
 _IDLE_SECONDS = 2.0

@@ -25,9 +25,9 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
-from flintmq.broker import stats
 from flintmq.broker.daemon import Broker
-from flintmq.broker.disk import Disk, SystemClock
+from flintmq.broker.observe import stats
+from flintmq.broker.storage.disk import Disk, SystemClock
 from flintmq.client.consumer import Consumer
 from flintmq.client.producer import Producer
 from flintmq.errors import ClosedError, OptionError

@@ -21,14 +21,14 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from flintmq import wire
 from flintmq.client.connection import Connection, Message, Settings, connect
 from flintmq.errors import ClosedError, ConnectError, FlintError, HttpError, OptionError, ProtocolError
+from flintmq.protocol import wire
 
 if TYPE_CHECKING:
     import ssl
 
-    from flintmq.client.node import NodeClient
+    from flintmq.cluster.node import NodeClient
 
 __all__ = [
     "DEFAULT_NSQD",
@@ -276,7 +276,7 @@ def run_on_node(
     """Run a tool that asks one broker over HTTP, to its exit status."""
 
     async def main() -> int:
-        from flintmq.client.node import NodeClient
+        from flintmq.cluster.node import NodeClient
 
         address = arguments.nsqd_http_address
         async with NodeClient(address, token=_token(arguments), tls=_tls(arguments) or True) as node:

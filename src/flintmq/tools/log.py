@@ -20,7 +20,7 @@ from flintmq.options import SECOND, format_duration
 from flintmq.tools import body_fields, node_flags, place_of, print_json, print_line, run_on_node, split_source
 
 if TYPE_CHECKING:
-    from flintmq.client.node import LogInfo, NodeClient, Position
+    from flintmq.cluster.node import LogInfo, NodeClient, Position
 
 __all__ = ["main"]
 

@@ -14,7 +14,7 @@ from flintmq.options import SECOND, format_duration, parse_duration
 from flintmq.tools import body_fields, node_flags, print_json, print_line, run_on_node, split_source
 
 if TYPE_CHECKING:
-    from flintmq.client.node import NodeClient, Page, PeekedMessage
+    from flintmq.cluster.node import NodeClient, Page, PeekedMessage
 
 __all__ = ["main"]
 

@@ -18,9 +18,9 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequenc
 
 import msgspec
 
-from flintmq import wire
 from flintmq.errors import ProtocolError
 from flintmq.options import MILLISECOND, parse_duration
+from flintmq.protocol import wire
 from flintmq.tools import Link, link_flags, run
 
 __all__ = ["main"]

@@ -14,7 +14,7 @@ import msgspec
 from flintmq.tools import node_flags, print_json, print_line, run_on_node, split_source
 
 if TYPE_CHECKING:
-    from flintmq.client.node import NodeClient, Redrive
+    from flintmq.cluster.node import NodeClient, Redrive
 
 __all__ = ["main"]
 

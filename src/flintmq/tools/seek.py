@@ -11,7 +11,7 @@ import msgspec
 from flintmq.tools import node_flags, place_of, print_json, print_line, run_on_node, split_source
 
 if TYPE_CHECKING:
-    from flintmq.client.node import NodeClient
+    from flintmq.cluster.node import NodeClient
 
 __all__ = ["main"]
 

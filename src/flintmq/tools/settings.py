@@ -13,7 +13,7 @@ import msgspec
 from flintmq.tools import node_flags, print_json, run_on_node
 
 if TYPE_CHECKING:
-    from flintmq.client.node import EffectiveSettings, NodeClient
+    from flintmq.cluster.node import EffectiveSettings, NodeClient
 
 __all__ = ["main"]
 

@@ -17,10 +17,10 @@ from typing import Any
 
 import msgspec
 
-from flintmq import wire
 from flintmq.client import Message
 from flintmq.errors import ConnectError, ProtocolError
 from flintmq.options import SECOND, parse_duration
+from flintmq.protocol import wire
 from flintmq.tools import Link, body_fields, link_flags, run
 
 __all__ = ["main"]

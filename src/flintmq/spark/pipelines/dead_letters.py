@@ -22,9 +22,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from flintmq.errors import ConnectError, HttpError, PipelineError
-from flintmq.spark.net import Cluster, Refused, Web
-from flintmq.spark.options import read_sink_options
 from flintmq.spark.pipelines import common
+from flintmq.spark.shipped.net import Cluster, Refused, Web
+from flintmq.spark.shipped.options import read_sink_options
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession

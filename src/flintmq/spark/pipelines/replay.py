@@ -116,8 +116,8 @@ def archive_reader(root: str | Path) -> ReadChunk:
 
 def log_chunks(options: Mapping[str, str], *, size: int = CHUNK_MESSAGES) -> list[Chunk]:
     """What the log holds now, of the time that the options say: all nodes in step. Options as for `format("nsq")`."""
-    from flintmq.spark.options import read_source_options
-    from flintmq.spark.topic_log import Planner
+    from flintmq.spark.log_mode.topic_log import Planner
+    from flintmq.spark.shipped.options import read_source_options
 
     planner = Planner(read_source_options(options, streaming=False))
     try:

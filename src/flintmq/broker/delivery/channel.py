@@ -1,0 +1,1183 @@
+"""Who gets which message: a channel is a cursor on its topic's log.
+
+A Channel owns which messages are waiting, in flight, deferred, put back or leaving, and which sessions may be sent
+more. A message is in exactly one of these states, or finished. It reads frames from the log and hands them to sessions;
+how they are stored or sent is not its business. Seqs from ``SIDE`` on are those of messages for this channel alone.
+
+    waiting      ranges of seqs, never sent
+    in flight    first delivery: the ring, and one entry per run in a FIFO of deadlines
+                 anything else: a dict, and a heap of deadlines
+    put back     a deque (at once) or a heap by due time (deferred); attempts in a dict
+    leaving      a dict with the attempts: nobody gets them, they are being copied elsewhere (see deadletters); and
+                 ranges of those that expired and are to be copied next
+"""
+
+from __future__ import annotations
+
+import logging
+import random
+from array import array
+from bisect import bisect_left, bisect_right
+from collections import deque
+from collections.abc import Iterable, Iterator
+from heapq import heapify, heappop, heappush, merge
+from itertools import chain, islice
+from typing import TYPE_CHECKING
+
+from flintmq.broker.delivery.dead_letters import (
+    EXPIRED,
+    LONGEST_QUEUE,
+    REQUEUED,
+    RETRY_DELAY,
+    TIMED_OUT,
+    DeadLetters,
+    Redrive,
+)
+from flintmq.broker.delivery.latency import Latency, publish_time
+from flintmq.broker.limits import Pace
+from flintmq.broker.settings import ChannelSettings
+from flintmq.broker.storage.disk import pack_numbers
+from flintmq.broker.storage.journal import NEVER, SIDE
+from flintmq.broker.storage.ranges import Ranges
+from flintmq.errors import DamageError, ProtocolError
+from flintmq.kernel import Block, Heap, Ring
+from flintmq.protocol.wire import format_id, is_ephemeral
+
+if TYPE_CHECKING:
+    from flintmq.broker.delivery.topic import Topic
+    from flintmq.broker.net.session import FinishLane, Session
+
+__all__ = ["Channel"]
+
+logger = logging.getLogger(__name__)
+
+#: A run of frames in one send, at most.
+RUN_BYTES = 256 << 10
+#: What a pump may send before it hands the loop back.
+PUMP_BYTES = 2 << 20
+#: Deadlines of first deliveries are rounded up to this (8.4 ms), so that one entry serves many small runs.
+QUANTUM = 1 << 23
+#: Messages put back that one scan of a channel handles before it hands the loop back.
+EXPIRE_AT_ONCE = 5_000
+#: So many messages that were put back are looked through to learn whether one of them needs a block of the log.
+LOOK_THROUGH = 1_000
+_MOST_ATTEMPTS = 65_535
+#: How near a consumer is to this node: see Session.locality.
+ZONE, REGION, GLOBAL = 0, 1, 2
+
+
+class Runs:
+    """Deadlines of first deliveries with one timeout: runs of seqs in the order they were sent."""
+
+    __slots__ = ("_deadlines", "_firsts", "_head", "_stops", "timeout")
+
+    def __init__(self, timeout: int) -> None:
+        self.timeout = timeout
+        self._firsts: list[int] = []
+        self._stops: list[int] = []
+        self._deadlines: list[int] = []
+        self._head = 0
+
+    def __bool__(self) -> bool:
+        return self._head < len(self._firsts)
+
+    def add(self, first: int, stop: int, deadline: int) -> None:
+        if self and self._stops[-1] == first and self._deadlines[-1] == deadline:
+            self._stops[-1] = stop
+        else:
+            self._firsts.append(first)
+            self._stops.append(stop)
+            self._deadlines.append(deadline)
+
+    @property
+    def deadline(self) -> int:
+        return self._deadlines[self._head]
+
+    def pop(self) -> tuple[int, int]:
+        run = self._firsts[self._head], self._stops[self._head]
+        self._drop()
+        return run
+
+    def _drop(self) -> None:
+        self._head += 1
+        if self._head == len(self._firsts):
+            self._firsts.clear()
+            self._stops.clear()
+            self._deadlines.clear()
+            self._head = 0
+        elif self._head > 512 and self._head * 2 > len(self._firsts):
+            del self._firsts[: self._head], self._stops[: self._head], self._deadlines[: self._head]
+            self._head = 0
+
+    def prune(self, lo: int) -> None:
+        """Forget runs that lie wholly before ``lo``: all of them is finished."""
+        while self._head < len(self._stops) and self._stops[self._head] <= lo:
+            self._drop()
+
+    def find(self, seq: int) -> int:
+        """The deadline of the run that holds ``seq``, 0 if none does."""
+        i = bisect_right(self._firsts, seq, self._head) - 1
+        return self._deadlines[i] if i >= self._head and seq < self._stops[i] else 0
+
+
+class Unusual:
+    """A message in flight that is not an ordinary first delivery."""
+
+    __slots__ = ("attempts", "deadline", "delivered", "owner", "published", "queued")
+
+    def __init__(self, owner: int, attempts: int, delivered: int, deadline: int, published: int) -> None:
+        self.owner = owner
+        self.attempts = attempts
+        self.delivered = delivered
+        self.deadline = deadline
+        #: The deadline under which it stands in the heap; any other entry there is from an earlier delivery.
+        self.queued = deadline
+        #: When it was published; 0 where nobody asks for latencies.
+        self.published = published
+
+
+class Channel:
+    def __init__(self, topic: Topic, name: str, ident: int, start: int) -> None:
+        self.topic = topic
+        self.broker = topic.broker
+        self.name = name
+        self.id = ident
+        self.ephemeral = is_ephemeral(name)
+        self.paused = False
+        self.exiting = False
+        #: Replaced, never changed.
+        self.settings = topic.broker.settings.channel(topic.name, name)
+        # Waiting: of what lies before ``seen``, the ranges; of what lies beyond, everything the topic has pumped.
+        self.waiting = Ranges()
+        self.seen = start
+        self.side = Ranges()
+        # In flight.
+        self.ring = Ring()
+        self.ring.reset(start)
+        self._runs: dict[int, Runs] = {}
+        self.unusual: dict[int, Unusual] = {}
+        self._deadlines: list[tuple[int, int]] = []
+        # Put back: at once, or when due; and how often those were delivered before.
+        self.requeued: deque[int] = deque()
+        self.deferred = Heap()
+        self.attempts: dict[int, int] = {}
+        # Leaving: how often they were delivered; who copies them, made when there are any.
+        self.leaving: dict[int, int] = {}
+        self.expired = Ranges()
+        self.dead_letters: DeadLetters | None = None
+        #: What brings dead letters back to here, or did last.
+        self.redrive: Redrive | None = None
+        # Consumers; those in ``_ready`` may be able to take more.
+        self.sessions: dict[int, Session] = {}
+        self._ready: deque[Session] = deque()
+        self._put_back_next = False
+        #: Where FINs that came in one turn meet; only the broker assigns.
+        self.lane: FinishLane | None = None
+        #: How fast it may deliver; None: as fast as it can.
+        self.pace = Pace.of(self)
+        # Counters.
+        self._handed = 0
+        self.requeue_count = 0
+        self.timeout_count = 0
+        self.dropped_count = 0
+        self.dead_lettered_count = 0
+        self.expired_count = 0
+        #: Messages sent from memory to consumers of the same zone, of the same region, and to all others.
+        self.sent_from_memory = [0, 0, 0]
+        #: How long messages take; None unless the options ask for it.
+        self.latency: Latency | None = None
+        if self.broker.options.e2e_processing_latency_percentiles:
+            self.latency = Latency(self.broker.options.e2e_processing_latency_window_time)
+        # For the journal: rows of what was put back since it last asked.
+        self._back = array("q")
+        self._noted = False
+        #: The deadline at which the scan will look here; only it assigns.
+        self.scheduled = NEVER << 8
+
+    # --- What the numbers are --------------------------------------------------------------------------------------
+
+    @property
+    def message_count(self) -> int:
+        """Messages handed over by the topic."""
+        return self._handed + self.topic.pumped - self.seen
+
+    @property
+    def depth(self) -> int:
+        return self.waiting.total + self.topic.pumped - self.seen + self.side.total + len(self.requeued)
+
+    @property
+    def backend_depth(self) -> int:
+        """The part of the depth that is not in memory."""
+        memory = self.topic.log.blocks[0].base if self.topic.log.blocks else self.topic.log.end
+        count = self.side.total
+        for first, stop in self.waiting:
+            if first >= memory:
+                break
+            count += min(stop, memory) - first
+        if self.seen < self.topic.pumped:
+            count += max(0, min(memory, self.topic.pumped) - self.seen)
+        return count
+
+    @property
+    def in_flight_count(self) -> int:
+        return self.ring.count + len(self.unusual)
+
+    def owner(self, seq: int) -> int:
+        """Which session holds the message; 0 if none does. It may be gone, and its message in flight all the same."""
+        message = self.unusual.get(seq)
+        return message.owner if message is not None else self.ring.owner(seq)
+
+    def deadline(self, seq: int) -> int:
+        """Until when the owner of a message in flight may keep it."""
+        message = self.unusual.get(seq)
+        if message is not None:
+            return message.deadline
+        return next((found for runs in self._runs.values() if (found := runs.find(seq))), 0)
+
+    def is_ready(self, seq: int) -> bool:
+        """Would it be delivered next, or soon, to whoever can take it?"""
+        unsent = seq in self.waiting or self.seen <= seq < self.topic.pumped or seq in self.side
+        return unsent or seq in self.requeued
+
+    # --- From the topic --------------------------------------------------------------------------------------------
+
+    def catch_up(self, seq: int) -> None:
+        """Everything up to ``seq`` that the topic pumped is waiting here."""
+        if self.seen < seq:
+            self.waiting.add(self.seen, seq)
+            self._handed += seq - self.seen
+            self.seen = seq
+
+    def hand_deferred(self, seq: int, due: int) -> None:
+        """The topic pumps a deferred message: it is not waiting, it waits for its time."""
+        self.catch_up(seq)
+        self._handed += 1
+        self.seen = seq + 1
+        if due <= self.broker.clock.now():
+            self.requeued.append(seq)
+        else:
+            self.deferred.push(due, seq)
+            self._watch(due)
+
+    def skip(self, first: int, stop: int) -> None:
+        """The topic's backlog was emptied before it was pumped: these were never handed over."""
+        self.catch_up(first)
+        self.seen = stop
+
+    def drop_excess(self) -> None:
+        """An ephemeral channel holds no more than ``--mem-queue-size``: the newest are dropped."""
+        self.catch_up(self.topic.pumped)
+        excess = self.depth - self.topic.settings.mem_queue_size
+        if excess <= 0 or (self._ready and not self.paused):
+            return
+        self.dropped_count += excess
+        for first, stop in reversed(list(self.waiting)):
+            if excess <= 0:
+                break
+            n = min(excess, stop - first)
+            self.waiting.remove(stop - n, stop)
+            excess -= n
+        while excess > 0 and self.requeued:
+            self.attempts.pop(self.requeued.pop(), None)
+            excess -= 1
+
+    def drop_oldest(self, most: int, before: int) -> int:
+        """Drop up to ``most`` of those before this seq that wait or were put back, the oldest first; how many."""
+        self.catch_up(self.topic.pumped)
+        waiting, requeued = self.waiting, self.requeued
+        left = most
+        while left > 0:
+            oldest = min(waiting.first, before) if waiting else before
+            if requeued and requeued[0] < oldest:
+                self._drop_requeued()
+                left -= 1
+            elif oldest < before:
+                count = min(left, waiting.first_stop - oldest, before - oldest)
+                waiting.take(count)
+                self._finished(oldest, oldest + count)
+                left -= count
+            else:
+                break
+        # Not in the order of their age: others may stand behind one that stays.
+        for _ in range(len(requeued) if left > 0 else 0):
+            if left > 0 and requeued[0] < before:
+                self._drop_requeued()
+                left -= 1
+            else:
+                requeued.rotate(-1)
+        self.dropped_count += most - left
+        return most - left
+
+    def _drop_requeued(self) -> None:
+        seq = self.requeued.popleft()
+        self.attempts.pop(seq, None)
+        self._finished(seq, seq + 1)
+
+    # --- Consumers -------------------------------------------------------------------------------------------------
+
+    def add(self, session: Session) -> None:
+        self.sessions[session.ident] = session
+        session.take_timeout(self.settings.msg_timeout)
+
+    def remove(self, session: Session) -> None:
+        """The session is gone. What it holds stays in flight until its deadline, as in NSQ, or is put back now."""
+        if self.sessions.pop(session.ident, None) is None:
+            return
+        if session.listed:
+            self._ready.remove(session)
+            session.listed = False
+        # The end of the broker is no reason: it keeps what is in flight, with its attempts.
+        if session.in_flight and self.broker.options.requeue_on_disconnect and not self.broker.stopping:
+            self._give_back(session)
+        if self.ephemeral and not self.sessions and not self.exiting:
+            self.broker.later(self._vanish)
+
+    def _vanish(self) -> None:
+        if not self.sessions and not self.exiting:
+            self.topic.delete_channel(self.name)
+
+    def wake(self, session: Session) -> None:
+        """The session may be able to take more: RDY, FIN, REQ, a timeout, a peer that reads again."""
+        if not session.listed and session.room > 0:
+            session.listed = True
+            self._ready.append(session)
+
+    # --- Sending ---------------------------------------------------------------------------------------------------
+
+    def pump(self) -> None:
+        """Send what is waiting to the sessions that can take it, in turns."""
+        ready = self._ready
+        if not ready or self.paused or self.exiting:
+            return
+        if self.seen < self.topic.pumped:
+            self.catch_up(self.topic.pumped)
+        if not self.broker.topology_aware:
+            self._pump(ready)
+            return
+        # Those nearby first, as long as they take any: the zone, the region, then everybody.
+        near = [deque(session for session in ready if session.nearness == rank) for rank in (ZONE, REGION, GLOBAL)]
+        for group in near:
+            self._pump(group)
+        self._ready = deque(chain(*near))
+
+    def _pump(self, ready: deque[Session]) -> None:
+        budget = PUMP_BYTES
+        waiting, requeued, side = self.waiting, self.requeued, self.side
+        turns = len(ready)
+        pace = self.pace
+        while ready:
+            available = waiting.total + len(requeued) + side.total
+            if pace is not None and available:
+                available = min(available, pace.allowance)
+            if not available:
+                return
+            session = ready[0]
+            room = session.room
+            if room > 0:
+                # Share what there is among those whose turn is still to come in this round: one of three ready
+                # clients must not take a whole burst.
+                share = available if turns == 1 else -(-available // turns)
+                if room > share:
+                    room = share
+                ordinary = available == waiting.total
+                before = session.message_count
+                sent = self._send_run(session, room) if ordinary else self._send(session, room)
+                if sent < 0:
+                    # Not in memory: the log calls pump again when it has been read.
+                    return
+                budget -= sent
+                if pace is not None:
+                    pace.spend(session.message_count - before)
+            ready.popleft()
+            if session.room > 0:
+                ready.append(session)
+            else:
+                session.listed = False
+            turns = turns - 1 or len(ready)
+            if budget <= 0 and ready:
+                self.broker.pump_later(self)
+                return
+
+    def _send(self, session: Session, limit: int) -> int:
+        """Send up to ``limit`` messages; the bytes sent, or -1 if everything must be read from the disk first."""
+        sent = -1
+        if self.requeued and (self._put_back_next or not self.waiting):
+            sent = self._send_singly(session, self.requeued, max(1, limit // 2) if self.waiting else limit)
+        if sent < 0 and self.side:
+            sent = self._send_side(session, limit)
+        if sent < 0 and self.waiting:
+            sent = self._send_run(session, limit)
+        if sent < 0 and self.requeued:
+            sent = self._send_singly(session, self.requeued, limit)
+        # Neither may starve the other: a message that is put back for ever, or a stream of new ones.
+        self._put_back_next = not self._put_back_next
+        return sent
+
+    def _send_run(self, session: Session, limit: int) -> int:
+        waiting = self.waiting
+        first = waiting.first
+        try:
+            block = self.topic.log.block(first)
+        except DamageError as exc:
+            self._lose(exc)
+            return 0
+        if block is None:
+            return -1
+        if self.topic.settings.ttl:
+            fresh = self.topic.expiry.too_old_from(block, first, waiting.first_stop)
+            if fresh > first:
+                self.expire_before(fresh)
+                return 0
+        most = waiting.first_stop - first
+        if most > limit:
+            most = limit
+        if session.sample_rate:
+            count = block.cut(first, most, RUN_BYTES)
+            waiting.take(count)
+            return self._send_sample(session, block, first, count)
+        ring = self.ring
+        count = ring.send_run(block, first, most, RUN_BYTES, session.ident, session.fd)
+        if not count:
+            self._unburden(first + most)
+            count = ring.send_run(block, first, most, RUN_BYTES, session.ident, session.fd)
+        start, stop = block.start, block.stop
+        waiting.take(count)
+        if self.latency is not None:
+            self.latency.sent(block, first, first + count, ring.lo)
+        timeout = session.deliver_timeout
+        deadline = (self.broker.clock.now() + timeout + QUANTUM - 1) & -QUANTUM
+        runs = self._runs.get(timeout)
+        if runs is None:
+            runs = self._runs[timeout] = Runs(timeout)
+        runs.add(first, first + count, deadline)
+        if deadline < self.scheduled:
+            self._watch(deadline)
+        session.in_flight += count
+        session.message_count += count
+        if self.topic.log.from_memory:
+            self.sent_from_memory[session.locality] += count
+        if ring.sent != stop - start:
+            session.send_run(block.view[start + ring.sent : stop])
+        return stop - start
+
+    def _send_sample(self, session: Session, block: Block, first: int, count: int) -> int:
+        """A client that wants a sample: what it does not get is gone for the whole channel."""
+        sent = 0
+        for seq in range(first, first + count):
+            # NSQ's own rule: rate + 1 in a hundred pass.
+            if random.randrange(100) > session.sample_rate:
+                self._finished(seq, seq + 1)
+                continue
+            block.find(seq)
+            frame = block.view[block.start : block.stop]
+            self._hold(session, seq, 1, frame)
+            session.send_run(frame)
+            sent += len(frame)
+        return sent
+
+    def _send_side(self, session: Session, limit: int) -> int:
+        """Messages for this channel alone; how often each was delivered is in its frame."""
+        batch: deque[int] = deque()
+        first, stop = self.side.first, self.side.first_stop
+        batch.extend(range(first, min(stop, first + limit)))
+        count = len(batch)
+        sent = self._send_singly(session, batch, limit)
+        self.side.take(count - len(batch))
+        return sent
+
+    def _send_singly(self, session: Session, seqs: deque[int], limit: int) -> int:
+        """Send from the front of ``seqs`` what can be sent; the bytes, or -1 if the first one must be read."""
+        frames: list[bytearray] = []
+        size = 0
+        expiry = self.topic.expiry if self.topic.settings.ttl else None
+        while seqs and len(frames) < limit and size < RUN_BYTES:
+            seq = seqs[0]
+            try:
+                frame = self.topic.frame(seq)
+            except DamageError as exc:
+                seqs.popleft()
+                logger.error("CHANNEL(%s): message %d cannot be read - %s", self.name, seq, exc)
+                self.attempts.pop(seq, None)
+                self._finished(seq, seq + 1)
+                continue
+            if frame is None:
+                break
+            seqs.popleft()
+            before = self.attempts.pop(seq, -1)
+            if before < 0:
+                # Never delivered by us: a deferred message, or one of the side log that brings its own count.
+                before = int.from_bytes(frame[16:18], "big") - 1
+            if expiry is not None and expiry.is_too_old(seq, frame, before):
+                self._expire_single(seq, before)
+                continue
+            if session.sample_rate and random.randrange(100) > session.sample_rate:
+                self._finished(seq, seq + 1)
+                continue
+            attempts = min(before + 1, _MOST_ATTEMPTS)
+            frame[16:18] = attempts.to_bytes(2, "big")
+            self._hold(session, seq, attempts, frame)
+            frames.append(frame)
+            size += len(frame)
+        if frames:
+            session.send_run(memoryview(b"".join(frames)))
+            return size
+        return -1 if seqs else 0
+
+    def _hold(self, session: Session, seq: int, attempts: int, frame: bytearray | memoryview) -> None:
+        now = self.broker.clock.now()
+        deadline = now + session.deliver_timeout
+        published = publish_time(frame) if self.latency is not None else 0
+        message = self.unusual[seq] = Unusual(session.ident, attempts, now, deadline, published)
+        self._queue(seq, message)
+        self._watch(deadline)
+        session.in_flight += 1
+        session.message_count += 1
+        if self.topic.log.from_memory:
+            self.sent_from_memory[session.locality] += 1
+
+    def _unburden(self, stop: int) -> None:
+        """The ring would span too much: its oldest deliveries become unusual ones."""
+        ring = self.ring
+        for seq, _ in ring.held(ring.lo, max(ring.lo, stop - ring.limit // 2)):
+            self._make_unusual(seq)
+
+    def _make_unusual(self, seq: int) -> Unusual:
+        owner = self.ring.owner(seq)
+        deadline = delivered = 0
+        for runs in self._runs.values():
+            deadline = runs.find(seq)
+            if deadline:
+                delivered = deadline - runs.timeout
+                break
+        self.ring.release(seq)
+        published = self.latency.published(seq) if self.latency is not None else 0
+        message = self.unusual[seq] = Unusual(owner, 1, delivered, deadline, published)
+        self._queue(seq, message)
+        return message
+
+    def _queue(self, seq: int, message: Unusual) -> None:
+        """Its entry in the heap of deadlines."""
+        message.queued = message.deadline
+        heappush(self._deadlines, (message.deadline, seq))
+        if len(self._deadlines) > 2 * len(self.unusual) + 1_000:
+            # Messages that are put back and delivered again at once leave their old entries behind.
+            self._deadlines = [(other.queued, number) for number, other in self.unusual.items()]
+            heapify(self._deadlines)
+
+    def _lose(self, damage: DamageError) -> None:
+        logger.error("CHANNEL(%s): messages %d to %d are lost - %s", self.name, damage.first, damage.stop - 1, damage)
+        self.waiting.remove(damage.first, damage.stop)
+        self._finished(damage.first, damage.stop)
+
+    # --- Answers ---------------------------------------------------------------------------------------------------
+
+    def finish_run(self, session: Session, data: bytearray, pos: int, stop: int) -> int:
+        """Apply consecutive FINs of the usual kind; where the first other command stands."""
+        pos = self.ring.finish_run(data, pos, stop, session.ident, self.broker.prefix)
+        if self.ring.finished:
+            self._finished_run(session, self.ring.finished)
+        return pos
+
+    def finish_from_socket(self, session: Session, fd: int, data: bytearray) -> int:
+        """The same for what is read from a plain socket now; ``ring.received`` says how much that was."""
+        ring = self.ring
+        pos = ring.finish_from_socket(fd, data, session.ident, self.broker.prefix)
+        if ring.finished:
+            self._finished_run(session, ring.finished)
+        return pos
+
+    def _finished_run(self, session: Session, count: int) -> None:
+        session.in_flight -= count
+        session.finish_count += count
+        lo = self.ring.lo
+        for runs in self._runs.values():
+            runs.prune(lo)
+        if self.latency is not None:
+            self.latency.finished(self.ring.take_done(), self.broker.clock.wall(), self.broker.clock.now())
+        if not self._noted:
+            self._note()
+        if not session.listed:
+            self.wake(session)
+
+    def _note(self) -> None:
+        """Something was finished or put back: the journal asks for it soon."""
+        self._noted = True
+        self.broker.journal.touch(self)
+        self.broker.soon(self)
+
+    def finish(self, session: Session, seq: int) -> None:
+        latency = self.latency
+        if latency is not None:
+            message = self._owned(session, seq, "FIN")
+            published = message.published if message is not None else latency.published(seq)
+            clock = self.broker.clock
+            latency.sketch.add(clock.wall() - published, 1, clock.now())
+        self._take(session, seq, "FIN")
+        self._finished(seq, seq + 1)
+        session.finish_count += 1
+        self.wake(session)
+
+    def requeue(self, session: Session, seq: int, delay: int) -> None:
+        attempts = self._take(session, seq, "REQ")
+        self.requeue_count += 1
+        session.requeue_count += 1
+        if not self._gave_up(seq, attempts, REQUEUED):
+            self._put_back(seq, attempts, self.broker.clock.now() + delay if delay > 0 else 0)
+        self.wake(session)
+
+    def _give_back(self, session: Session) -> None:
+        """All that a session holds is put back as if it had requeued it: the attempt counts, and there is no delay."""
+        if self.exiting:
+            return
+        ring = self.ring
+        held = [(seq, 1) for seq, owner in ring.held(ring.lo, ring.hi) if owner == session.ident]
+        held += [(seq, message.attempts) for seq, message in self.unusual.items() if message.owner == session.ident]
+        for seq, attempts in held:
+            self._take(session, seq, "REQ")
+            self.requeue_count += 1
+            session.requeue_count += 1
+            if not self._gave_up(seq, attempts, REQUEUED):
+                self._put_back(seq, attempts, 0)
+        self.broker.pump_later(self)
+
+    def touch(self, session: Session, seq: int) -> None:
+        message = self._owned(session, seq, "TOUCH") or self._make_unusual(seq)
+        longest = message.delivered + self.broker.options.max_msg_timeout
+        # Only the deadline moves: the heap's entry is pushed on when it comes up.
+        message.deadline = min(self.broker.clock.now() + session.msg_timeout, longest)
+        if message.deadline < message.queued:
+            self._queue(seq, message)
+        self._watch(message.deadline)
+
+    def _owned(self, session: Session, seq: int, verb: str) -> Unusual | None:
+        """The message if it is an unusual one; ProtocolError if ``session`` does not hold it."""
+        message = self.unusual.get(seq)
+        owner = message.owner if message is not None else self.ring.owner(seq)
+        if owner != session.ident:
+            reason = "client does not own message" if owner else "ID not in flight"
+            text = format_id(self.broker.prefix, seq).decode()
+            raise ProtocolError(f"E_{verb}_FAILED", f"{verb} {text} failed {reason}", fatal=False)
+        return message
+
+    def _take(self, session: Session, seq: int, verb: str) -> int:
+        """It is no longer in flight; how often it was delivered."""
+        message = self._owned(session, seq, verb)
+        session.in_flight -= 1
+        if message is not None:
+            del self.unusual[seq]
+            return message.attempts
+        self._release(seq)
+        return 1
+
+    def _release(self, seq: int) -> None:
+        """A first delivery is no longer in flight."""
+        self.ring.release(seq)
+        for runs in self._runs.values():
+            runs.prune(self.ring.lo)
+
+    def _let_go(self, owner: int) -> None:
+        """A session has lost one that it held."""
+        session = self.sessions.get(owner)
+        if session is not None:
+            session.in_flight -= 1
+            self.wake(session)
+
+    def _finished(self, first: int, stop: int) -> None:
+        self.ring.add_done(first, stop)
+        if self.latency is not None:
+            # What the ring collects from here on is to be measured.
+            self.latency.done += self.ring.take_done()
+        self._note()
+
+    def _put_back(self, seq: int, attempts: int, due: int) -> None:
+        self.attempts[seq] = attempts
+        wall = 0
+        if due:
+            wall = self.broker.clock.wall() + due - self.broker.clock.now()
+            self.deferred.push(due, seq)
+            self._watch(due)
+        else:
+            self.requeued.append(seq)
+        self._back.extend((seq, attempts, due, wall))
+        self._note()
+
+    # --- Time ------------------------------------------------------------------------------------------------------
+
+    def _watch(self, deadline: int) -> None:
+        if deadline < self.scheduled:
+            self.broker.scan.watch(self, deadline)
+
+    def next_deadline(self) -> int:
+        """When the scan has to look here again; very late if never."""
+        deadline = NEVER << 8
+        for runs in self._runs.values():
+            if runs and runs.deadline < deadline:
+                deadline = runs.deadline
+        if self._deadlines and self._deadlines[0][0] < deadline:
+            deadline = self._deadlines[0][0]
+        if len(self.deferred) and self.deferred.first_due() < deadline:
+            deadline = self.deferred.first_due()
+        return deadline
+
+    def expire(self, now: int) -> bool:
+        """Put back what timed out and what is due; was there anything?"""
+        left = EXPIRE_AT_ONCE
+        for runs in list(self._runs.values()):
+            while left > 0 and runs and runs.deadline <= now:
+                first, stop = runs.pop()
+                for seq, owner in self.ring.held(first, stop):
+                    self.ring.release(seq)
+                    self._timed_out(seq, owner, 1)
+                    left -= 1
+            if not runs and len(self._runs) > 4:
+                # A client may ask for any timeout: do not keep a FIFO for each ever seen.
+                del self._runs[runs.timeout]
+        while left > 0 and self._deadlines and self._deadlines[0][0] <= now:
+            queued, seq = heappop(self._deadlines)
+            message = self.unusual.get(seq)
+            if message is None or message.queued != queued:
+                continue
+            if message.deadline > now:
+                self._queue(seq, message)
+                continue
+            del self.unusual[seq]
+            self._timed_out(seq, message.owner, message.attempts)
+            left -= 1
+        while left > 0 and len(self.deferred) and self.deferred.first_due() <= now:
+            self.requeued.append(self.deferred.pop())
+            left -= 1
+        if left == EXPIRE_AT_ONCE:
+            return False
+        self.pump()
+        if self.ephemeral:
+            self.drop_excess()
+        return True
+
+    def _timed_out(self, seq: int, owner: int, attempts: int) -> None:
+        self.timeout_count += 1
+        self._let_go(owner)
+        if not self._gave_up(seq, attempts, TIMED_OUT):
+            self._put_back(seq, attempts, 0)
+
+    # --- Leaving ---------------------------------------------------------------------------------------------------
+
+    def _gave_up(self, seq: int, attempts: int, reason: str) -> bool:
+        """Was this the last attempt? Then the message is on its way to the dead-letter topic."""
+        most = self.settings.max_attempts
+        if not most or attempts < most:
+            return False
+        if len(self.leaving) >= LONGEST_QUEUE:
+            # Copies are not made as fast as consumers give up.
+            self._put_back(seq, attempts, self.broker.clock.now() + RETRY_DELAY)
+            return True
+        self.leaving[seq] = attempts
+        # Known to the journal before it is finished: a crash in between brings it back with its count.
+        self._back.extend((seq, attempts, 0, 0))
+        self._note()
+        self._leave_soon().add(seq, reason)
+        return True
+
+    def expire_before(self, stop: int) -> None:
+        """What waits before this seq was published too early; what was deferred may be good for some time yet."""
+        self.catch_up(self.topic.pumped)
+        if not self.waiting or self.waiting.first >= stop:
+            return
+        start = self.waiting.first
+        for seq in self.topic.expiry.still_good(start, stop):
+            if self.waiting.remove(seq, seq + 1):
+                # From there it is sent by itself.
+                self.requeued.append(seq)
+        gone = self.waiting.within([(start, stop)])
+        self.waiting.remove(start, stop)
+        self.expired_count += gone.total
+        to_dead_letters = self.topic.settings.ttl_action == "dead-letter"
+        for first, after in gone:
+            if to_dead_letters:
+                self.expired.add(first, after)
+            else:
+                self._finished(first, after)
+        if self.expired:
+            self._leave_soon()
+
+    def _expire_single(self, seq: int, attempts: int) -> None:
+        self.expired_count += 1
+        if self.topic.settings.ttl_action != "dead-letter":
+            self._finished(seq, seq + 1)
+        else:
+            self.leaving[seq] = attempts
+            self._leave_soon().add(seq, EXPIRED)
+
+    def _leave_soon(self) -> DeadLetters:
+        if self.dead_letters is None:
+            self.dead_letters = DeadLetters(self)
+        self.dead_letters.go_on()
+        return self.dead_letters
+
+    def take_expired(self, most: int) -> list[int]:
+        """Some of those that expired while they waited; from now on they are leaving one by one."""
+        seqs: list[int] = []
+        while self.expired and len(seqs) < most:
+            first = self.expired.first
+            count = min(most - len(seqs), self.expired.first_stop - first)
+            self.expired.take(count)
+            seqs.extend(range(first, first + count))
+        self.leaving.update(dict.fromkeys(seqs, 0))
+        return seqs
+
+    def take_out(self, seqs: Iterable[int]) -> list[int]:
+        """Those of ``seqs`` that wait or were put back at once; from now on they are leaving."""
+        self.catch_up(self.topic.pumped)
+        wanted = set(seqs)
+        taken = [seq for seq in sorted(wanted) if self.waiting.remove(seq, seq + 1)]
+        put_back = wanted.intersection(self.requeued)
+        if put_back:
+            others = [seq for seq in self.requeued if seq not in put_back]
+            self.requeued.clear()
+            self.requeued.extend(others)
+            taken += sorted(put_back)
+        for seq in taken:
+            self.leaving[seq] = self.attempts.pop(seq, 0)
+        return taken
+
+    def left(self, seqs: Iterable[int]) -> int:
+        """These are safe elsewhere and finished here; how many they were: some may have been emptied meanwhile."""
+        count = 0
+        for seq in seqs:
+            if self.leaving.pop(seq, None) is not None:
+                self._finished(seq, seq + 1)
+                count += 1
+        return count
+
+    def stay(self, seqs: Iterable[int], delay: int) -> None:
+        """These cannot leave: they are put back, for later if there is a ``delay``."""
+        due = self.broker.clock.now() + delay if delay else 0
+        for seq in seqs:
+            attempts = self.leaving.pop(seq, None)
+            if attempts is not None:
+                self._put_back(seq, attempts, due)
+
+    def receive(self, places: Iterable[int]) -> None:
+        """Messages of the side log came for this channel alone. Their seqs ascend, also from call to call."""
+        for place in places:
+            self.side.add(place, place + 1)
+            self._handed += 1
+        self.pump()
+
+    # --- Operators -------------------------------------------------------------------------------------------------
+
+    def pause(self, paused: bool) -> None:
+        if self.paused != paused:
+            self.paused = paused
+            if not (self.ephemeral or self.topic.ephemeral):
+                self.broker.journal.note("channel_pause", self.id, paused)
+            self.broker.structure_changed(self.ephemeral or self.topic.ephemeral)
+        if not paused:
+            for session in self.sessions.values():
+                self.wake(session)
+            self.pump()
+
+    def change_settings(self, settings: ChannelSettings) -> None:
+        """Take other settings; they hold at once, for deliveries from now on."""
+        before, self.settings = self.settings, settings
+        if settings.delivery_rate != before.delivery_rate:
+            self.pace = Pace.of(self)
+            self.broker.pump_later(self)
+        if settings.msg_timeout != before.msg_timeout:
+            for session in self.sessions.values():
+                session.take_timeout(settings.msg_timeout)
+
+    def empty(self) -> None:
+        """Drop everything: waiting, in flight, deferred. Consumers stay."""
+        self.catch_up(self.topic.pumped)
+        self.broker.journal.note("empty", self.id, self.seen, self.topic.side_end)
+        self.side.clear()
+        self._drop_all()
+        if self.redrive is not None:
+            self.redrive.emptied()
+        self.broker.journal.flush()
+        self.broker.soon(self)
+
+    def _drop_all(self) -> None:
+        """Forget everything of the log. The journal was told."""
+        self.waiting.clear()
+        self.ring.reset(self.seen)
+        self._runs.clear()
+        self.unusual.clear()
+        self._deadlines.clear()
+        self.requeued.clear()
+        self.deferred.clear()
+        self.attempts.clear()
+        self.leaving.clear()
+        self.expired.clear()
+        del self._back[:]
+        for session in self.sessions.values():
+            session.in_flight = 0
+            self.wake(session)
+
+    def seek(self, start: int) -> None:
+        """Deliver everything of the log from ``start`` on, for the first time or again, and nothing before it.
+
+        What is in flight is taken from its consumers, as by ``empty``, and that is what this is if ``start`` lies
+        behind all that the topic has handed on. Otherwise messages for this channel alone stay, and if it goes back
+        to the very beginning also older ones, of which only a copy is left. Those of them that are leaving go on.
+        """
+        self.catch_up(self.topic.pumped)
+        if start >= self.seen:
+            self.empty()
+            return
+        self.topic.mover.look_back()
+        earliest = start <= self.topic.log.first
+        below = self.topic.mover.below if earliest else 0
+        kept = [single for single in self._put_back_state() if single[0] >= SIDE or earliest]
+        leaving = {seq: attempts for seq, attempts in self.leaving.items() if seq < below or seq >= SIDE}
+        copies = array("q", sorted(seq for seq in chain((seq for seq, _, _ in kept), leaving) if seq < SIDE))
+        self.broker.journal.note("seek", self.id, start, pack_numbers(copies))
+        self._drop_all()
+        self._wait_for(start, self.seen)
+        self.leaving = leaving
+        for seq, attempts in leaving.items():
+            self._back.extend((seq, attempts, 0, 0))
+            self._note()
+        self.ring.reset(self.waiting.first if self.waiting else self.seen)
+        for seq, attempts, due in kept:
+            if attempts < 0:
+                self.requeued.append(seq)
+            else:
+                self._put_back(seq, attempts, due)
+        self.broker.journal.flush()
+        self.broker.soon(self)
+        self._watch(self.next_deadline())
+        self.pump()
+
+    def _put_back_state(self) -> list[tuple[int, int, int]]:
+        """(seq, attempts, when due) of messages that are not waiting and cannot be read from the log.
+
+        Attempts are -1 for one that brings its own count. A deferred one never does: the journal knows its time.
+        """
+        below = self.topic.mover.below
+        found = [(seq, message.attempts, 0) for seq, message in self.unusual.items()]
+        found += [(seq, 1, 0) for seq, _ in self.ring.held(self.ring.lo, max(self.ring.lo, below))]
+        found += [(seq, self.attempts.get(seq, -1), 0) for seq in self.requeued]
+        found += [(seq, self.attempts.get(seq, 0), due) for due, seq in self.deferred.items()]
+        return [single for single in found if single[0] < below or single[0] >= SIDE]
+
+    def _wait_for(self, start: int, stop: int) -> None:
+        """The messages ``start`` … ``stop - 1`` that are in the log are waiting, or wait for their time."""
+        log = self.topic.log
+        now = self.broker.clock.now()
+        later = deque((seq, due) for seq, due in log.deferrals(NEVER) if start <= seq < stop and due > now)
+        for first, last in Ranges(log.spans()).within([(start, stop)]):
+            while later and later[0][0] < last:
+                seq, due = later.popleft()
+                self.deferred.push(due, seq)
+                self.waiting.add(first, seq)
+                first = seq + 1
+            self.waiting.add(first, last)
+
+    # One message, whatever its state. Who asks is no consumer: nobody has to hold it.
+
+    def dismiss(self, seq: int) -> bool:
+        """Finish a message; False if the channel does not have it. Its owner's FIN will find it no longer in flight."""
+        if self._withdraw(seq) is None:
+            return False
+        self._finished(seq, seq + 1)
+        self.pump()
+        return True
+
+    def reschedule(self, seq: int, delay: int) -> bool:
+        """A message is ready now, or after ``delay`` ns; False if the channel does not have it."""
+        if delay <= 0 and self.is_ready(seq):
+            return True
+        in_flight = self.owner(seq) != 0
+        attempts = self._withdraw(seq)
+        if attempts is None:
+            return False
+        self.requeue_count += in_flight
+        self._put_back(seq, attempts, self.broker.clock.now() + delay if delay > 0 else 0)
+        self.pump()
+        return True
+
+    def _withdraw(self, seq: int) -> int | None:
+        """Take a message out of its state; how often it was delivered so far. None: the channel does not have it.
+
+        -1 stands for a message of the side log that was not delivered here yet: its own frame says how often it was.
+        """
+        owner = self.owner(seq)
+        if owner:
+            message = self.unusual.pop(seq, None)
+            if message is None:
+                self._release(seq)
+            self._let_go(owner)
+            return 1 if message is None else message.attempts
+        self.catch_up(self.topic.pumped)
+        unsent, before = (self.waiting, 0) if seq < SIDE else (self.side, -1)
+        if unsent.remove(seq, seq + 1):
+            return before
+        if self.deferred.remove(seq) < 0:
+            try:
+                self.requeued.remove(seq)
+            except ValueError:
+                return None
+        return self.attempts.pop(seq, before)
+
+    def close(self) -> list[Session]:
+        """The channel is going: its consumers, to be disconnected by the caller."""
+        self.exiting = True
+        self._ready.clear()
+        sessions = list(self.sessions.values())
+        for session in sessions:
+            session.listed = False
+        return sessions
+
+    # --- What must survive -----------------------------------------------------------------------------------------
+
+    def take_done(self) -> bytes:
+        self._noted = False
+        done = self.ring.take_done()
+        if self.latency is not None and self.latency.done:
+            done = bytes(self.latency.done) + done
+            self.latency.done.clear()
+        return b"" if self.ephemeral or self.topic.ephemeral else done
+
+    def take_back(self) -> bytes:
+        back = self._back.tobytes()
+        if back:
+            del self._back[:]
+        return b"" if self.ephemeral or self.topic.ephemeral else back
+
+    def settle(self) -> None:
+        """A clean stop: what is in flight was delivered once more, and comes back with its count."""
+        for seq, _ in self.ring.held(self.ring.lo, self.ring.hi):
+            self._back.extend((seq, 1, 0, 0))
+        for seq, message in self.unusual.items():
+            self._back.extend((seq, message.attempts, 0, 0))
+        self.broker.journal.touch(self)
+
+    def _put_back_seqs(self) -> Iterator[int]:
+        return chain(self.requeued, self.unusual, self.leaving, (seq for _, seq in self.deferred.items()))
+
+    def snapshot(self) -> tuple[bytes, bytes]:
+        """What is outstanding, as pairs, and what of it was delivered before, as rows: see ``ChannelState``."""
+        # Plain numbers: a million deferred messages as pairs would take more memory than all else.
+        singles = sorted(chain((seq for seq, _ in self.ring.held(self.ring.lo, self.ring.hi)), self._put_back_seqs()))
+        own = bisect_left(singles, SIDE)
+        pairs = array("q")
+
+        def add(first: int, stop: int) -> None:
+            if pairs and pairs[-1] == first:
+                pairs[-1] = stop
+            elif first < stop:
+                pairs.extend((first, stop))
+
+        for first, stop in merge(self.waiting, self.expired, ((seq, seq + 1) for seq in islice(singles, own))):
+            add(first, stop)
+        add(self.seen, SIDE)
+        for first, stop in merge(self.side, ((seq, seq + 1) for seq in islice(singles, own, None))):
+            add(first, stop)
+        add(self.topic.side_end, NEVER)
+        rows = array("q")
+        now, wall = self.broker.clock.now(), self.broker.clock.wall()
+        for seq in self.requeued:
+            # Also of one that was never delivered: its publisher may have wished it later than it is to come now.
+            if seq in self.attempts:
+                rows.extend((seq, self.attempts[seq], 0, 0))
+        for due, seq in self.deferred.items():
+            # A deferred publish is known from the log; one that was put back is known here alone.
+            if seq in self.attempts:
+                rows.extend((seq, self.attempts[seq], due, wall + due - now))
+        for seq, message in self.unusual.items():
+            rows.extend((seq, message.attempts - 1, 0, 0))
+        for seq, attempts in self.leaving.items():
+            if attempts:
+                rows.extend((seq, attempts, 0, 0))
+        return pairs.tobytes(), rows.tobytes()
+
+    def restore(
+        self, outstanding: Ranges, back: dict[int, tuple[int, int, int]], deferrals: Iterable[tuple[int, int]]
+    ) -> None:
+        """Take up what the journal and the log know. ``outstanding`` holds only seqs that exist."""
+        now = self.broker.clock.now()
+        # Taken out together: there may be a million of them, in nearly as many ranges.
+        taken = Ranges()
+        for seq, due in deferrals:
+            if due > now and seq in outstanding and seq not in back:
+                if taken and seq < taken.stop:
+                    outstanding, taken = outstanding.without(taken), Ranges()
+                    if seq not in outstanding:
+                        continue
+                taken.add(seq, seq + 1)
+                self.deferred.push(due, seq)
+        outstanding, taken = outstanding.without(taken), Ranges()
+        for seq in sorted(back):
+            attempts, due, _ = back[seq]
+            if seq in outstanding:
+                taken.add(seq, seq + 1)
+                self.attempts[seq] = attempts
+                if due > now:
+                    self.deferred.push(due, seq)
+                else:
+                    self.requeued.append(seq)
+        outstanding = outstanding.without(taken)
+        for first, stop in outstanding:
+            if first < self.topic.mover.below:
+                # Only a copy is left of these, and copies are read one by one.
+                self.requeued.extend(range(first, stop))
+            else:
+                (self.waiting if first < SIDE else self.side).add(first, stop)
+        self._handed = 0
+        self._watch(self.next_deadline())
+
+    @property
+    def first_unsent(self) -> int:
+        """The lowest seq of the log that was never sent here."""
+        first = self.waiting.first if self.waiting else self.seen
+        return min(first, self.expired.first) if self.expired else first
+
+    def first_single(self, start: int) -> int:
+        """The lowest seq from ``start`` on that was sent, or is not to be sent yet, and is not finished."""
+        lowest = NEVER
+        if self.ring.count and self.ring.hi > start:
+            if self.ring.lo >= start:
+                lowest = self.ring.lo
+            else:
+                lowest = min((seq for seq, _ in self.ring.held(start, self.ring.hi)), default=NEVER)
+        singles = chain(self.requeued, self.unusual, self.leaving)
+        lowest = min((seq for seq in singles if start <= seq < lowest), default=lowest)
+        deferred = self.deferred.first_seq(start)
+        return lowest if deferred < 0 else min(lowest, deferred)
+
+    def first_needed(self) -> int:
+        """The lowest seq of the log that this channel may still send. Old messages may have a copy elsewhere."""
+        return min(self.first_unsent, self.first_single(self.topic.mover.below))
+
+    def count_singles(self, first: int, stop: int) -> int:
+        """How many messages of these seqs are in flight, put back, deferred or leaving, at most."""
+        put_back = sum(first <= seq < stop for seq in chain(self.requeued, self.unusual, self.leaving))
+        return put_back + self.deferred.count_between(first, stop) + min(self.ring.count, stop - first)
+
+    def singles(self, first: int, stop: int) -> Iterator[int]:
+        """These messages."""
+        yield from (seq for seq, _ in self.ring.held(first, stop))
+        yield from (seq for seq in chain(self.requeued, self.unusual, self.leaving) if first <= seq < stop)
+        yield from (seq for _, seq in self.deferred.between(first, stop))
+
+    def note_due(self, first: int, stop: int) -> None:
+        """The segment of these seqs goes, and what it said of deferred publishes with it: the journal must know it."""
+        wall = self.broker.clock.wall() - self.broker.clock.now()
+        for due, seq in self.deferred.between(first, stop):
+            if seq not in self.attempts:
+                self.attempts[seq] = 0
+                self._back.extend((seq, 0, due, wall + due))
+        self._note()
+
+    def needs(self, first: int, stop: int) -> bool:
+        """May any of these seqs still be sent to somebody?"""
+        if self.seen < stop or self.waiting.meets(first, stop) or (self.expired and self.expired.meets(first, stop)):
+            return True
+        if self.ring.count and self.ring.lo < stop and self.ring.hi > first and self.ring.held(first, stop):
+            return True
+        count = len(self.requeued) + len(self.unusual) + len(self.leaving) + len(self.deferred)
+        if count > LOOK_THROUGH and not (self.ephemeral or self.topic.ephemeral):
+            # Perhaps not; but a wrong yes costs no more than memory up to its limit, and this is asked all the time.
+            return True
+        return any(first <= seq < stop for seq in self._put_back_seqs())

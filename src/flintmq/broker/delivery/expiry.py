@@ -1,0 +1,87 @@
+"""Messages that are too old to be delivered: which ones, and finding them while nobody asks.
+
+An Expiry belongs to one topic and answers for its setting ``ttl``; without it nothing here is ever asked. A message is
+too old when ``ttl`` has passed since it was published or, if its publish was deferred, since it became due. The time in
+its frame tells that, on the machine's clock. What becomes of such a message is its channel's business.
+
+Channels ask before they send, so that nothing too old goes out. What nobody wants to have is found every now and then:
+the log knows which message was the first at a time.
+"""
+
+from __future__ import annotations
+
+import logging
+from bisect import bisect_right
+from typing import TYPE_CHECKING
+
+from flintmq.broker.storage.journal import SIDE
+from flintmq.broker.storage.segment import timestamp_of
+
+if TYPE_CHECKING:
+    from flintmq.broker.delivery.topic import Topic
+    from flintmq.kernel import Block
+
+__all__ = ["Expiry"]
+
+logger = logging.getLogger(__name__)
+
+#: Old messages are looked for again after this part of ``ttl``: 14 seconds for one of an hour.
+PART = 256
+
+
+class Expiry:
+    def __init__(self, topic: Topic) -> None:
+        self._topic = topic
+        self._looking = False
+        self._looked = 0
+
+    @property
+    def cutoff(self) -> int:
+        """What was published by then is too old."""
+        return self._topic.broker.clock.wall() - self._topic.settings.ttl
+
+    def too_old_from(self, block: Block, first: int, stop: int) -> int:
+        """Up to which seq the messages of a block, from ``first`` on, are too old by their timestamps."""
+        cutoff = self.cutoff
+        if timestamp_of(block.view, block.find(first)) > cutoff:
+            return first
+        seqs = range(first, min(stop, block.base + block.count))
+        return first + bisect_right(seqs, cutoff, key=lambda seq: timestamp_of(block.view, block.find(seq)))
+
+    def still_good(self, first: int, stop: int) -> list[int]:
+        """Of these seqs, which were all published too early: those that were deferred and became due later."""
+        cutoff = self.cutoff
+        return [seq for seq, due in self._topic.log.delays(first, stop) if due > cutoff]
+
+    def is_too_old(self, seq: int, frame: bytearray, delivered: int) -> bool:
+        """The same for a single message that was delivered so often. What came for one channel alone never is."""
+        if seq >= SIDE or timestamp_of(frame) > self.cutoff or self.still_good(seq, seq + 1):
+            return False
+        # Of a deferred message whose segment is gone nobody knows any more when it became due.
+        return delivered > 0 or seq >= self._topic.mover.below
+
+    def look(self) -> None:
+        """Called every few seconds: find what is too old, if it is time."""
+        topic = self._topic
+        now = topic.broker.clock.now()
+        if self._looking or now - self._looked < topic.settings.ttl // PART:
+            return
+        if not topic.depth and not any(channel.depth for channel in topic.channels.values()):
+            return
+        self._looking = True
+        self._looked = now
+        topic.log.seq_at(self.cutoff + 1, self._found)
+
+    def _found(self, seq: int, error: BaseException | None) -> None:
+        self._looking = False
+        topic = self._topic
+        if topic.exiting or topic.broker.stopping or not topic.settings.ttl:
+            return
+        if error is not None:
+            logger.error("TOPIC(%s): cannot find what is too old - %s", topic.name, error)
+            return
+        for channel in topic.channels.values():
+            channel.expire_before(seq)
+        if not topic.channels:
+            # What a paused topic holds is for its channels to see to.
+            topic.expire_backlog(seq)

@@ -1,0 +1,88 @@
+"""The queue scan: which channels have something due, and when to look again.
+
+The Scan owns an index of deadlines over all channels. A channel tells it when an earlier deadline appears; every
+``--queue-scan-interval`` the channels with the earliest deadlines are looked at. It does not know what a deadline is
+for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from heapq import heappop, heappush
+from typing import Any, Protocol
+
+from flintmq.broker.storage.journal import NEVER
+from flintmq.options import NsqdOptions
+
+__all__ = ["Scan"]
+
+
+class Scanned(Protocol):
+    """A channel, as the scan sees it."""
+
+    scheduled: int
+    exiting: bool
+
+    def expire(self, now: int) -> bool:
+        """Handle what is due; was there anything?"""
+
+    def next_deadline(self) -> int:
+        """When to look again."""
+
+
+class Scan:
+    def __init__(self, options: Callable[[], NsqdOptions], later: Callable[[Callable[[], None]], Any]) -> None:
+        self._options = options
+        self._later = later
+        self._heap: list[tuple[int, int, Scanned]] = []
+        self._order = 0
+        self._rounds_under_way = False
+
+    def watch(self, channel: Scanned, deadline: int) -> None:
+        """Look at the channel when ``deadline`` has passed."""
+        channel.scheduled = deadline
+        self._order += 1
+        heappush(self._heap, (deadline, self._order, channel))
+
+    def tick(self, now: Callable[[], int]) -> None:
+        """One interval has passed. A round that is still under way goes on by itself."""
+        if not self._rounds_under_way:
+            self._round(now)
+
+    def _round(self, now: Callable[[], int]) -> None:
+        """Look at up to ``--queue-scan-selection-count`` channels; if many were dirty, again at once."""
+        self._rounds_under_way = True
+        options = self._options()
+        selected = self._select(now(), options.queue_scan_selection_count)
+        dirty = 0
+
+        def some(start: int) -> None:
+            nonlocal dirty
+            stop = min(start + options.queue_scan_worker_pool_max, len(selected))
+            for channel in selected[start:stop]:
+                if channel.exiting:
+                    continue
+                dirty += channel.expire(now())
+                deadline = channel.next_deadline()
+                if deadline < channel.scheduled:
+                    self.watch(channel, deadline)
+            if stop < len(selected):
+                # Everybody else gets a turn in between.
+                self._later(lambda: some(stop))
+            elif selected and dirty / len(selected) > options.queue_scan_dirty_percent:
+                self._later(lambda: self._round(now))
+            else:
+                self._rounds_under_way = False
+
+        some(0)
+
+    def _select(self, now: int, count: int) -> list[Scanned]:
+        selected: list[Scanned] = []
+        heap = self._heap
+        while heap and len(selected) < count and heap[0][0] <= now:
+            deadline, _, channel = heappop(heap)
+            # Of several entries of one channel only the one it last asked for counts.
+            if channel.scheduled == deadline and not channel.exiting:
+                channel.scheduled = NEVER << 8
+                selected.append(channel)
+        return selected

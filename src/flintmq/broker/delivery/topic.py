@@ -1,0 +1,746 @@
+"""A topic: a log, its marks and its channels.
+
+A Topic owns the mark ``pumped``, which says what channels may see, its channels, its counters, and who waits for a
+publish to be committed. Bytes are its log's business, deliveries its channels'.
+
+``pumped`` follows what is committed, and stands still while the topic is paused or has no channel. What lies beyond
+it is the topic's own depth; a new channel starts there.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from itertools import chain
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from flintmq.broker.delivery.channel import Channel
+from flintmq.broker.delivery.expiry import Expiry
+from flintmq.broker.limits import TopicLimits
+from flintmq.broker.settings import TopicSettings
+from flintmq.broker.storage.journal import NEVER, SIDE
+from flintmq.broker.storage.keys import Keys
+from flintmq.broker.storage.log import TAKE_AT_ONCE, WRITE_AT, Log
+from flintmq.broker.storage.mover import Mover
+from flintmq.broker.storage.readers import Readers, Retention
+from flintmq.errors import DamageError, NotFoundError, PublishError
+from flintmq.kernel import FAILED, FRAME_OVERHEAD, Intake, Scan, send_each
+from flintmq.protocol.wire import OK_FRAME, is_ephemeral
+
+if TYPE_CHECKING:
+    from flintmq.broker.daemon import Broker
+    from flintmq.broker.net.session import Session
+
+__all__ = ["SLICED_FROM", "Commit", "Piece", "Topic", "slices"]
+
+logger = logging.getLogger(__name__)
+
+#: Seqs are reserved ahead, this many at a time, so that none is used twice whatever a crash costs.
+RESERVE = 1 << 24
+#: Messages of one batch that are turned into frames before the loop is handed back.
+SLICE = 4_000
+#: A batch larger than this is turned into frames in slices.
+SLICED_FROM = 20_000
+#: A channel has fallen behind when so many messages wait for its consumers.
+BEHIND = 2_500
+#: More messages than are taken straight from sockets in one go.
+MOST_AT_ONCE = 1 << 20
+
+
+class Commit:
+    """The publishes of one loop turn to one topic: safe, refused, or neither yet."""
+
+    __slots__ = ("before", "done", "end", "error", "sessions", "waiters")
+
+    def __init__(self) -> None:
+        self.end = 0
+        self.done = False
+        self.error: Exception | None = None
+        self.waiters: list[Callable[[], None]] = []
+        #: Sessions that wait for one publish in it and nothing else: all of them are answered in one go.
+        self.sessions: list[Session] = []
+        #: The topic's counters without the publishes in it: messages, bytes.
+        self.before = (0, 0)
+
+    def resolve(self, error: Exception | None = None) -> None:
+        self.done = True
+        self.error = error
+        sessions, self.sessions = self.sessions, []
+        if error is None and sessions:
+            for i, sent in send_each([session.fd for session in sessions], OK_FRAME):
+                sessions[i].send_run(memoryview(OK_FRAME)[sent:])
+        else:
+            for session in sessions:
+                session.refused(error)
+        for waiter in self.waiters:
+            waiter()
+        self.waiters.clear()
+
+
+#: Some records of a batch: the bytes, where they start and stop, how many they are.
+Piece = tuple[bytearray, int, int, int]
+
+
+def slices(data: bytearray, pos: int, stop: int, count: int) -> Iterator[Piece]:
+    """The ``count`` records of ``data[pos:stop]``, which were found to be in order, in pieces of bounded length."""
+    scan = Scan(pos)
+    done = 0
+    while done < count:
+        target = min(done + SLICE, count)
+        scan.run(data, stop, target, stop)
+        yield data, pos, scan.pos, target - done
+        pos, done = scan.pos, target
+
+
+def _never(first: int, stop: int) -> bool:
+    return False
+
+
+class Topic:
+    def __init__(self, broker: Broker, name: str, incarnation: int, base: int, folder: Path | None) -> None:
+        self.broker = broker
+        self.name = name
+        self.incarnation = incarnation
+        self.ephemeral = is_ephemeral(name)
+        self.paused = False
+        self.exiting = False
+        self.folder = folder
+        #: Replaced, never changed.
+        self.settings = broker.settings.topic(name)
+        self.log = self._new_log(folder, base)
+        #: Messages for one channel only, and copies of old ones; made when there are any.
+        self.side: Log | None = None
+        self.mover = Mover(self)
+        #: What stays in files for others than channels.
+        self.readers = Readers(self)
+        self.retention = Retention(self)
+        self.expiry = Expiry(self)
+        self.channels: dict[str, Channel] = {}
+        #: The idempotency keys it knows; None until there is one.
+        self.keys: Keys | None = None
+        # Marks.
+        self.pumped = base
+        self.ceiling = base
+        self._usable = base
+        # While the journal does not know yet that ``pumped`` stands still: nothing beyond this is safe.
+        self._settled = NEVER
+        self._settling = 0
+        #: Holes beyond ``pumped`` that unclean stops left: no message has these seqs. Only the broker adds to them.
+        self.gaps: deque[tuple[int, int]] = deque()
+        #: What the journal knows to be durable, of the log and of the side log; only the broker assigns.
+        self.noted_durable = base
+        self.noted_side = SIDE
+        #: Something else keeps ``pumped`` from moving: lookupds that have not answered yet.
+        self.gated = False
+        # Publishers.
+        self._commits: deque[Commit] = deque()
+        self._open_commit: Commit | None = None
+        self._holder: object = None
+        # Why the rest of the batch that is being appended in slices has to be refused.
+        self._batch_error: PublishError | None = None
+        # Why the last write failed.
+        self._refusal = ""
+        self._waiting: list[Callable[[], None]] = []
+        # Who waits for something that is being read back.
+        self._readers: list[Callable[[], None]] = []
+        # Counters.
+        self.message_count = 0
+        self.message_bytes = 0
+        self.dropped_count = 0
+        self.expired_count = 0
+        #: What it may hold and how fast it may grow; None: no limit.
+        self.limits = TopicLimits.of(self)
+
+    def _new_log(self, folder: Path | None, base: int) -> Log:
+        return Log(
+            self.broker.store,
+            self.name,
+            folder,
+            base,
+            self.settings.durability,
+            progressed=self._progressed,
+            failed=self._write_failed,
+            arrived=self._arrived,
+        )
+
+    # --- Publishing ------------------------------------------------------------------------------------------------
+
+    @property
+    def depth(self) -> int:
+        """Messages that no channel has seen yet."""
+        return self.log.end - self.pumped - self._gap_count
+
+    @property
+    def backend_depth(self) -> int:
+        memory = self.log.blocks[0].base if self.log.blocks else self.log.end
+        # Gaps are as old as the last start: all of them lie before what is in memory.
+        return max(0, memory - self.pumped - self._gap_count)
+
+    @property
+    def _gap_count(self) -> int:
+        return sum(stop - first for first, stop in self.gaps)
+
+    @property
+    def durable(self) -> int:
+        """What lies before it will be there whatever happens, with these seqs: so much those get who read the log."""
+        return min(self.log.durable, self._usable)
+
+    @property
+    def epoch(self) -> str:
+        """Another one says that the log has begun anew: the topic was deleted, or the node is a restored copy."""
+        return f"{self.broker.node.hex()}-{self.incarnation}"
+
+    @property
+    def frozen(self) -> bool:
+        return self.paused or self.gated or not self.channels
+
+    @property
+    def busy(self) -> bool:
+        """A large batch is being appended in slices: others have to wait for their turn."""
+        return self._holder is not None
+
+    def when_free(self, then: Callable[[], None]) -> None:
+        self._waiting.append(then)
+
+    def hold(self, holder: object) -> None:
+        self._holder = holder
+
+    def release(self) -> None:
+        self._holder = None
+        self._batch_error = None
+        waiting, self._waiting = self._waiting, []
+        for then in waiting:
+            self.broker.later(then)
+
+    @property
+    def open(self) -> bool:
+        """Can a publish go ahead without a second look?"""
+        return not (
+            self.exiting
+            or self._holder
+            or self.ephemeral
+            or self.limits
+            or self.broker.refusing
+            or self.broker.store.congested
+        )
+
+    def publish(
+        self,
+        data: bytearray,
+        pos: int,
+        stop: int,
+        count: int,
+        *,
+        delay: int = 0,
+        more: bool = False,
+        extra: bytes = b"",
+    ) -> Commit | None:
+        """Append ``count`` records ``[size][body]``. None: safe already; else the commit to wait for.
+
+        With ``more`` this is a slice of a batch that goes on. ``extra`` is kept with them, for ``extra_of``.
+        PublishError says why it is refused.
+        """
+        if self.exiting:
+            raise PublishError("exiting")
+        if self._batch_error is not None:
+            self.broker.refused_count += count
+            raise self._batch_error
+        if self.broker.refusing and not self.log.in_group:
+            self.broker.refused_count += count
+            raise PublishError(self.broker.refusing)
+        size = stop - pos - 4 * count
+        if self.limits is not None:
+            self.limits.admit(count, size)
+        self.message_count += count
+        self.message_bytes += size
+        if self.ephemeral and self.frozen:
+            room = self.settings.mem_queue_size - self.depth
+            if count > room:
+                # Nobody listens and the memory is full: the newest are dropped without a word, as NSQ does.
+                if room <= 0:
+                    return None
+                fitting = Scan(pos)
+                fitting.run(data, stop, room, stop)
+                stop, count = fitting.pos, room
+        self.log.append(data, pos, stop, count, self.broker.clock.wall(), delay=delay, extra=extra, more=more)
+        if self.log.end > self._usable - RESERVE // 2:
+            self._reserve()
+        self.broker.turn(self)
+        if self.log.durability == "memory" and self.log.end <= min(self._usable, self._settled):
+            return None
+        return self._commit(self.message_count - count, self.message_bytes - size)
+
+    def publish_slices(self, slices: Iterator[Piece], extra: bytes = b"") -> Commit | None:
+        """Append a very large batch: one piece per loop turn, committed as one. The topic must not be ``busy``.
+
+        As with ``publish``: None if it is safe already, else what to wait for. PublishError if it is refused at once.
+        """
+        piece = next(slices, None)
+        if piece is None:
+            return None
+        self.hold(slices)
+        whole = Commit()
+
+        def some(data: bytearray, pos: int, stop: int, count: int) -> None:
+            following = next(slices, None)
+            try:
+                commit = self.publish(data, pos, stop, count, more=following is not None, extra=extra)
+            except PublishError as exc:
+                self.release()
+                whole.resolve(exc)
+                return
+            if following is not None:
+                self.broker.later(some, *following)
+                return
+            self.release()
+            if commit is None:
+                whole.resolve()
+            else:
+                commit.waiters.append(lambda: whole.resolve(commit.error))
+
+        some(*piece)
+        if not whole.done:
+            return whole
+        if whole.error is not None:
+            raise whole.error
+        return None
+
+    def once(self, key: bytes, publish: Callable[[bytes], Commit | None]) -> tuple[Commit | None, bool]:
+        """Publish under a key: see ``Keys.once``."""
+        if self.keys is None:
+            self.keys = Keys(self)
+        return self.keys.once(key, publish)
+
+    def restore_keys(self) -> None:
+        """At the start, when the log has been read back: which keys are known."""
+        keys = Keys(self)
+        if keys.restore():
+            self.keys = keys
+
+    def _commit(self, count: int, size: int) -> Commit:
+        """What this turn's publishers wait for. ``count`` and ``size`` are the counters before this publish."""
+        commit = self._open_commit
+        if commit is None:
+            commit = self._open_commit = Commit()
+            commit.before = (count, size)
+            self._commits.append(commit)
+        commit.end = self.log.end
+        return commit
+
+    def take_in(self, intake: Intake, fds: list[int], counts: list[int], start: int) -> tuple[int, Commit | None]:
+        """Publishes straight from sockets: see ``Intake.run``.
+
+        How that ended, and what those that brought something wait for: None if they were answered. A commit that is
+        done has failed.
+        """
+        log = self.log
+        end = log.end
+        # So many seqs may be used, and so much is safe when it is written, without asking again.
+        settled = not self._commits and end + MOST_AT_ONCE < self._usable and self._settled == NEVER
+        status, answered = log.take_in(intake, fds, counts, start, settled, self._budget())
+        count = log.end - end
+        before = (self.message_count, self.message_bytes)
+        if count:
+            self.message_count += count
+            self.message_bytes += log.last_bytes - FRAME_OVERHEAD * count
+            if log.end > self._usable - RESERVE // 2:
+                self._reserve()
+            self.broker.turn(self)
+        if status == FAILED:
+            self.broker.refused_count += sum(counts[i] for i in intake.unanswered)
+            failed = Commit()
+            failed.resolve(PublishError(self._refusal))
+            return status, failed
+        return status, self._commit(*before) if count and not answered else None
+
+    def _budget(self) -> int:
+        """How much to take from publishers before consumers have their turn: less where they fall behind."""
+        for channel in self.channels.values():
+            if channel.sessions and channel.waiting.total + self.pumped - channel.seen > BEHIND:
+                return WRITE_AT
+        return TAKE_AT_ONCE
+
+    def _reserve(self) -> None:
+        """Say which seqs may be used from now on, and use none of them before that is on the device."""
+        if self.ephemeral:
+            self._usable = self.ceiling = self.log.end + RESERVE
+            return
+        if self.ceiling - self.log.end > RESERVE // 2:
+            return
+        ceiling = self.log.end + RESERVE
+        self.grant(ceiling, self.broker.journal.note("ceiling", self.incarnation, ceiling))
+
+    def grant(self, ceiling: int, position: int) -> None:
+        """Seqs below ``ceiling`` may be used as soon as the journal is on the device up to ``position``."""
+        self.ceiling = ceiling
+
+        def usable() -> None:
+            self._usable = max(self._usable, ceiling)
+            self._progressed()
+
+        self.broker.journal.when_synced(position, usable)
+
+    def flush(self) -> None:
+        """The end of a loop turn: write, commit, hand on to the channels."""
+        self._open_commit = None
+        log = self.log
+        written = log.written
+        log.flush()
+        if log.written == written:
+            # Nothing to write, or not yet: otherwise the log has said so already.
+            self._progressed()
+        if self.limits is not None:
+            self.limits.trim()
+        settings = self.settings
+        if log.memory_count > settings.mem_queue_size or log.memory_bytes > settings.mem_queue_bytes:
+            self.trim()
+
+    def _progressed(self) -> None:
+        """A mark of the log moved: answer publishers, let the channels see more."""
+        committed = min(self.log.committed, self._usable, self._settled)
+        commits = self._commits
+        while commits and commits[0].end <= committed and commits[0] is not self._open_commit:
+            commits.popleft().resolve()
+        if committed > self.pumped and not self.frozen:
+            self._pump(committed)
+
+    def _pump(self, seq: int) -> None:
+        deferred, gaps = self.log.deferred, self.gaps
+        while (deferred and deferred[0][0] < seq) or gaps:
+            if gaps and (not deferred or gaps[0] < deferred[0]):
+                first, stop = gaps.popleft()
+                for channel in self.channels.values():
+                    channel.skip(first, stop)
+                continue
+            number, due = deferred.popleft()
+            for channel in self.channels.values():
+                channel.hand_deferred(number, due)
+        self.pumped = seq
+        for channel in self.channels.values():
+            channel.pump()
+            if channel.ephemeral or self.ephemeral:
+                channel.drop_excess()
+
+    def _write_failed(self, seq: int, exc: Exception) -> None:
+        if seq >= SIDE:
+            self.mover.write_failed(seq)
+        reason = self._refusal = getattr(exc, "strerror", None) or str(exc)
+        self.broker.unwell(f"cannot write to the disk: {reason}")
+        self._open_commit = None
+        if self.busy:
+            # The slices of a batch so far are gone: its last one must not pass for the whole.
+            self._batch_error = PublishError(reason)
+        while self._commits and self._commits[-1].end > seq:
+            commit = self._commits.pop()
+            # These publishes did not happen.
+            count, size = commit.before
+            self.broker.refused_count += self.message_count - count
+            self.message_count, self.message_bytes = count, size
+            commit.resolve(PublishError(reason))
+
+    def _arrived(self) -> None:
+        """Something was read back: somebody may be waiting for it."""
+        self.mover.step()
+        for channel in self.channels.values():
+            channel.pump()
+        readers, self._readers = self._readers, []
+        for then in readers:
+            then()
+
+    def when_read(self, then: Callable[[], None]) -> None:
+        """Call ``then`` when something was read back: ask for what you want again."""
+        self._readers.append(then)
+
+    def frame(self, seq: int) -> bytearray | None:
+        """A copy of one message's frame; None while it is being read back."""
+        if seq < self.mover.below and not self.log.in_memory(seq):
+            return self.mover.frame(seq)
+        source = self.log if seq < SIDE else self.side
+        if source is None:
+            raise LookupError(f"{self.name} has no side log")
+        return source.frame(seq)
+
+    def extra_of(self, seq: int) -> dict[str, Any] | None:
+        """What is kept with a message beside its frame, such as ``dead``: empty if nothing is.
+
+        As with ``frame``, None means that it is being read back (``when_read``), and DamageError that it cannot be.
+        """
+        if seq >= SIDE:
+            # What is kept there is for whom it is.
+            return {}
+        moved = seq < self.mover.below and not self.log.in_memory(seq)
+        extra = self.mover.extra(seq) if moved else self.log.extra(seq)
+        if not extra:
+            return None if extra is None else {}
+        found: dict[str, Any] = msgspec.msgpack.decode(extra)
+        return found
+
+    def place(self, seq: int) -> tuple[Log, int]:
+        """The log that holds a message, and its seq in it. DamageError if none does."""
+        if seq < self.mover.below and not self.log.in_memory(seq):
+            return self.mover.place(seq)
+        if seq < SIDE:
+            return self.log, seq
+        if self.side is None:
+            raise DamageError(f"{self.name} has no side log", seq, seq + 1)
+        return self.side, seq
+
+    def side_log(self) -> Log:
+        """The side log, made if need be. OSError if it cannot be."""
+        if self.side is None:
+            folder = None
+            if self.folder is not None:
+                folder = self.folder / "side"
+                self.broker.disk.make_folder(folder)
+            self.side = self._new_log(folder, SIDE)
+        return self.side
+
+    @property
+    def side_end(self) -> int:
+        return self.side.end if self.side is not None else SIDE
+
+    # --- Channels --------------------------------------------------------------------------------------------------
+
+    def channel(self, name: str) -> tuple[Channel, int]:
+        """The channel, made if need be, and the journal's position at which that is known (0: it was there)."""
+        channel = self.channels.get(name)
+        if channel is not None:
+            return channel, 0
+        position = 0
+        ident = self.broker.next_channel_id()
+        channel = Channel(self, name, ident, self.pumped)
+        self.channels[name] = channel
+        if not (channel.ephemeral or self.ephemeral):
+            position = self.broker.journal.note("channel", self.incarnation, ident, name, self.pumped, self.side_end)
+        if len(self.channels) == 1:
+            self._freeze()
+        if self.settings.new_channel != "backlog":
+            self._start_elsewhere(channel)
+        logger.info("TOPIC(%s): new channel(%s)", self.name, name)
+        self.broker.structure_changed(self.ephemeral or channel.ephemeral)
+        self.broker.peers.made(self.name, name)
+        if not self.frozen:
+            # Its first channel gets what has piled up.
+            self.broker.turn(self)
+        return channel, position
+
+    def _start_elsewhere(self, channel: Channel) -> None:
+        """A new channel starts elsewhere than where the others have got to."""
+        if self.settings.new_channel == "latest":
+            # If it is the first one, what has piled up was not for it.
+            self._progressed()
+            channel.empty()
+        elif not channel.ephemeral and self.log.durability != "memory":
+            channel.seek(self.log.first)
+
+    def existing_channel(self, name: str) -> Channel:
+        channel = self.channels.get(name)
+        if channel is None:
+            raise NotFoundError("channel does not exist")
+        return channel
+
+    def delete_channel(self, name: str) -> None:
+        channel = self.existing_channel(name)
+        logger.info("TOPIC(%s): deleting channel %s", self.name, name)
+        sessions = channel.close()
+        channel.empty()
+        del self.channels[name]
+        self.broker.journal.forget(channel)
+        self.broker.settings.forget(self.name, name)
+        if not (channel.ephemeral or self.ephemeral):
+            self.broker.journal.note("unchannel", self.incarnation, channel.id)
+        if not self.channels:
+            self._freeze()
+        self.broker.structure_changed(self.ephemeral or channel.ephemeral)
+        self.broker.peers.deleted(self.name, name)
+        for session in sessions:
+            session.drop()
+        if self.ephemeral and not self.channels and not self.exiting:
+            self.broker.later(self._vanish)
+
+    def _vanish(self) -> None:
+        if not self.channels and not self.exiting:
+            self.broker.delete_topic(self.name)
+
+    def _freeze(self) -> None:
+        """``pumped`` stands still from here on, or moves again."""
+        position = self.note_frozen()
+        self._settled = NEVER
+        if not self.frozen or not position or any(not channel.ephemeral for channel in self.channels.values()):
+            return
+        # No channel that outlives a crash would get what is published now, so it is safe only once the journal knows
+        # that there is a backlog.
+        self._settled = self.pumped
+        self._settling = position
+
+        def settled() -> None:
+            if self._settling == position:
+                self._settled = NEVER
+                self._progressed()
+
+        self.broker.journal.when_synced(position, settled)
+
+    def note_frozen(self) -> int:
+        """Tell the journal whether, and where, ``pumped`` stands still; its position, 0 if it need not know."""
+        if self.ephemeral:
+            return 0
+        return self.broker.journal.note("frozen", self.incarnation, self.pumped if self.frozen else None)
+
+    # --- Operators -------------------------------------------------------------------------------------------------
+
+    def pause(self, paused: bool) -> None:
+        if self.paused != paused:
+            self.paused = paused
+            if not self.ephemeral:
+                self.broker.journal.note("pause", self.incarnation, paused)
+            self._freeze()
+            self.broker.structure_changed(self.ephemeral)
+        if not self.frozen:
+            self.broker.turn(self)
+
+    def gate(self, closed: bool) -> None:
+        """Keep ``pumped`` where it is until it is known which channels the topic has elsewhere."""
+        frozen = self.frozen
+        self.gated = closed
+        if self.frozen != frozen:
+            self._freeze()
+            if not closed:
+                self.broker.turn(self)
+
+    def empty(self) -> None:
+        """Drop what no channel has seen yet; the channels keep theirs."""
+        self._skip(min(self.log.end, self.log.committed))
+
+    def drop_backlog(self, before: int) -> int:
+        """Drop what no channel has seen yet and lies before this seq; how many that were."""
+        depth = self.depth
+        self._skip(min(before, self.log.committed))
+        self.dropped_count += depth - self.depth
+        return depth - self.depth
+
+    def expire_backlog(self, before: int) -> None:
+        """What no channel has seen yet before this seq is too old, up to a deferred message that is good yet."""
+        good = self.expiry.still_good(self.pumped, before)
+        depth = self.depth
+        self._skip(min(before, self.log.committed, *good))
+        self.expired_count += depth - self.depth
+
+    def _skip(self, stop: int) -> None:
+        if stop <= self.pumped:
+            return
+        if not self.ephemeral:
+            self.broker.journal.note("skip", self.incarnation, self.pumped, stop)
+        while self.log.deferred and self.log.deferred[0][0] < stop:
+            self.log.deferred.popleft()
+        while self.gaps and self.gaps[0][0] < stop:
+            _, last = self.gaps.popleft()
+            if last > stop:
+                self.gaps.appendleft((stop, last))
+                break
+        for channel in self.channels.values():
+            channel.skip(self.pumped, stop)
+        self.pumped = stop
+        self._freeze()
+        self.broker.journal.flush()
+        self.broker.turn(self)
+        self.trim()
+
+    def obstacle_to(self, settings: TopicSettings) -> str:
+        """Why it cannot have these settings now; empty if it can."""
+        changed = {self.log.durability, settings.durability}
+        if self.ephemeral or len(changed) == 1 or "memory" not in changed:
+            return ""
+        # What is only in memory was promised no more than that: a write that fails must not be able to take it back.
+        self.trim()
+        unfinished = self.depth + sum(c.depth + c.in_flight_count + len(c.deferred) for c in self.channels.values())
+        logs = [log for log in (self.log, self.side) if log is not None]
+        if not (unfinished or self.busy or self._commits or any(log.written != log.end for log in logs)):
+            return ""
+        return (
+            f"durability: topic {self.name} holds messages, and only an empty one can be changed from "
+            f"{self.log.durability} to {settings.durability}: let them be finished, or empty it and its channels"
+        )
+
+    def change_settings(self, settings: TopicSettings) -> None:
+        """Take other settings; they hold at once."""
+        obstacle = self.obstacle_to(settings)
+        if obstacle:
+            logger.warning("TOPIC(%s): its durability stays as it was until the next start - %s", self.name, obstacle)
+            settings = replace(settings, durability=self.log.durability)
+        if settings == self.settings:
+            return
+        self.settings = settings
+        for storage in (self.log, self.side):
+            if storage is not None:
+                storage.change_durability(settings.durability)
+        self.limits = self.limits.changed() if self.limits is not None else TopicLimits.of(self)
+        self.trim()
+        self.broker.turn(self)
+
+    def close(self) -> None:
+        """The topic is going: whoever waits for a commit learns it."""
+        self.exiting = True
+        for commit in self._commits:
+            commit.resolve(PublishError("exiting"))
+        self._commits.clear()
+        self._open_commit = None
+
+    # --- Letting go ------------------------------------------------------------------------------------------------
+
+    def trim(self) -> None:
+        """Let the log forget what it need not keep in memory."""
+        limit, cap = self.settings.mem_queue_size, self.settings.mem_queue_bytes
+        if self.log.durability == "memory" and not self.ephemeral:
+            self.log.spill(limit, cap)
+        self.log.trim(limit, cap, self._needs, self._pins, self._awaits)
+        if self.side is not None and self.side.blocks:
+            # Messages of the side log are read one by one: once they are in a file they need not stay in memory.
+            first = self.first_side_needed() if self.ephemeral else SIDE
+            self.side.trim(0, 0, lambda _, stop: first < stop, _never, _never)
+
+    def _needs(self, first: int, stop: int) -> bool:
+        return self.pumped < stop or any(channel.needs(first, stop) for channel in self.channels.values())
+
+    def _pins(self, first: int, stop: int) -> bool:
+        return any(c.ephemeral and c.needs(first, stop) for c in self.channels.values())
+
+    def _awaits(self, first: int, stop: int) -> bool:
+        return any(c.sessions and not c.paused and first <= c.first_unsent < stop for c in self.channels.values())
+
+    def first_needed(self) -> int:
+        """The lowest seq that any channel, or the backlog for the first one, still needs from the files."""
+        lowest = self.pumped
+        for channel in self.channels.values():
+            if not channel.ephemeral:
+                lowest = min(lowest, channel.first_needed())
+        return lowest
+
+    def first_kept(self) -> int:
+        """The lowest seq whose file must stay: for channels, for readers, or by retention."""
+        return min(self.first_needed(), self.readers.first, self.retention.first)
+
+    def let_go(self) -> int:
+        """Every few seconds: see to what need not be kept any longer. Up to where files may go."""
+        self.readers.expire()
+        if self.readers and not self.channels:
+            # The log is read, only not by a channel: what piles up for a first one goes with its file, once all
+            # readers are past it.
+            self._skip(min(self.log.boundary(min(self.readers.first, self.retention.first)), self.log.committed))
+        self.mover.look()
+        return self.first_kept()
+
+    def first_side_needed(self) -> int:
+        lowest = min(self.side_end, self.mover.first_place)
+        for channel in self.channels.values():
+            if channel.side:
+                lowest = min(lowest, channel.side.first)
+            lowest = min([lowest, *(seq for seq in channel.attempts if seq >= SIDE)])
+            lowest = min([lowest, *(seq for seq in chain(channel.unusual, channel.leaving) if seq >= SIDE)])
+            if channel.redrive is not None:
+                lowest = min(lowest, channel.redrive.first_place)
+        return lowest

@@ -1,0 +1,1 @@
+"""The broker's HTTP API, one module per group of routes."""

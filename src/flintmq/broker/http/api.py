@@ -1,0 +1,640 @@
+"""nsqd's HTTP API: every route, and the listeners that serve them.
+
+An ``Api`` belongs to one broker. It owns the table of routes, the tokens, the TLS context of the HTTPS port, and the
+way a connection takes: publishes are answered by ``http_lane``, everything else by the general server of ``web``. That
+one is made, with what it imports, when the first such request comes. What a request does is its topic's, its channel's
+or the broker's business; how the broker is doing is told by ``stats``.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import logging
+import os
+import re
+import socket
+import sys
+import threading
+import time
+import traceback
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from functools import partial
+from types import FrameType
+from typing import TYPE_CHECKING, Any
+
+import msgspec
+
+from flintmq.broker.delivery import dead_letters as deadletters
+from flintmq.broker.delivery.topic import Topic
+from flintmq.broker.http import log as log_api
+from flintmq.broker.http import peek
+from flintmq.broker.http import settings as settings_api
+from flintmq.broker.http.lane import IDLE_SECONDS, REPEATED, HttpLane, Publishing, refusal
+from flintmq.broker.net.sockets import Poller, SocketTransport
+from flintmq.broker.observe import stats
+from flintmq.errors import HttpError, NotFoundError, OptionError, PublishError
+from flintmq.http.site import (
+    ADMIN,
+    JSON,
+    OPEN,
+    PUBLISH,
+    READ,
+    Answer,
+    Request,
+    Route,
+    Server,
+    Site,
+    Tokens,
+    envelope,
+    load,
+    reload_tls,
+    server_tls,
+)
+from flintmq.options import LOG_LEVEL, option_table
+from flintmq.protocol.wire import NSQ_VERSION, valid_name
+
+if TYPE_CHECKING:
+    import ssl
+
+    from flintmq.broker.daemon import Broker
+    from flintmq.broker.delivery.channel import Channel
+
+__all__ = ["Api"]
+
+logger = logging.getLogger(__name__)
+
+#: What is read from a socket that the general server serves.
+RECEIVE_BYTES = 64 << 10
+HANDSHAKE_SECONDS = 10.0
+#: A profile takes a sample this often, and at most this long.
+PROFILE_INTERVAL = 0.01
+LONGEST_PROFILE = 300
+
+
+class Api:
+    def __init__(self, broker: Broker) -> None:
+        self._broker = broker
+        self._loop = asyncio.get_running_loop()
+        options = broker.options
+        self._tokens = Tokens(options.http_auth_token_file) if options.http_auth_token_file else None
+        self._publishing = Publishing(broker)
+        self.site = Site(self._routes(), self._tokens)
+        self._tls: ssl.SSLContext | None = None
+        if options.tls_cert:
+            self._tls = server_tls(
+                options.tls_cert,
+                options.tls_key,
+                client_ca=options.tls_root_ca_file,
+                policy=options.tls_client_auth_policy,
+                min_version=options.tls_min_version,
+            )
+        self._lanes: list[HttpLane] = []
+        self._general: list[_GeneralServer] = []
+        self._listeners: list[asyncio.Server] = []
+        self._profiling = False
+        broker.options_changed.append(self._forget)
+        broker.reloaders.append(self.reload)
+        if self._tokens is not None:
+            self._tokens.changed.append(self._forget)
+
+    # --- Listening -------------------------------------------------------------------------------------------------
+
+    async def listen(self, sock: socket.socket, poller: Poller | None) -> None:
+        """Serve plain HTTP on a bound socket."""
+        refused = None
+        if self._broker.options.tls_required == "true":
+            # Clients look for the port in it, in this very form.
+            text = f'{{"message": "TLS_REQUIRED", "https_port": {max(port_of(self._broker.https_address), 0)}}}'
+            refused = envelope(Answer(text.encode(), JSON, 403))
+        lane = self._lane(refused)
+        if poller is not None:
+            poller.listen(sock, lane.connection)
+        elif sock.family == socket.AF_UNIX:
+            self._listeners.append(await self._loop.create_unix_server(lane.connection, sock=sock, backlog=1024))
+        else:
+            self._listeners.append(await self._loop.create_server(lane.connection, sock=sock, backlog=1024))
+
+    async def listen_tls(self, sock: socket.socket) -> None:
+        """Serve HTTPS on a bound socket; for a broker with a certificate."""
+        lane = self._lane(None)
+        self._listeners.append(
+            await self._loop.create_server(
+                lane.connection, sock=sock, ssl=self._tls, ssl_handshake_timeout=HANDSHAKE_SECONDS, backlog=1024
+            )
+        )
+
+    def _lane(self, refused: Answer | None) -> HttpLane:
+        general = _GeneralServer(self._broker, self.site, refused)
+        self._general.append(general)
+        lane = HttpLane(self._broker, self.site, self._publishing, general.take, refused=refused is not None)
+        self._lanes.append(lane)
+        return lane
+
+    def drop(self) -> None:
+        """No more requests: every connection goes at once."""
+        for listener in self._listeners:
+            listener.close()
+        self._listeners.clear()
+        for lane in self._lanes:
+            lane.close()
+        for general in self._general:
+            general.drop()
+
+    async def close(self) -> None:
+        """No more requests; those that are under way get a moment to end."""
+        for listener in self._listeners:
+            listener.close()
+        self._listeners.clear()
+        for lane in self._lanes:
+            lane.close()
+        for general in self._general:
+            await general.close()
+
+    def reload(self) -> None:
+        """Tokens and certificate are read again; what is no good leaves the old one in its place."""
+        if self._tokens is not None:
+            self._tokens.reload()
+        if self._tls is not None:
+            try:
+                reload_tls(self._tls, self._broker.options.tls_cert, self._broker.options.tls_key)
+            except OptionError as exc:
+                logger.error("HTTPS: the certificate stays as it was - %s", exc)
+
+    def _forget(self) -> None:
+        self._publishing.forget()
+        for lane in self._lanes:
+            lane.forget()
+
+    # --- Routes ----------------------------------------------------------------------------------------------------
+
+    def _routes(self) -> list[Route]:
+        """All there are. ``docs/http.md`` has an example of each."""
+        return [
+            Route("GET", "/ping", self._ping, OPEN, plain=True),
+            Route("GET", "/info", self._info, READ),
+            # Publishing. Nearly always it is the lane that answers these.
+            Route("POST", "/pub", self._pub, PUBLISH, unlogged=True),
+            Route("POST", "/mpub", self._mpub, PUBLISH, unlogged=True),
+            Route("GET", "/stats", self._stats, READ),
+            Route("GET", "/metrics", self._metrics, READ),
+            # Topics and channels.
+            Route("POST", "/topic/create", self._create_topic, ADMIN),
+            Route("POST", "/topic/delete", self._delete_topic, ADMIN),
+            Route("POST", "/topic/empty", self._empty_topic, ADMIN),
+            Route("POST", "/topic/pause", self._pause_topic(True), ADMIN),
+            Route("POST", "/topic/unpause", self._pause_topic(False), ADMIN),
+            Route("POST", "/channel/create", self._create_channel, ADMIN),
+            Route("POST", "/channel/delete", self._delete_channel, ADMIN),
+            Route("POST", "/channel/empty", self._empty_channel, ADMIN),
+            Route("POST", "/channel/pause", self._pause_channel(True), ADMIN),
+            Route("POST", "/channel/unpause", self._pause_channel(False), ADMIN),
+            *deadletters.routes(self._broker),
+            *peek.routes(self._broker),
+            # What lies in the files.
+            *log_api.routes(self._broker),
+            # The end of the node.
+            Route("POST", "/drain", self._drain, ADMIN),
+            # Settings.
+            Route("GET", "/config/:opt", self._get_config, READ),
+            Route("PUT", "/config/:opt", self._put_config, ADMIN),
+            *settings_api.routes(self._broker),
+            # A look inside. Paths are those of Go's profiler, what they show is Python's.
+            Route("GET", "/debug/pprof/", self._debug_index, ADMIN, plain=True, unlogged=True),
+            Route("GET", "/debug/pprof/cmdline", self._debug_cmdline, ADMIN, plain=True, unlogged=True),
+            Route("GET", "/debug/pprof/symbol", self._debug_symbol, ADMIN, plain=True, unlogged=True),
+            Route("POST", "/debug/pprof/symbol", self._debug_symbol, ADMIN, plain=True, unlogged=True),
+            Route("GET", "/debug/pprof/profile", self._debug_profile, ADMIN, plain=True, unlogged=True),
+            Route("GET", "/debug/pprof/heap", self._debug_heap, ADMIN, plain=True, unlogged=True),
+            Route("GET", "/debug/pprof/goroutine", self._debug_tasks, ADMIN, plain=True, unlogged=True),
+            Route("GET", "/debug/pprof/block", self._debug_nothing, ADMIN, plain=True, unlogged=True),
+            Route("GET", "/debug/pprof/threadcreate", self._debug_nothing, ADMIN, plain=True, unlogged=True),
+            Route("PUT", "/debug/setblockrate", self._debug_block_rate, ADMIN, plain=True),
+            Route("POST", "/debug/freememory", self._debug_free_memory, ADMIN, plain=True),
+        ]
+
+    async def _ping(self, request: Request) -> str:
+        health = self._broker.health
+        if health != "OK":
+            raise HttpError(500, health)
+        return health
+
+    async def _info(self, request: Request) -> dict[str, Any]:
+        broker, options = self._broker, self._broker.options
+        info: dict[str, Any] = {
+            "version": NSQ_VERSION,
+            "broadcast_address": options.broadcast_address,
+            "hostname": socket.gethostname(),
+            "http_port": port_of(broker.http_address),
+            "tcp_port": port_of(broker.tcp_address),
+            "start_time": broker.start_time,
+            "max_heartbeat_interval": options.max_heartbeat_interval,
+            "max_output_buffer_size": options.max_output_buffer_size,
+            "max_output_buffer_timeout": options.max_output_buffer_timeout,
+            "max_deflate_level": options.max_deflate_level,
+            "topology_zone": options.topology_zone,
+            "topology_region": options.topology_region,
+        }
+        # NSQ does not look at the query.
+        if "extended" in request.query and request.arguments().get("extended") == "true":
+            info["flintmq"] = broker.about()
+            if broker.http_port:
+                info["flintmq"]["http_address"] = f"{options.broadcast_address}:{broker.http_port}"
+        return info
+
+    async def _drain(self, request: Request) -> str:
+        """Draining goes on after the answer; the log and ``/stats`` tell how far it is."""
+        self._broker.drain()
+        return "OK"
+
+    # --- Publishing ------------------------------------------------------------------------------------------------
+
+    async def _pub(self, request: Request) -> str | Answer:
+        body = await request.body(self._broker.options.max_msg_size, "MSG_TOO_BIG")
+        if not body:
+            raise HttpError(400, "MSG_EMPTY")
+        return await self._publish(request, body, batch=False)
+
+    async def _mpub(self, request: Request) -> str | Answer:
+        body = await request.body(self._broker.options.max_body_size, "BODY_TOO_BIG")
+        return await self._publish(request, body, batch=True)
+
+    async def _publish(self, request: Request, body: bytearray, *, batch: bool) -> str | Answer:
+        publishing = self._publishing
+        header = request.headers.get("X-Flintmq-Key")
+        key = publishing.key(None if header is None else header.encode("utf-8", "surrogateescape"))
+        order = publishing.order(request.query, batch=batch)
+        topic = publishing.topic(order)
+        while (obstacle := publishing.obstacle(topic)) is not None:
+            await self._until(obstacle)
+            topic = publishing.topic(order)
+        data = bytearray(4) + body
+        is_repeat = False
+        if key:
+            commit, is_repeat = publishing.once(key, order, topic, data, 4, len(data), batch=batch)
+        else:
+            publish = publishing.batch if batch else publishing.message
+            commit = publish(order, topic, data, 4, len(data))
+        if commit is not None:
+            await self._until(commit.waiters.append)
+            if commit.error is not None:
+                raise refusal(commit.error)
+        return REPEATED if is_repeat else "OK"
+
+    async def _until(self, tell: Callable[[Callable[[], None]], None]) -> None:
+        """Wait for something that takes a callback."""
+        happened = self._loop.create_future()
+        tell(lambda: None if happened.done() else happened.set_result(None))
+        await happened
+
+    # --- How it is doing -------------------------------------------------------------------------------------------
+
+    async def _stats(self, request: Request) -> Any:
+        arguments = request.arguments()
+        wanted: dict[str, Any] = {
+            "topic": arguments.get("topic", ""),
+            "channel": arguments.get("channel", ""),
+            "include_clients": arguments.get("include_clients") not in ("false", "0"),
+            "include_mem": arguments.get("include_mem") not in ("false", "0"),
+        }
+        if arguments.get("format") == "json":
+            extended = arguments.get("extended") == "true"
+            return await stats.survey(self._broker, **wanted, extended=extended)
+        return await stats.report(self._broker, **wanted)
+
+    async def _metrics(self, request: Request) -> Answer:
+        body, content_type = await stats.scrape(self._broker)
+        return Answer(body, content_type)
+
+    # --- Topics and channels ---------------------------------------------------------------------------------------
+
+    async def _create_topic(self, request: Request) -> None:
+        name = _argument(request.arguments(), "topic")
+        if not valid_name(name):
+            raise HttpError(400, "INVALID_TOPIC")
+        try:
+            topic = self._broker.topic(name)
+        except PublishError as exc:
+            logger.error("TOPIC(%s): cannot be made - %s", name, exc)
+            raise HttpError(500, "INTERNAL_ERROR") from exc
+        await self._broker.as_safe_as(topic)
+
+    async def _delete_topic(self, request: Request) -> None:
+        topic = self._topic(request.arguments())
+        self._broker.delete_topic(topic.name)
+        await self._broker.as_safe_as(topic)
+
+    async def _empty_topic(self, request: Request) -> None:
+        arguments = request.arguments()
+        # Deleting and pausing look the name up without asking whether there can be such a one.
+        if not valid_name(_argument(arguments, "topic")):
+            raise HttpError(400, "INVALID_TOPIC")
+        topic = self._topic(arguments)
+        topic.empty()
+        await self._broker.as_safe_as(topic)
+
+    def _pause_topic(self, paused: bool) -> Callable[[Request], Awaitable[None]]:
+        async def handler(request: Request) -> None:
+            topic = self._topic(request.arguments())
+            topic.pause(paused)
+            await self._broker.as_safe_as(topic)
+
+        return handler
+
+    async def _create_channel(self, request: Request) -> None:
+        topic, name = self._channel_arguments(request)
+        topic.channel(name)
+        await self._broker.as_safe_as(topic)
+
+    async def _delete_channel(self, request: Request) -> None:
+        channel = self._channel(request)
+        channel.topic.delete_channel(channel.name)
+        await self._broker.as_safe_as(channel.topic)
+
+    async def _empty_channel(self, request: Request) -> None:
+        channel = self._channel(request)
+        channel.empty()
+        await self._broker.as_safe_as(channel.topic)
+
+    def _pause_channel(self, paused: bool) -> Callable[[Request], Awaitable[None]]:
+        async def handler(request: Request) -> None:
+            channel = self._channel(request)
+            channel.pause(paused)
+            await self._broker.as_safe_as(channel.topic)
+
+        return handler
+
+    def _topic(self, arguments: dict[str, str]) -> Topic:
+        try:
+            return self._broker.existing_topic(_argument(arguments, "topic"))
+        except NotFoundError as exc:
+            raise HttpError(404, "TOPIC_NOT_FOUND") from exc
+
+    def _channel_arguments(self, request: Request) -> tuple[Topic, str]:
+        arguments = request.arguments()
+        for kind in ("topic", "channel"):
+            if not valid_name(_argument(arguments, kind)):
+                raise HttpError(400, f"INVALID_ARG_{kind.upper()}")
+        return self._topic(arguments), arguments["channel"]
+
+    def _channel(self, request: Request) -> Channel:
+        topic, name = self._channel_arguments(request)
+        try:
+            return topic.existing_channel(name)
+        except NotFoundError as exc:
+            raise HttpError(404, "CHANNEL_NOT_FOUND") from exc
+
+    # --- Settings --------------------------------------------------------------------------------------------------
+
+    async def _get_config(self, request: Request) -> Any:
+        return self._setting(request.parameters["opt"])
+
+    def _setting(self, key: str) -> Any:
+        options = self._broker.options
+        for entry in option_table(type(options)).values():
+            if entry.key == key:
+                break
+        else:
+            raise HttpError(400, "INVALID_OPTION")
+        value = getattr(options, key)
+        if key == "statsd_prefix":
+            return self._statsd_prefix(value)
+        if entry.kind.words is not None and entry.kind.words[value] is not None:
+            value = entry.kind.words[value]
+        if isinstance(value, str):
+            return value
+        # Numbers, too, are JSON, not text; and a whole number has no fraction, whatever its type.
+        return int(value) if isinstance(value, float) and value.is_integer() else value
+
+    def _statsd_prefix(self, prefix: str) -> str:
+        options = self._broker.options
+        port = options.broadcast_http_port or max(port_of(self._broker.http_address), 0)
+        host = re.sub("[.:]", "_", f"{options.broadcast_address}:{port}")
+        prefix = prefix.replace("%s", host)
+        return prefix if not prefix or prefix.endswith(".") else prefix + "."
+
+    async def _put_config(self, request: Request) -> Any:
+        limit = self._broker.options.max_msg_size
+        body = await request.body(limit, "INVALID_VALUE")
+        if not body:
+            raise HttpError(413, "INVALID_VALUE")
+        key = request.parameters["opt"]
+        if key == "nsqlookupd_tcp_addresses":
+            try:
+                addresses = msgspec.json.decode(body, type=list[str] | None)
+            except msgspec.DecodeError as exc:
+                raise HttpError(400, "INVALID_VALUE") from exc
+            self._broker.change_options(nsqlookupd_tcp_addresses=tuple(addresses or ()))
+        elif key == "log_level":
+            try:
+                level = LOG_LEVEL.from_text(body.decode("utf-8", "replace"))
+            except ValueError as exc:
+                raise HttpError(400, "INVALID_VALUE") from exc
+            self._broker.change_options(log_level=level)
+        else:
+            raise HttpError(400, "INVALID_OPTION")
+        return self._setting(key)
+
+    # --- A look inside ---------------------------------------------------------------------------------------------
+
+    async def _debug_index(self, request: Request) -> Answer:
+        rows = "".join(
+            f'<tr><td><a href="/debug/pprof/{name}">{name}</a></td><td>{what}</td></tr>\n'
+            for name, what in _PROFILES.items()
+        )
+        page = f"<html>\n<title>/debug/pprof/</title>\n<body>\n<table>\n{rows}</table>\n</body>\n</html>\n"
+        return Answer(page.encode(), "text/html; charset=utf-8")
+
+    async def _debug_cmdline(self, request: Request) -> bytes:
+        return "\0".join(sys.argv).encode("utf-8", "surrogateescape")
+
+    async def _debug_symbol(self, request: Request) -> str:
+        # There are no addresses to look up: the profiles have names in them.
+        return "num_symbols: 0\n"
+
+    async def _debug_profile(self, request: Request) -> str:
+        text = request.arguments().get("seconds", "30")
+        if not text.isdecimal() or len(text) > 4 or not 0 < int(text) <= LONGEST_PROFILE:
+            raise HttpError(400, f"seconds must be a number from 1 to {LONGEST_PROFILE}")
+        if self._profiling:
+            raise HttpError(500, "Could not enable CPU profiling: cpu profiling already in use")
+        self._profiling = True
+        over = threading.Event()
+        try:
+            return await self._loop.run_in_executor(None, _profile, threading.get_ident(), int(text), over)
+        finally:
+            over.set()
+            self._profiling = False
+
+    async def _debug_heap(self, request: Request) -> str:
+        return await self._loop.run_in_executor(None, _heap)
+
+    async def _debug_tasks(self, request: Request) -> str:
+        lines = []
+        names = {thread.ident: thread.name for thread in threading.enumerate()}
+        for ident, frame in sys._current_frames().items():
+            lines.append(f"thread {names.get(ident, ident)}\n{''.join(traceback.format_stack(frame))}")
+        for task in asyncio.all_tasks():
+            stack = "".join("".join(traceback.format_stack(frame, 1)) for frame in task.get_stack())
+            lines.append(f"task {task.get_name()} {task.get_coro()}\n{stack}")
+        return "\n".join(lines)
+
+    async def _debug_nothing(self, request: Request) -> str:
+        name = request.path.rpartition("/")[2]
+        return f"{name}: this profile has no meaning in Python; see /debug/pprof/ for those that have\n"
+
+    async def _debug_block_rate(self, request: Request) -> None:
+        text = request.arguments().get("rate", "")
+        if re.fullmatch(r"[+-]?[0-9]{1,18}", text) is None:
+            raise HttpError(400, f'invalid block rate : strconv.Atoi: parsing "{text}": invalid syntax')
+
+    async def _debug_free_memory(self, request: Request) -> None:
+        gc.collect()
+
+
+_PROFILES = {
+    "cmdline": "the command line",
+    "goroutine": "stacks of all threads and tasks",
+    "heap": "memory, and what it is used for",
+    "profile": "where the time goes: stacks with their number of samples, for ?seconds=N",
+}
+
+
+def _profile(thread: int, seconds: int, over: threading.Event) -> str:
+    """Look where the event loop is, again and again. Stacks in the folded form that flame graphs are made from."""
+    stacks: Counter[str] = Counter()
+    end = time.monotonic() + seconds
+    while time.monotonic() < end and not over.wait(PROFILE_INTERVAL):
+        frame = sys._current_frames().get(thread)
+        if frame is not None:
+            stacks[_folded(frame)] += 1
+    return "".join(f"{stack} {count}\n" for stack, count in stacks.most_common())
+
+
+def _folded(frame: FrameType | None) -> str:
+    calls: list[str] = []
+    while frame is not None:
+        code = frame.f_code
+        calls.append(f"{os.path.basename(code.co_filename)}:{code.co_qualname}")
+        frame = frame.f_back
+    return ";".join(reversed(calls))
+
+
+def _heap() -> str:
+    objects = Counter(type(found).__qualname__ for found in gc.get_objects())
+    lines = [f"objects that the collector knows: {objects.total()}"]
+    try:
+        with open("/proc/self/status", encoding="ascii", errors="replace") as file:
+            lines += [line.rstrip() for line in file if line.startswith(("VmRSS", "VmHWM", "VmData", "Threads"))]
+    except OSError:
+        pass
+    lines += [f"collections by generation: {[generation['collections'] for generation in gc.get_stats()]}", ""]
+    lines += [f"{count:10} {name}" for name, count in objects.most_common(50)]
+    return "\n".join(lines) + "\n"
+
+
+def _argument(arguments: dict[str, str], kind: str) -> str:
+    if kind not in arguments:
+        raise HttpError(400, f"MISSING_ARG_{kind.upper()}")
+    return arguments[kind]
+
+
+def port_of(address: str) -> int:
+    """The port of ``host:port``; -1 for the path of a unix socket, 0 for nothing at all."""
+    port = address.rpartition(":")[2]
+    return int(port) if port.isdigit() else -1 if address else 0
+
+
+# --- Handing over -----------------------------------------------------------------------------------------------------
+
+
+class _GeneralServer:
+    """The server that takes over connections from the lane of one listener, made when the first of them comes."""
+
+    def __init__(self, broker: Broker, site: Site, refused: Answer | None) -> None:
+        self._broker = broker
+        self._site = site
+        self._refusal = refused
+        self._server: Server | None = None
+        self._starting: asyncio.Task[None] | None = None
+        self._waiting: list[tuple[asyncio.Transport, bytes]] = []
+        self._closed = False
+
+    def take(self, transport: asyncio.Transport, data: bytes) -> None:
+        """The connection is aiohttp's from here on; it gets what was read from it so far."""
+        if self._server is not None:
+            self._hand_over(self._server, transport, data)
+            return
+        transport.pause_reading()
+        self._waiting.append((transport, data))
+        if self._starting is None:
+            self._starting = asyncio.get_running_loop().create_task(self._start())
+
+    async def _start(self) -> None:
+        await load("aiohttp.web")
+        if self._closed:
+            return
+        options = self._broker.options
+        self._server = Server(
+            self._site,
+            idle=IDLE_SECONDS,
+            head=options.http_header_timeout / 1e9,
+            body=options.http_body_timeout / 1e9,
+            refusal=self._refusal,
+        )
+        waiting, self._waiting = self._waiting, []
+        for transport, data in waiting:
+            self._hand_over(self._server, transport, data)
+
+    def _hand_over(self, server: Server, transport: asyncio.Transport, data: bytes) -> None:
+        connections = self._broker.connections
+        if transport.is_closing():
+            if connections is not None:
+                connections.release(transport)
+            return
+        protocol = server.protocol(None if connections is None else partial(connections.release, transport))
+        if isinstance(transport, SocketTransport):
+            transport.protocol = _Handed(protocol, transport.sock)
+        else:
+            transport.set_protocol(protocol)
+        protocol.connection_made(transport)
+        protocol.data_received(data)
+        transport.resume_reading()
+
+    def drop(self) -> None:
+        self._closed = True
+        for transport, _ in self._waiting:
+            transport.abort()
+        self._waiting.clear()
+        if self._server is not None:
+            self._server.abort()
+
+    async def close(self) -> None:
+        if self._starting is not None:
+            # Those who asked are still answered.
+            await self._starting
+        if self._server is not None:
+            await self._server.close()
+        self.drop()
+
+
+class _Handed:
+    """aiohttp's protocol, as a plain socket of the Poller sees it."""
+
+    lane = None
+
+    def __init__(self, protocol: asyncio.Protocol, sock: socket.socket) -> None:
+        self._protocol = protocol
+        self._socket = sock
+        self.connection_made = protocol.connection_made
+        self.connection_lost = protocol.connection_lost
+        self.eof_received = protocol.eof_received
+        self.pause_writing = protocol.pause_writing
+        self.resume_writing = protocol.resume_writing
+
+    def receive(self) -> None:
+        data = self._socket.recv(RECEIVE_BYTES)
+        if not data:
+            raise EOFError
+        self._protocol.data_received(data)

@@ -1,0 +1,888 @@
+"""The HTTP port's own way for publishes: bytes in, one append, the answer when it is committed.
+
+``Publishing`` is what ``/pub`` and ``/mpub`` do, for both ways in. An ``HttpLane`` serves connections that publish: it
+owns them, their deadlines, and what it knows of request heads that were seen before. A producer sends the same head
+again and again, so a head is parsed once and looked up after that. A connection that asks for anything else is handed,
+with its bytes, to the general server (``web``), and stays there; publishes work there too, only not as fast.
+
+One request per connection is under way at a time: answers are in order, and nobody can pile up work. What a client has
+sent beyond that waits in its buffer, and then in its socket.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import re
+import socket
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from functools import partial
+from struct import Struct
+from typing import TYPE_CHECKING, cast
+
+from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
+
+from flintmq.broker.delivery.topic import SLICED_FROM, Commit, Piece, Topic, slices
+from flintmq.broker.net.sockets import SocketTransport
+from flintmq.errors import HttpError, LimitError, PublishError
+from flintmq.http.site import (
+    CONTINUE,
+    LINGER_SECONDS,
+    PUBLISH,
+    TEXT,
+    Answer,
+    envelope,
+    parse_query,
+    render,
+    split_target,
+)
+from flintmq.kernel import SCAN_BAD, SCAN_MORE, Scan, line_records, send_each
+from flintmq.protocol.wire import valid_key, valid_name
+
+if TYPE_CHECKING:
+    from flintmq.broker.daemon import Broker
+    from flintmq.http.site import Site
+
+__all__ = ["HttpConnection", "HttpLane", "Order", "Publishing", "refusal"]
+
+_u32 = Struct(">I")
+_i32 = Struct(">i")
+_sized = _u32.pack
+_MS = 1_000_000
+
+#: How many queries and request heads are remembered, and how long a head worth remembering may be.
+REMEMBERED = 1024
+LONGEST_REMEMBERED = 2048
+#: A request line with all headers; and the line before a chunk.
+LONGEST_HEAD = 64 << 10
+LONGEST_CHUNK_LINE = 4096
+#: How often deadlines are looked at.
+SWEEP_SECONDS = 5.0
+#: A connection without a request is kept this long. NSQ keeps it for ever, and a producer's pool counts on that.
+IDLE_SECONDS = 3600.0
+#: What is read from a client that is ahead of its answers.
+READ_AHEAD = 256 << 10
+#: Text that is taken apart into messages before the loop is handed back.
+TEXT_SLICE = 64 << 10
+
+
+OK = envelope("OK")
+#: A publish under a key that was known.
+REPEATED = envelope(Answer(b"OK", TEXT, headers={"X-Flintmq-Repeat": "true"}))
+
+_DAYS = ("Mon", "Tue", "Wed", "Thu", "Fri", "Sat", "Sun")
+_MONTHS = ("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec")
+
+# --- What a publish does ----------------------------------------------------------------------------------------------
+
+
+class Order:
+    """What the query of a publish asks for."""
+
+    __slots__ = ("binary", "delay", "name")
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        #: In nanoseconds; -1 if what the query says is no delay.
+        self.delay = 0
+        self.binary = False
+
+
+def refusal(error: Exception) -> HttpError:
+    """What is answered to a publish that was refused. NSQ has one word for all reasons; a limit says which it is."""
+    if isinstance(error, LimitError):
+        return HttpError(error.http_status, str(error))
+    return HttpError(503, "EXITING")
+
+
+_NUMBER = re.compile(r"[+-]?[0-9]+")
+_HEXADECIMAL = re.compile(rb"[0-9A-Fa-f]+")
+
+
+class Publishing:
+    """``/pub`` and ``/mpub``: all their checks, in NSQ's order, and the append."""
+
+    def __init__(self, broker: Broker) -> None:
+        self._broker = broker
+        self._orders: dict[tuple[bool, str], Order] = {}
+
+    def forget(self) -> None:
+        """The options have changed."""
+        self._orders.clear()
+
+    def order(self, query: str, *, batch: bool) -> Order:
+        """HttpError if the query cannot be parsed or names no topic."""
+        order = self._orders.get((batch, query))
+        if order is None:
+            order = self._read_order(query, batch)
+            if len(self._orders) >= REMEMBERED:
+                self._orders.clear()
+            self._orders[batch, query] = order
+        return order
+
+    def _read_order(self, query: str, batch: bool) -> Order:
+        arguments = parse_query(query)
+        name = arguments.get("topic")
+        if name is None:
+            raise HttpError(400, "MISSING_ARG_TOPIC")
+        if not valid_name(name):
+            raise HttpError(400, "INVALID_TOPIC")
+        order = Order(name)
+        if batch:
+            # Anything but these two is binary, as in NSQ: also "no" and "False".
+            order.binary = arguments.get("binary", "false") not in ("false", "0")
+        elif "defer" in arguments:
+            text = arguments["defer"]
+            # Twenty digits are beyond every limit, and int() has one of its own.
+            order.delay = max(-1, int(text) * _MS) if len(text) <= 20 and _NUMBER.fullmatch(text) else -1
+        return order
+
+    def topic(self, order: Order) -> Topic:
+        """The topic, made if need be. HttpError if it cannot be, or if the deferral is none."""
+        try:
+            topic = self._broker.topic(order.name)
+        except PublishError as exc:
+            raise refusal(exc) from exc
+        if order.delay and not 0 < order.delay <= topic.settings.max_defer:
+            raise HttpError(400, "INVALID_DEFER")
+        return topic
+
+    def obstacle(self, topic: Topic) -> Callable[[Callable[[], None]], None] | None:
+        """What a publish has to wait for, as something to give a callback to; None: nothing."""
+        if topic.busy:
+            return topic.when_free
+        return self._broker.when_relieved if self._broker.store.congested else None
+
+    def key(self, header: bytes | None) -> bytes:
+        """The key of a publish, empty if it has none. HttpError if it is no good."""
+        if header is None:
+            return b""
+        if not valid_key(header):
+            raise HttpError(400, "INVALID_KEY")
+        return header
+
+    def once(
+        self, key: bytes, order: Order, topic: Topic, data: bytearray, pos: int, stop: int, *, batch: bool
+    ) -> tuple[Commit | None, bool]:
+        """Publish ``data[pos:stop]``, unless it was done before under this key: what to wait for, and was it?"""
+        if batch and not order.binary and not data[pos:stop].strip(b"\n"):
+            # A batch of no messages: nothing is stored, so the key stays free.
+            return None, False
+        publish = partial(self.batch if batch else self.message, order, topic, data, pos, stop)
+        try:
+            return topic.once(key, publish)
+        except PublishError as exc:
+            raise refusal(exc) from exc
+
+    def message(
+        self, order: Order, topic: Topic, data: bytearray, pos: int, stop: int, extra: bytes = b""
+    ) -> Commit | None:
+        """Publish ``data[pos:stop]``. The four bytes before ``pos`` are overwritten: they become its size."""
+        _u32.pack_into(data, pos - 4, stop - pos)
+        try:
+            return topic.publish(data, pos - 4, stop, 1, delay=order.delay, extra=extra)
+        except PublishError as exc:
+            raise refusal(exc) from exc
+
+    def batch(
+        self, order: Order, topic: Topic, data: bytearray, pos: int, stop: int, extra: bytes = b""
+    ) -> Commit | None:
+        """Publish the messages of ``data[pos:stop]``, all or none."""
+        count = 0
+        if order.binary:
+            pos, stop, count = self._check_binary(data, pos, stop)
+        else:
+            _check_lines(data, pos, stop, self._broker.options.max_msg_size)
+        try:
+            if count > SLICED_FROM or (not count and stop - pos > TEXT_SLICE):
+                # A copy of our own: the buffer it came in is used again before the last slice is appended.
+                data = data[pos:stop]
+                pieces = slices(data, 0, len(data), count) if count else _lines(data, 0, len(data))
+                return topic.publish_slices(pieces, extra)
+            piece = (data, pos, stop, count) if count else next(_lines(data, pos, stop), None)
+            # Nothing but empty lines is a batch of no messages, and fine.
+            return topic.publish(*piece, extra=extra) if piece is not None else None
+        except PublishError as exc:
+            raise refusal(exc) from exc
+
+    def _check_binary(self, data: bytearray, pos: int, stop: int) -> tuple[int, int, int]:
+        """``[count]{[size][body]}``: where the records start and stop, and how many they are."""
+        options = self._broker.options
+        if stop - pos < 4:
+            raise HttpError(413, "BAD_BODY")
+        count = int(_i32.unpack_from(data, pos)[0])
+        if not 0 < count <= (options.max_body_size - 4) // 5:
+            raise HttpError(413, "BAD_BODY")
+        scan = Scan(pos + 4)
+        if scan.run(data, stop, count, options.max_msg_size) in (SCAN_MORE, SCAN_BAD):
+            raise HttpError(413, "BAD_MESSAGE")
+        return pos + 4, scan.pos, count
+
+
+def _check_lines(data: bytearray, pos: int, stop: int, longest: int) -> None:
+    """HttpError if a line is too long. Looks only where a line could be: from limit to limit."""
+    while stop - pos > longest:
+        newline = data.rfind(b"\n", pos, pos + longest + 1)
+        if newline < 0:
+            raise HttpError(413, "MSG_TOO_BIG")
+        pos = newline + 1
+
+
+def _lines(data: bytearray, pos: int, stop: int) -> Iterator[Piece]:
+    """The lines of a text as records, in pieces of bounded length; empty lines are no messages."""
+    while pos < stop:
+        end = stop
+        if stop - pos > TEXT_SLICE:
+            newline = data.rfind(b"\n", pos, pos + TEXT_SLICE)
+            if newline < 0:
+                newline = data.find(b"\n", pos, stop)
+            end = newline + 1 if newline >= 0 else stop
+        records, count = line_records(data, pos, end)
+        pos = end
+        if count:
+            yield records, 0, len(records), count
+
+
+# --- Heads ------------------------------------------------------------------------------------------------------------
+
+
+class Head:
+    """A request head that was understood: a publish, and how its body comes."""
+
+    __slots__ = ("batch", "chunked", "expects", "keep_alive", "key", "length", "order", "query")
+
+    def __init__(self, query: str, *, batch: bool) -> None:
+        self.query = query
+        self.batch = batch
+        self.length = 0
+        self.chunked = False
+        self.expects = False
+        self.keep_alive = True
+        #: Under which the body is published, at most once.
+        self.key: bytes | None = None
+        #: For the short way: a single message for a topic that is there, to be delivered at once.
+        self.order: Order | None = None
+
+
+class _Headers:
+    """What the parser calls."""
+
+    def __init__(self) -> None:
+        self.url = b""
+        self.fields: dict[bytes, bytes] = {}
+        self.repeated = False
+        self.complete = False
+
+    def on_url(self, url: bytes) -> None:
+        self.url += url
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        name = name.lower()
+        self.repeated |= name in self.fields
+        self.fields[name] = value
+
+    def on_headers_complete(self) -> None:
+        self.complete = True
+
+
+# --- Connections ------------------------------------------------------------------------------------------------------
+
+
+class HttpLane:
+    """What the connections of one listener share."""
+
+    def __init__(
+        self,
+        broker: Broker,
+        site: Site,
+        publishing: Publishing,
+        hand_over: Callable[[asyncio.Transport, bytes], None],
+        *,
+        refused: bool = False,
+    ) -> None:
+        self.broker = broker
+        self.site = site
+        self.publishing = publishing
+        #: Gives a connection that does not publish, with its bytes, to the general server.
+        self.hand_over = hand_over
+        #: Nothing is served here: the general server says why.
+        self.refused = refused
+        self.connections: set[HttpConnection] = set()
+        self._arrived: list[tuple[HttpConnection, SocketTransport]] = []
+        self._heads: dict[bytes, Head] = {}
+        # The publishers of one commit, who get the same answer in one go.
+        self._commit: Commit | None = None
+        self._waiting: list[HttpConnection] = []
+        # The answer of nearly every request, made once per second.
+        self._ok = b""
+        self._ok_at = 0
+        self.loop = asyncio.get_running_loop()
+        self._timer = self.loop.call_later(SWEEP_SECONDS, self._sweep)
+
+    def connection(self) -> HttpConnection:
+        return HttpConnection(self)
+
+    def forget(self) -> None:
+        """Options or tokens have changed: look at every head again."""
+        self._heads.clear()
+
+    def close(self) -> None:
+        """End every connection. Answers that were given are still sent."""
+        self._timer.cancel()
+        for connection in list(self.connections):
+            connection.close()
+
+    def _sweep(self) -> None:
+        self._timer = self.loop.call_later(SWEEP_SECONDS, self._sweep)
+        now = self.loop.time()
+        for connection in list(self.connections):
+            connection.look(now)
+
+    def date(self) -> str:
+        """As HTTP wants it: in English, whatever the locale."""
+        now = time.gmtime()
+        return time.strftime(f"{_DAYS[now.tm_wday]}, %d {_MONTHS[now.tm_mon - 1]} %Y %H:%M:%S GMT", now)
+
+    def ok(self) -> bytes:
+        now = int(time.time())
+        if now != self._ok_at:
+            self._ok_at = now
+            self._ok = render(OK, self.date())
+        return self._ok
+
+    def head(self, data: bytes) -> Head | None:
+        """What a request head says. None if it is for the general server. HttpError if the client may not publish."""
+        head = self._heads.get(data)
+        return head if head is not None else self._parse(data)
+
+    def _parse(self, data: bytes) -> Head | None:
+        if self.refused:
+            return None
+        headers = _Headers()
+        parser = HttpRequestParser(headers)
+        try:
+            parser.feed_data(data)
+            path, query = split_target(headers.url.decode("utf-8", "surrogateescape"))
+        except (HttpParserError, HttpParserUpgrade, HttpError):
+            return None
+        fields = headers.fields
+        if not headers.complete or path not in ("/pub", "/mpub") or parser.get_method() != b"POST":
+            return None
+        encoding = fields.get(b"transfer-encoding", b"").lower()
+        expectation = fields.get(b"expect", b"").lower()
+        length = fields.get(b"content-length", b"0")
+        # Whatever is unusual about a publish, the general server knows what to say to it. What could be read in two
+        # ways is not read here at all: a proxy in front of us might read it the other way.
+        if (
+            parser.get_http_version() != "1.1"
+            or b"host" not in fields
+            or headers.repeated
+            or not length.isdigit()
+            or encoding not in (b"", b"chunked")
+            or (encoding and b"content-length" in fields)
+            or expectation not in (b"", b"100-continue")
+        ):
+            return None
+        if self.site.tokens is not None:
+            authorization = fields.get(b"authorization", b"").decode("utf-8", "surrogateescape")
+            self.site.tokens.check(authorization, PUBLISH)
+        head = Head(query, batch=path == "/mpub")
+        head.chunked = bool(encoding)
+        head.expects = bool(expectation)
+        head.keep_alive = parser.should_keep_alive()
+        head.key = fields.get(b"x-flintmq-key")
+        options = self.broker.options
+        if not head.chunked:
+            head.length = int(length)
+            if head.length > (options.max_body_size if head.batch else options.max_msg_size):
+                raise HttpError(413, "BODY_TOO_BIG" if head.batch else "MSG_TOO_BIG")
+        usual = head.keep_alive and not head.chunked and not head.expects
+        # A head with a key does not come again, or only with the same publish.
+        if usual and head.key is None and len(data) <= LONGEST_REMEMBERED:
+            if len(self._heads) >= REMEMBERED:
+                self._heads.clear()
+            self._heads[data] = head
+        return head
+
+    # --- The short way ---------------------------------------------------------------------------------------------
+
+    def add(self, connection: HttpConnection, transport: SocketTransport) -> bool:
+        """The connection's socket can be read; True if it is the first of this turn."""
+        self._arrived.append((connection, transport))
+        return len(self._arrived) == 1
+
+    def run(self) -> None:
+        """Read what has arrived. Single messages to one topic, with heads that are known, become one append."""
+        arrived, self._arrived = self._arrived, []
+        data, view = self.broker.receive_buffer, self.broker.receive_view
+        heads, topics = self._heads, self.broker.topics
+        topic: Topic | None = None
+        records = bytearray()
+        publishers: list[HttpConnection] = []
+        for connection, transport in arrived:
+            size = 0
+            if connection.quiet:
+                try:
+                    size = transport.sock.recv_into(view)
+                except (BlockingIOError, InterruptedError):
+                    continue
+                except OSError as exc:
+                    transport.fail(exc)
+                    continue
+                if not size:
+                    transport.ended()
+                    continue
+                body = data.find(b"\r\n\r\n", 0, size) + 4
+                head = heads.get(bytes(view[:body]))
+                if head is not None and head.order is not None and body + head.length == size:
+                    target = topics.get(head.order.name)
+                    if publishers and target is not topic:
+                        self._append(topic, records, publishers)
+                        records, publishers = bytearray(), []
+                    if target is not None and target.open:
+                        topic = target
+                        records += _sized(head.length)
+                        records += view[body:size]
+                        publishers.append(connection)
+                        continue
+            # Anything else, in its turn: it may well be a batch that keeps the topic busy.
+            if publishers:
+                self._append(topic, records, publishers)
+                records, publishers = bytearray(), []
+            if size:
+                connection.buffer_updated(size)
+            else:
+                transport.receive()
+        if publishers:
+            self._append(topic, records, publishers)
+
+    def _append(self, topic: Topic | None, records: bytearray, publishers: list[HttpConnection]) -> None:
+        assert topic is not None
+        for connection in publishers:
+            connection.begin()
+        try:
+            commit = topic.publish(records, 0, len(records), len(publishers))
+        except PublishError as exc:
+            for connection in publishers:
+                connection.refused(exc)
+            return
+        if commit is None:
+            self._answer(publishers)
+        else:
+            commit.waiters.append(lambda: self._committed(commit, publishers))
+
+    # --- Answers ---------------------------------------------------------------------------------------------------
+
+    def when_committed(self, commit: Commit, connection: HttpConnection) -> None:
+        if commit is not self._commit:
+            self._commit = commit
+            waiting: list[HttpConnection] = []
+            self._waiting = waiting
+            commit.waiters.append(lambda: self._committed(commit, waiting))
+        self._waiting.append(connection)
+
+    def _committed(self, commit: Commit, waiting: list[HttpConnection]) -> None:
+        if commit is self._commit:
+            self._commit = None
+        if commit.error is not None:
+            for connection in waiting:
+                connection.refused(commit.error or PublishError("exiting"))
+        else:
+            self._answer(waiting)
+
+    def _answer(self, publishers: list[HttpConnection]) -> None:
+        """``OK`` for all of them: where it can be, in one go."""
+        together = [connection for connection in publishers if connection.simple]
+        if len(together) < len(publishers):
+            for connection in publishers:
+                if not connection.simple:
+                    connection.committed()
+        ok = self.ok()
+        for i, sent in send_each([connection.fd for connection in together], ok):
+            together[i].transport.write(ok[sent:])
+        for connection in together:
+            connection.settled()
+
+
+class HttpConnection(asyncio.BufferedProtocol):
+    """One connection of a producer."""
+
+    def __init__(self, lane: HttpLane) -> None:
+        #: For the Poller too: it hands all that can be read in one turn to the lane.
+        self.lane = lane
+        self._broker = lane.broker
+        self._publishing = lane.publishing
+        self.transport: asyncio.Transport = cast(asyncio.Transport, None)
+        self._socket: socket.socket = cast(socket.socket, None)
+        #: Where answers can be sent to without the transport's help; -1: nowhere.
+        self.fd = -1
+        # What is left of unfinished requests, and of the first of them: its head, where its body starts.
+        self._held: bytearray | None = None
+        self._fill = 0
+        self._head: Head | None = None
+        self._body_at = 0
+        # A chunked body: what there is of it, behind four free bytes, and how far the chunks were read.
+        self._chunks: bytearray | None = None
+        self._chunks_at = 0
+        # The request that is under way: is it waiting for its commit, and is it the last one?
+        self._pending = False
+        self._last = False
+        self._paused = False
+        self._ended = False
+        self._writable = True
+        self._closing = False
+        self._linger: asyncio.TimerHandle | None = None
+        # Deadlines: when an unfinished request began to keep us waiting; what was done at the last look.
+        self._since = 0.0
+        self._requests = 0
+        self._seen = -1
+        self._idle_since = 0.0
+
+    # --- The connection --------------------------------------------------------------------------------------------
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        self.transport = cast(asyncio.Transport, transport)
+        sock = transport.get_extra_info("socket")
+        if sock is not None:
+            self._socket = sock
+            if sock.family != getattr(socket, "AF_UNIX", None):
+                sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if isinstance(transport, SocketTransport):
+            self.fd = transport.fd
+        self.lane.connections.add(self)
+        self._limit_connections()
+
+    def _limit_connections(self) -> None:
+        connections = self._broker.connections
+        if connections is None:
+            return
+        peer = self.transport.get_extra_info("peername")
+        reason = connections.admit(self.transport, str(peer[0]) if isinstance(peer, tuple) else "")
+        if reason:
+            # It gets the reason, but no time to read it: descriptors are what is short.
+            self.transport.write(render(replace(envelope(HttpError(503, reason)), close=True), self.lane.date()))
+            self.close()
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        # The descriptor may soon be another connection's.
+        self.fd = -1
+        self._closing = True
+        self._held = None
+        self.lane.connections.discard(self)
+        if self._broker.connections is not None:
+            self._broker.connections.release(self.transport)
+        if self._linger is not None:
+            self._linger.cancel()
+
+    def close(self) -> None:
+        self._closing = True
+        self.transport.close()
+
+    def look(self, now: float) -> None:
+        """Every few seconds: is this client keeping us waiting?"""
+        if self._held is not None and not self._pending and not self._paused:
+            options = self._broker.options
+            limit = options.http_header_timeout if self._head is None else options.http_body_timeout
+            if now - self._since > limit / 1e9:
+                self._closing = True
+                self.transport.abort()
+        elif self._requests != self._seen or self._pending or self._paused:
+            self._seen = self._requests
+            self._idle_since = now
+        elif now - self._idle_since > IDLE_SECONDS:
+            self.close()
+
+    def pause_writing(self) -> None:
+        self._writable = False
+
+    def resume_writing(self) -> None:
+        self._writable = True
+        self._go_on()
+
+    # --- Input -----------------------------------------------------------------------------------------------------
+
+    def get_buffer(self, sizehint: int) -> memoryview:
+        held = self._held
+        if held is None:
+            return self._broker.receive_view
+        if self._fill == len(held):
+            # Grows as bytes arrive, never by what a length promises.
+            self._held = held = held + bytes(len(held))
+        return memoryview(held)[self._fill :]
+
+    def buffer_updated(self, size: int) -> None:
+        if self._closing:
+            return
+        if self._held is None:
+            self._take(self._broker.receive_buffer, size)
+        else:
+            self._fill += size
+            self._take(self._held, self._fill)
+
+    def receive(self) -> None:
+        """Read from the plain socket. EOFError or OSError when the connection has ended."""
+        size = self._socket.recv_into(self.get_buffer(-1))
+        if not size:
+            raise EOFError
+        self.buffer_updated(size)
+
+    def eof_received(self) -> bool:
+        """The client sends no more: whole requests that it has sent are still answered."""
+        self._ended = True
+        return self._pending or self._paused or not self._writable
+
+    def _take(self, data: bytearray, stop: int) -> None:
+        """Serve the requests in ``data[:stop]`` and keep the rest."""
+        pos = 0
+        while pos < stop and not (self._pending or self._paused or self._closing) and self._writable:
+            try:
+                after = self._request(data, pos, stop)
+            except HttpError as exc:
+                # Only a part of the request was read: what follows is no beginning of another.
+                self._end(envelope(exc))
+                break
+            if after < 0:
+                break
+            pos = after
+        left = stop - pos
+        if not left or self._closing:
+            self._held = None
+            self._since = 0.0
+            return
+        if self._held is not data:
+            held = bytearray(max(2 * left, 512))
+            held[:left] = data[pos:stop]
+            self._held = held
+        elif pos:
+            data[:left] = data[pos:stop]
+        self._fill = left
+        if not self._since:
+            self._since = self.lane.loop.time()
+        if self._pending and left > READ_AHEAD and not self._paused:
+            self._pause(None)
+
+    def _request(self, data: bytearray, pos: int, stop: int) -> int:
+        """Serve one request; where the next one starts, -1 if it is not all there or has to wait."""
+        head = self._head
+        if head is None:
+            end = data.find(b"\r\n\r\n", pos, min(stop, pos + LONGEST_HEAD))
+            if end < 0:
+                if stop - pos >= LONGEST_HEAD:
+                    self._end(Answer(b"431 Request Header Fields Too Large", TEXT, 431))
+                return -1
+            body = end + 4
+            head = self.lane.head(bytes(memoryview(data)[pos:body]))
+            if head is None:
+                self._leave(data, pos, stop)
+                return stop
+        else:
+            body = pos + self._body_at
+        if head.chunked:
+            return self._chunked(head, data, pos, body, stop)
+        after = body + head.length
+        if after > stop or not self._publish(head, data, body, after):
+            self._begin(head, body - pos)
+            return -1
+        self._head = None
+        self._since = 0.0
+        return after
+
+    def _begin(self, head: Head, body_at: int) -> None:
+        """The head is known, but the request is not all there or has to wait."""
+        if self._head is None:
+            self._head = head
+            self._body_at = body_at
+            # The head is in; the body has a time of its own, all of it, however it trickles in.
+            self._since = 0.0
+            if head.expects:
+                self.transport.write(CONTINUE)
+
+    def _chunked(self, head: Head, data: bytearray, pos: int, body: int, stop: int) -> int:
+        """A body in chunks: each ``size in hex [;…] CRLF bytes CRLF``, an empty one, header lines, an empty line."""
+        limit = self._broker.options.max_body_size if head.batch else self._broker.options.max_msg_size
+        if self._chunks is None:
+            self._chunks, self._chunks_at = bytearray(4), body - pos
+            self._begin(head, body - pos)
+        at = pos + self._chunks_at
+        while True:
+            line = data.find(b"\r\n", at, min(stop, at + LONGEST_CHUNK_LINE))
+            if line < 0:
+                if stop - at >= LONGEST_CHUNK_LINE:
+                    raise HttpError(500, "INTERNAL_ERROR")
+                return -1
+            size = _chunk_size(bytes(memoryview(data)[at:line]))
+            if size == 0:
+                break
+            if len(self._chunks) - 4 + size > limit:
+                raise HttpError(413, "BODY_TOO_BIG" if head.batch else "MSG_TOO_BIG")
+            after = line + 2 + size
+            if after + 2 > stop:
+                return -1
+            if data[after : after + 2] != b"\r\n":
+                raise HttpError(500, "INTERNAL_ERROR")
+            self._chunks += memoryview(data)[line + 2 : after]
+            at = after + 2
+            self._chunks_at = at - pos
+            if at - pos - body > 2 * limit + LONGEST_HEAD:
+                # Tiny chunks with long extensions: they cost us more than the body they carry.
+                raise HttpError(413, "BODY_TOO_BIG" if head.batch else "MSG_TOO_BIG")
+        # Trailers mean nothing here. They end with an empty line, which may follow at once.
+        end = data.find(b"\r\n\r\n", line, stop)
+        if end < 0:
+            if stop - line > LONGEST_HEAD:
+                raise HttpError(500, "INTERNAL_ERROR")
+            return -1
+        if not self._publish(head, self._chunks, 4, len(self._chunks)):
+            return -1
+        self._head = self._chunks = None
+        self._since = 0.0
+        return end + 4
+
+    def _publish(self, head: Head, data: bytearray, pos: int, stop: int) -> bool:
+        """The request is all there. False if it has to wait."""
+        publishing = self._publishing
+        batch = head.batch
+        is_repeat = False
+        try:
+            if pos == stop and not batch:
+                raise HttpError(400, "MSG_EMPTY")
+            key = publishing.key(head.key)
+            order = publishing.order(head.query, batch=batch)
+            topic = publishing.topic(order)
+            obstacle = publishing.obstacle(topic)
+            if obstacle is not None:
+                self._pause(obstacle)
+                return False
+            if key:
+                commit, is_repeat = publishing.once(key, order, topic, data, pos, stop, batch=batch)
+            elif batch:
+                commit = publishing.batch(order, topic, data, pos, stop)
+            else:
+                commit = publishing.message(order, topic, data, pos, stop)
+        except HttpError as exc:
+            self._last = not head.keep_alive
+            self._answer(envelope(exc))
+            return True
+        if not (batch or order.delay or key):
+            head.order = order
+        self._requests += 1
+        self._last = not head.keep_alive
+        if commit is not None:
+            self._pending = True
+            if is_repeat:
+                commit.waiters.append(partial(self._repeated, commit))
+            else:
+                self.lane.when_committed(commit, self)
+        elif is_repeat:
+            self._answer(REPEATED)
+        elif self._last:
+            self._answer(OK)
+        else:
+            self.transport.write(self.lane.ok())
+        return True
+
+    def _pause(self, until: Callable[[Callable[[], None]], None] | None) -> None:
+        """Read no further until something has happened."""
+        self._paused = True
+        self.transport.pause_reading()
+        if until is not None:
+            until(self._resume)
+
+    def _resume(self) -> None:
+        if not self._paused or self._closing:
+            return
+        self._paused = False
+        self._go_on()
+        # What was waited for may be there again.
+        if not self._paused and not self._closing:
+            self.transport.resume_reading()
+
+    def _go_on(self) -> None:
+        """Look at what has arrived meanwhile."""
+        if self._held is not None and not (self._pending or self._paused or self._closing):
+            self._take(self._held, self._fill)
+        if self._ended and not (self._pending or self._paused or self._closing):
+            self.close()
+
+    def _leave(self, data: bytearray, pos: int, stop: int) -> None:
+        """Not for us: the general server takes it from here."""
+        self._closing = True
+        self.fd = -1
+        self.lane.connections.discard(self)
+        self.lane.hand_over(self.transport, bytes(memoryview(data)[pos:stop]))
+
+    # --- Output ----------------------------------------------------------------------------------------------------
+
+    @property
+    def quiet(self) -> bool:
+        """Is there nothing under way here, so that a request can take the short way?"""
+        return not (self._pending or self._held is not None or self._closing or self._paused) and self._writable
+
+    def begin(self) -> None:
+        """A request came the short way."""
+        self._requests += 1
+        self._pending = True
+
+    @property
+    def simple(self) -> bool:
+        """Can its answer be sent together with others: one like all, on a plain socket with nothing unsent?"""
+        return self.fd >= 0 and self._writable and not self._last and not self._closing
+
+    def committed(self) -> None:
+        """The publish is safe, and its answer is not sent yet."""
+        if not self._closing:
+            self._answer(OK)
+        self.settled()
+
+    def _repeated(self, commit: Commit) -> None:
+        """What this request repeats is safe, or is not to be."""
+        if commit.error is not None:
+            self.refused(commit.error)
+            return
+        if not self._closing:
+            self._answer(REPEATED)
+        self.settled()
+
+    def settled(self) -> None:
+        """The answer is sent: on to the next request."""
+        self._pending = False
+        if self._held is not None or self._ended:
+            # Not at once: a commit is being resolved, and its topic cannot take another publish in the middle of that.
+            self._broker.later(self._resume if self._paused else self._go_on)
+
+    def refused(self, error: Exception) -> None:
+        """The publish could not be made safe."""
+        if not self._closing:
+            self._answer(envelope(refusal(error)))
+        self.settled()
+
+    def _answer(self, answer: Answer) -> None:
+        if self._last:
+            self._end(answer)
+        else:
+            # The whole request was read, so the connection can go on, whatever came of it.
+            self.transport.write(render(replace(answer, close=False), self.lane.date()))
+
+    def _end(self, answer: Answer) -> None:
+        """The last answer. The peer gets a moment to read it.
+
+        Closing at once with unread input in the socket would reset the connection and could cost the peer the answer.
+        """
+        self._closing = True
+        transport = self.transport
+        transport.write(render(replace(answer, close=True), self.lane.date()))
+        if transport.can_write_eof():
+            transport.write_eof()
+            transport.resume_reading()
+            self._linger = self.lane.loop.call_later(LINGER_SECONDS, transport.abort)
+        else:
+            transport.close()
+
+
+def _chunk_size(line: bytes) -> int:
+    digits = line.partition(b";")[0].strip(b" \t")
+    # Others may take a line feed, or a carriage return, alone for the end of the line.
+    if not 0 < len(digits) <= 8 or _HEXADECIMAL.fullmatch(digits) is None or b"\n" in line or b"\r" in line:
+        raise HttpError(500, "INTERNAL_ERROR")
+    return int(digits, 16)

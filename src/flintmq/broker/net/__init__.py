@@ -1,0 +1,1 @@
+"""Connections of the broker: sockets, sessions and their commands, TLS, authorization."""

@@ -1,0 +1,672 @@
+"""What happened to messages, topics and channels: one append-only file per broker, with snapshots.
+
+The Journal owns its files and what is durable about everything but the messages' bytes. Owners append to it; only the
+Broker replays it, at the start, into plain ``State`` objects. It knows nothing of sockets, blocks or segments.
+
+A journal file ``journal-<n>`` is a header and batches, one per write:
+
+    header   magic (8) | version (2) | reserved (2) | salt (4) | number (8) | boot id (16) | crc (4)
+    batch    salt (4) | length (4) | crc of the entries (4) | entries
+    entry    kind (1) | length (4) | payload
+
+A snapshot ``snapshot-<n>`` has the same form and holds the state before ``journal-<n>``, so that everything older can
+go. It is built in slices while ``journal-<n>`` is already being written; that is right because every entry states
+what is, not what changed: replaying one that the snapshot already knows changes nothing.
+
+Entries of kind DONE and BACK are numbers, because there are many; all others are MessagePack lists ``[verb, …]``.
+Files have their space allocated ahead, so that finishing messages can free a full disk.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import os
+from array import array
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from struct import Struct
+from typing import Any, Protocol, TypeVar
+
+import google_crc32c
+import msgspec
+
+from flintmq.broker.storage.disk import BACKGROUND, COMMIT, Clock, Disk, pack_numbers, unpack_numbers
+from flintmq.broker.storage.ranges import Ranges
+from flintmq.errors import FormatError, StorageError
+
+__all__ = [
+    "ANOTHER_BOOT",
+    "NEVER",
+    "SIDE",
+    "ChannelState",
+    "Journal",
+    "State",
+    "TopicState",
+    "read_batches",
+    "read_head",
+]
+
+logger = logging.getLogger(__name__)
+
+_MAGIC = b"FLINTJNL"
+_VERSION = 1
+_file_head = Struct(">8sHHIQ16s")
+_batch_head = Struct(">III")
+_entry_head = Struct(">BI")
+_number = Struct(">I")
+#: The header of a file with its checksum; batches follow.
+FILE_HEADER = _file_head.size + 4
+
+DONE, BACK, NOTE = 1, 2, 3
+
+#: Seqs from here on are those of a topic's side log: messages for one channel only.
+SIDE = 1 << 53
+#: Beyond every seq.
+NEVER = 1 << 54
+#: Stands for a due time on a clock that no longer runs.
+ANOTHER_BOOT = -1
+#: A new file is begun at this size.
+ROLL_AT = 8 << 20
+_SPACE = ROLL_AT + (1 << 20)
+#: Channels whose state goes into a snapshot before the loop is handed back.
+_SLICE = 50
+
+
+Key = TypeVar("Key")
+
+
+@dataclass(slots=True)
+class ChannelState:
+    """A channel as the journal knows it."""
+
+    id: int
+    name: str
+    paused: bool = False
+    #: Not finished: all from its start on, seqs that do not exist yet included.
+    outstanding: Ranges = field(default_factory=Ranges)
+    #: Delivered before, or to be delivered later: seq → (attempts so far, due on the clock, due on the wall; 0: now).
+    back: dict[int, tuple[int, int, int]] = field(default_factory=dict)
+
+    def finish(self, first: int, stop: int) -> None:
+        self.outstanding.remove(first, stop)
+        if self.back:
+            if stop - first < len(self.back):
+                for seq in range(first, stop):
+                    self.back.pop(seq, None)
+            else:
+                for seq in [seq for seq in self.back if first <= seq < stop]:
+                    del self.back[seq]
+
+
+@dataclass(slots=True)
+class TopicState:
+    """A topic as the journal knows it."""
+
+    name: str
+    incarnation: int
+    base: int
+    #: Seqs below it may have been used.
+    ceiling: int
+    #: Everything before it is known to be on the device.
+    durable: int
+    #: Where ``pumped`` stands still: the topic is paused or has no channel. None: it moves with the log.
+    frozen: int | None
+    paused: bool = False
+    #: Where the log ended, after a clean stop.
+    end: int | None = None
+    #: Everything before it in the side log is known to be on the device, and may be gone again.
+    side_end: int = SIDE
+    channels: dict[int, ChannelState] = field(default_factory=dict)
+    #: What was set live for it (empty name), and for its channels by their name or pattern.
+    settings: dict[str, dict[str, Any]] = field(default_factory=dict)
+    #: Readers of the log: where each is, and when it last moved.
+    readers: dict[str, tuple[int, int]] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class State:
+    """Everything the journal knows."""
+
+    topics: dict[int, TopicState] = field(default_factory=dict)
+    channels: dict[int, ChannelState] = field(default_factory=dict)
+    #: What was set live for patterns of topics (with an empty name), and for channels of such.
+    patterns: dict[tuple[str, str], dict[str, Any]] = field(default_factory=dict)
+    #: No new log starts below it.
+    floor: int = 0
+    next_incarnation: int = 1
+    next_channel: int = 1
+    clean: bool = False
+    #: The boot whose clock the due times of entries are on.
+    boot: bytes = b""
+
+    def apply_done(self, channel: int, pairs: array[int]) -> None:
+        state = self.channels.get(channel)
+        if state is not None:
+            for i in range(0, len(pairs), 2):
+                state.finish(pairs[i], pairs[i + 1])
+
+    def apply_back(self, channel: int, rows: array[int]) -> None:
+        state = self.channels.get(channel)
+        if state is not None:
+            for i in range(0, len(rows), 4):
+                state.back[rows[i]] = (rows[i + 1], rows[i + 2], rows[i + 3])
+
+    def apply(self, verb: str, *args: Any) -> None:
+        getattr(self, f"_{verb}")(*args)
+
+    def _topic(self, incarnation: int, name: str, base: int, ceiling: int) -> None:
+        self.next_incarnation = max(self.next_incarnation, incarnation + 1)
+        if incarnation not in self.topics:
+            # Names are unique: an older one was deleted, and the entry that said so was lost at the end of its file.
+            for other in [t for t in self.topics.values() if t.name == name and t.incarnation < incarnation]:
+                self._untopic(other.incarnation, other.ceiling)
+            self.topics[incarnation] = TopicState(name, incarnation, base, ceiling, base, base)
+
+    def _ceiling(self, incarnation: int, ceiling: int) -> None:
+        if incarnation in self.topics:
+            self.topics[incarnation].ceiling = ceiling
+
+    def _durable(self, incarnation: int, seq: int) -> None:
+        if incarnation in self.topics:
+            self.topics[incarnation].durable = max(seq, self.topics[incarnation].durable)
+
+    def _frozen(self, incarnation: int, seq: int | None) -> None:
+        if incarnation in self.topics:
+            self.topics[incarnation].frozen = seq
+
+    def _pause(self, incarnation: int, paused: bool) -> None:
+        if incarnation in self.topics:
+            self.topics[incarnation].paused = paused
+
+    def _untopic(self, incarnation: int, floor: int) -> None:
+        self.floor = max(self.floor, floor)
+        topic = self.topics.pop(incarnation, None)
+        if topic is not None:
+            for channel in topic.channels:
+                del self.channels[channel]
+
+    def _channel(self, incarnation: int, channel: int, name: str, start: int, side_start: int) -> None:
+        self.next_channel = max(self.next_channel, channel + 1)
+        if incarnation in self.topics and channel not in self.channels:
+            state = ChannelState(channel, name, outstanding=Ranges([(start, SIDE), (side_start, NEVER)]))
+            self.channels[channel] = self.topics[incarnation].channels[channel] = state
+
+    def _unchannel(self, incarnation: int, channel: int) -> None:
+        state = self.channels.pop(channel, None)
+        if incarnation in self.topics:
+            self.topics[incarnation].channels.pop(channel, None)
+            if state is not None:
+                self.topics[incarnation].settings.pop(state.name, None)
+
+    def _channel_pause(self, channel: int, paused: bool) -> None:
+        if channel in self.channels:
+            self.channels[channel].paused = paused
+
+    def _channel_state(self, channel: int, ranges: bytes, back: bytes) -> None:
+        """A snapshot's row: all that is outstanding, and what of it was delivered before."""
+        state = self.channels.get(channel)
+        if state is not None:
+            pairs = unpack_numbers(ranges)
+            state.outstanding = Ranges((pairs[i], pairs[i + 1]) for i in range(0, len(pairs), 2))
+            state.back.clear()
+            self.apply_back(channel, unpack_numbers(back))
+
+    def _settings(self, incarnation: int, channel: str, values: dict[str, Any]) -> None:
+        """All that is set live for a topic, or for this name or pattern of its channels."""
+        if incarnation in self.topics:
+            _put(self.topics[incarnation].settings, channel, values)
+
+    def _pattern(self, topic: str, channel: str, values: dict[str, Any]) -> None:
+        _put(self.patterns, (topic, channel), values)
+
+    def _skip(self, incarnation: int, first: int, stop: int) -> None:
+        if incarnation in self.topics:
+            for channel in self.topics[incarnation].channels.values():
+                channel.finish(first, stop)
+
+    def _empty(self, channel: int, stop: int, side_stop: int) -> None:
+        if channel in self.channels:
+            self.channels[channel].finish(0, stop)
+            self.channels[channel].finish(SIDE, side_stop)
+
+    def _seek(self, channel: int, start: int, older: bytes) -> None:
+        """All from ``start`` on is to be delivered, and of what lies before it these; the channel's own stay."""
+        state = self.channels.get(channel)
+        if state is not None:
+            own = [(max(first, SIDE), stop) for first, stop in state.outstanding if stop > SIDE]
+            kept = [(seq, seq + 1) for seq in unpack_numbers(older)]
+            state.outstanding = Ranges([*kept, (start, SIDE), *own])
+            state.back = {seq: row for seq, row in state.back.items() if seq >= SIDE}
+
+    def _reader(self, incarnation: int, name: str, offset: int, moved: int) -> None:
+        if incarnation in self.topics:
+            self.topics[incarnation].readers[name] = (offset, moved)
+
+    def _unreader(self, incarnation: int, name: str) -> None:
+        if incarnation in self.topics:
+            self.topics[incarnation].readers.pop(name, None)
+
+    def _open(self, boot: bytes) -> None:
+        self.count_from(boot)
+        for topic in self.topics.values():
+            topic.end = None
+
+    def count_from(self, boot: bytes) -> None:
+        """From here on due times are on the clock of this boot; of those before only the wall time still counts."""
+        if boot != self.boot:
+            for channel in self.channels.values():
+                for seq, (attempts, due, wall) in channel.back.items():
+                    if due:
+                        channel.back[seq] = (attempts, ANOTHER_BOOT, wall)
+        self.boot = boot
+
+    def _floor(self, floor: int, next_incarnation: int, next_channel: int) -> None:
+        self.floor = max(floor, self.floor)
+        self.next_incarnation = max(next_incarnation, self.next_incarnation)
+        self.next_channel = max(next_channel, self.next_channel)
+
+    def _end(self, incarnation: int, end: int, side_end: int) -> None:
+        if incarnation in self.topics:
+            self.topics[incarnation].end = end
+            self.topics[incarnation].side_end = side_end
+
+    def _side(self, incarnation: int, seq: int) -> None:
+        if incarnation in self.topics:
+            self.topics[incarnation].side_end = max(seq, self.topics[incarnation].side_end)
+
+    def _clean(self) -> None:
+        pass
+
+
+def _put(said: dict[Key, dict[str, Any]], key: Key, values: dict[str, Any]) -> None:
+    if values:
+        said[key] = values
+    else:
+        said.pop(key, None)
+
+
+class Journalled(Protocol):
+    """A channel, as the journal sees it."""
+
+    id: int
+
+    def take_done(self) -> bytes:
+        """Finished since the last call: pairs (first, stop)."""
+
+    def take_back(self) -> bytes:
+        """Put back since the last call: rows (seq, attempts, due on the clock, due on the wall)."""
+
+
+class Journal:
+    def __init__(
+        self,
+        disk: Disk,
+        clock: Clock,
+        folder: Path,
+        *,
+        fatal: Callable[[BaseException], None],
+        later: Callable[[Callable[[], None]], Any],
+        snapshot: Callable[[], Iterator[tuple[Any, ...]]],
+    ) -> None:
+        self._disk = disk
+        self._clock = clock
+        self._folder = folder
+        self._fatal = fatal
+        #: Runs a function in the next loop turn.
+        self._later = later
+        #: Yields the notes that describe the whole broker, for a snapshot.
+        self._snapshot = snapshot
+        self._number = 0
+        self._fd = -1
+        self._salt = 0
+        self._offset = 0
+        self._buffer: list[bytes] = []
+        self._dirty: dict[Journalled, None] = {}
+        #: Positions count batches: ``noted`` is what was said, ``synced`` what is on the device.
+        self.noted = 0
+        self._written = 0
+        self.synced = 0
+        self._syncing = False
+        self._waiting: list[tuple[int, Callable[[], None]]] = []
+        self._snapshotting = False
+        self.closed = False
+
+    # --- Writing ---------------------------------------------------------------------------------------------------
+
+    def note(self, verb: str, *args: Any) -> int:
+        """Say that something is so; a position for ``when_synced``. It is written by the next ``flush``."""
+        self._collect()
+        self._buffer.append(_entry(NOTE, msgspec.msgpack.encode((verb, *args))))
+        self.noted += 1
+        return self.noted
+
+    def touch(self, channel: Journalled) -> None:
+        """Messages of this channel were finished or put back; it is asked at the next write."""
+        self._dirty[channel] = None
+
+    @property
+    def size(self) -> int:
+        """Bytes in the file that is being written."""
+        return self._offset
+
+    @property
+    def pending(self) -> bool:
+        return bool(self._buffer or self._dirty)
+
+    def _collect(self) -> None:
+        if not self._dirty:
+            return
+        channels, self._dirty = self._dirty, {}
+        for channel in channels:
+            # Back before done: what was put back and then finished is finished.
+            back = channel.take_back()
+            done = channel.take_done()
+            ident = _number.pack(channel.id)
+            if back:
+                self._buffer.append(_entry(BACK, ident + pack_numbers(back)))
+                self.noted += 1
+            if done:
+                self._buffer.append(_entry(DONE, ident + pack_numbers(done)))
+                self.noted += 1
+
+    def forget(self, channel: Journalled) -> None:
+        """The channel is going; what it had to say no longer matters."""
+        self._dirty.pop(channel, None)
+
+    def flush(self) -> None:
+        """Write everything said so far. An error is fatal: without its journal the broker cannot keep its word."""
+        self._collect()
+        if not self._buffer or self.closed:
+            return
+        entries = b"".join(self._buffer)
+        self._buffer.clear()
+        batch = _batch_head.pack(self._salt, len(entries), google_crc32c.extend(self._salt, entries))
+        try:
+            self._offset += self._disk.write(self._fd, [batch, entries], self._offset)
+        except OSError as exc:
+            self._fatal(StorageError(f"cannot write the journal in {self._folder}: {exc}"))
+            return
+        self._written = self.noted
+        if self._offset >= ROLL_AT and not (self._snapshotting or self._syncing or self._disk.closing):
+            self._roll()
+
+    # --- Syncing ---------------------------------------------------------------------------------------------------
+
+    def when_synced(self, position: int, then: Callable[[], None]) -> None:
+        """Call ``then`` as soon as everything up to ``position`` is on the device."""
+        if position <= self.synced:
+            then()
+            return
+        self._waiting.append((position, then))
+        self.sync(COMMIT)
+
+    def sync(self, urgency: int = BACKGROUND) -> None:
+        self.flush()
+        if self._syncing or self._written <= self.synced or self.closed or self._disk.closing:
+            return
+        self._syncing = True
+        fd, mark = self._fd, self._written
+
+        self._disk.submit(lambda: self._disk.sync(fd), functools.partial(self._sync_done, mark), urgency)
+
+    def _sync_done(self, mark: int, _: None, error: BaseException | None) -> None:
+        self._syncing = False
+        if error is not None:
+            self._fatal(StorageError(f"cannot sync the journal in {self._folder}: {error}"))
+            return
+        self._reached(mark)
+
+    def _reached(self, mark: int) -> None:
+        """Everything up to ``mark`` is on the device: tell those who wait for it."""
+        self.synced = max(self.synced, mark)
+        ready = [then for position, then in self._waiting if position <= mark]
+        self._waiting = [pair for pair in self._waiting if pair[0] > mark]
+        for then in ready:
+            then()
+        if self._waiting:
+            self.sync(COMMIT)
+
+    def sync_now(self) -> None:
+        """Write and sync everything said so far, and wait for it: at the start, before anybody is served."""
+        self.flush()
+        self._disk.sync(self._fd)
+        self._reached(self._written)
+
+    def close(self, *, clean: bool) -> None:
+        """Write and sync everything; with ``clean`` the next start may trust that nothing came after it."""
+        if self.closed:
+            return
+        if clean:
+            self.note("clean")
+            self.flush()
+            self._disk.sync(self._fd)
+        self.closed = True
+        if self._fd >= 0:
+            self._disk.close_file(self._fd)
+            self._fd = -1
+
+    # --- Files -----------------------------------------------------------------------------------------------------
+
+    def _begin(self, name: str, space: int = 0) -> tuple[int, int]:
+        """A new file with its header, and ``space`` allocated ahead; (file, salt)."""
+        salt = int.from_bytes(os.urandom(4), "big") or 1
+        fd = self._disk.open(self._folder / name, create=True)
+        try:
+            if space:
+                self._disk.allocate(fd, space)
+            head = _file_head.pack(_MAGIC, _VERSION, 0, salt, self._number, self._clock.boot_id())
+            self._disk.write(fd, [head, _number.pack(google_crc32c.extend(0, head))], 0)
+        except OSError:
+            # The name must be free for the next try.
+            self._disk.close_file(fd)
+            self._disk.remove(self._folder / name)
+            raise
+        return fd, salt
+
+    def start(self, state: State) -> None:
+        """Begin a new file after ``recover``. Everything up to here is on the device when this returns."""
+        state.clean = False
+        self._number += 1
+        name = f"journal-{self._number:08d}"
+        try:
+            self._fd, self._salt = self._begin(name, _SPACE)
+        except OSError as exc:
+            # A full disk is no reason not to start: consumers can empty it.
+            logger.warning("JOURNAL: cannot allocate space ahead - %s", exc)
+            self._fd, self._salt = self._begin(name)
+        self._offset = FILE_HEADER
+        self.note("open", self._clock.boot_id())
+        self.flush()
+        self._disk.sync(self._fd)
+        self._disk.sync_folder(self._folder)
+        self.synced = self._written
+
+    def _roll(self) -> None:
+        """Go on in a new file and take a snapshot, so that the old one can go."""
+        old = self._fd
+        self._number += 1
+        try:
+            fd, salt = self._begin(f"journal-{self._number:08d}", _SPACE)
+        except OSError as exc:
+            # No room for a new file: go on in the old one, which still has some.
+            self._number -= 1
+            logger.warning("JOURNAL: cannot begin a new file, going on with the old one - %s", exc)
+            return
+        # The old file must be whole before the new one counts.
+        self._fd, self._salt, self._offset = fd, salt, FILE_HEADER
+        self.note("open", self._clock.boot_id())
+        self.flush()
+        self._syncing = True
+        mark = self._written
+
+        def work() -> None:
+            self._disk.sync(old)
+            self._disk.close_file(old)
+            self._disk.sync(fd)
+            self._disk.sync_folder(self._folder)
+
+        self._disk.submit(work, functools.partial(self._sync_done, mark), COMMIT)
+        self.take_snapshot()
+
+    def take_snapshot(self) -> None:
+        """Write down the whole state, a slice per loop turn."""
+        if self._snapshotting or self.closed:
+            return
+        self._snapshotting = True
+        number = self._number
+        notes = self._snapshot()
+        entries: list[bytes] = [_entry(NOTE, msgspec.msgpack.encode(("open", self._clock.boot_id())))]
+
+        def slice_() -> None:
+            if self.closed or self._disk.closing:
+                return
+            # What the slice says must not be newer than what the journal says: a channel's finished messages
+            # that are not written yet would otherwise be known to the snapshot alone. Harmless, they are finished.
+            for _ in range(_SLICE):
+                note = next(notes, None)
+                if note is None:
+                    self._disk.submit(lambda: self._write_snapshot(number, entries), done)
+                    return
+                entries.append(_entry(NOTE, msgspec.msgpack.encode(note)))
+            self._later(slice_)
+
+        def done(_: None, error: BaseException | None) -> None:
+            self._snapshotting = False
+            if error is not None:
+                logger.error("JOURNAL: cannot write a snapshot, keeping the old files - %s", error)
+
+        slice_()
+
+    def secure(self) -> None:
+        """Write the whole state down and wait for it: after an unclean start.
+
+        What was read back may be in the page cache only, and all that comes after builds on it.
+        """
+        notes = [("open", self._clock.boot_id()), *self._snapshot()]
+        self._write_snapshot(self._number, [_entry(NOTE, msgspec.msgpack.encode(note)) for note in notes])
+
+    def _write_snapshot(self, number: int, entries: list[bytes]) -> None:
+        name = f"snapshot-{number:08d}"
+        temporary = self._folder / f"{name}.tmp"
+        if self._disk.exists(temporary):
+            self._disk.remove(temporary)
+        fd, salt = self._begin(f"{name}.tmp")
+        try:
+            offset = FILE_HEADER
+            for i in range(0, len(entries), 1000):
+                some = b"".join(entries[i : i + 1000])
+                head = _batch_head.pack(salt, len(some), google_crc32c.extend(salt, some))
+                offset += self._disk.write(fd, [head, some], offset)
+            end = _batch_head.pack(salt, 0, google_crc32c.extend(salt, b""))
+            self._disk.write(fd, [end], offset)
+            self._disk.sync(fd)
+        finally:
+            self._disk.close_file(fd)
+        self._disk.rename(temporary, self._folder / name)
+        self._disk.sync_folder(self._folder)
+        for other in self._disk.names(self._folder):
+            kind, _, digits = other.removesuffix(".tmp").partition("-")
+            if kind in ("journal", "snapshot") and digits.isdigit() and int(digits) < number:
+                self._disk.remove(self._folder / other)
+
+    # --- Recovery --------------------------------------------------------------------------------------------------
+
+    def recover(self) -> State:
+        """Snapshot and journal, read back."""
+        state = State()
+        snapshots: list[int] = []
+        journals: list[int] = []
+        for name in self._disk.names(self._folder):
+            if name.endswith(".tmp"):
+                self._disk.remove(self._folder / name)
+                continue
+            kind, _, digits = name.partition("-")
+            if digits.isdigit():
+                (snapshots if kind == "snapshot" else journals if kind == "journal" else []).append(int(digits))
+        start = max(snapshots, default=0)
+        if start:
+            if not self._replay(f"snapshot-{start:08d}", state):
+                raise StorageError(f"{self._folder / f'snapshot-{start:08d}'} is damaged; restore it from a backup")
+        for number in sorted(journals):
+            if number >= start:
+                self._replay(f"journal-{number:08d}", state)
+        self._number = max([start, *journals], default=0)
+        return state
+
+    def _replay(self, name: str, state: State) -> bool:
+        """Apply a file's entries up to the first that is not whole; True if the file says that it ends there."""
+        path = self._folder / name
+        fd = self._disk.open(path)
+        try:
+            data = self._disk.read(fd, self._disk.size(fd), 0)
+        finally:
+            self._disk.close_file(fd)
+        head = read_head(data, path)
+        if head is None:
+            # The power went while it was made. Nothing was in it yet: its header is synced before it is used.
+            return False
+        salt, boot = head
+        state.count_from(boot)
+        for _, entries in read_batches(data, salt):
+            if not entries:
+                return True
+            _apply_all(entries, state)
+        return False
+
+
+def read_head(data: bytes, path: Path) -> tuple[int, bytes] | None:
+    """Salt and boot id of a journal or a snapshot, None if its header is not whole."""
+    size = _file_head.size
+    if len(data) < FILE_HEADER or _number.unpack_from(data, size)[0] != google_crc32c.extend(0, data[:size]):
+        return None
+    magic, version, _, salt, _, boot = _file_head.unpack_from(data)
+    if magic != _MAGIC:
+        raise FormatError(f"{path} is not a journal of flintmq")
+    if version > _VERSION:
+        raise FormatError(f"{path} was written by a newer version of flintmq (format {version}, known: {_VERSION})")
+    return salt, boot
+
+
+def read_batches(data: bytes, salt: int, at: int = FILE_HEADER) -> Iterator[tuple[int, bytes]]:
+    """(where it ends, its entries) of each batch from ``at`` on, up to the first that is not whole.
+
+    One without entries ends a snapshot: nothing comes after it.
+    """
+    while at + _batch_head.size <= len(data):
+        mark, length, crc = _batch_head.unpack_from(data, at)
+        at += _batch_head.size
+        entries = data[at : at + length]
+        if mark != salt or len(entries) < length or google_crc32c.extend(salt, entries) != crc:
+            return
+        at += length
+        yield at, entries
+        if not length:
+            return
+
+
+def _entry(kind: int, payload: bytes) -> bytes:
+    return _entry_head.pack(kind, len(payload)) + payload
+
+
+def _apply_all(entries: bytes, state: State) -> None:
+    at = 0
+    while at < len(entries):
+        kind, length = _entry_head.unpack_from(entries, at)
+        at += _entry_head.size
+        payload = entries[at : at + length]
+        at += length
+        if kind == NOTE:
+            verb, *args = msgspec.msgpack.decode(payload)
+            state.apply(verb, *args)
+            state.clean = verb == "clean"
+        else:
+            state.clean = False
+            (channel,) = _number.unpack_from(payload)
+            if kind == DONE:
+                state.apply_done(channel, unpack_numbers(payload[4:]))
+            elif kind == BACK:
+                state.apply_back(channel, unpack_numbers(payload[4:]))
+            else:
+                raise FormatError(f"a journal entry of unknown kind {kind}")

@@ -1,0 +1,515 @@
+"""Idempotent publish: which keys a topic has stored messages under, so that a repeat stores nothing again.
+
+A publish may carry a key. Its digest stands in the record of the message, so it is exactly as durable as the message
+and never known without it. ``Keys`` belongs to one topic and owns the window of keys that are remembered, the keys
+whose publishes are still being committed, and the files with the keys of segments that are gone. Appending is the
+topic's business, segment files are the log's.
+
+What is remembered: at least the newest ``key_count`` keys, none for less than ``key_age``; whichever comes first lets a
+key go. A window is a row of tables, oldest first. A table is never made larger and never cleaned: when the newest is
+full, another one is begun, and the oldest goes as a whole. So nothing here takes long, however many keys there are.
+
+A file of keys, ``<seq of the first>.keys`` beside the segments, is written whole, synced and renamed before the
+segment goes that its keys stood in. A small one is replaced by one that holds the next segment's keys as well:
+
+    file     magic (8) | version (2) | reserved (2) | count (4) | crc of all before and of the keys (4) | keys
+    keys     digests (16 each) | seqs (8 each) | timestamps (8 each)
+
+Keys have the same form at the end of a sealed segment. Their numbers are little-endian, as in its footer.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+from array import array
+from bisect import bisect_left
+from collections.abc import Callable
+from dataclasses import dataclass
+from hashlib import blake2b
+from mmap import MAP_ANON, MAP_PRIVATE, mmap
+from pathlib import Path
+from struct import Struct
+from typing import TYPE_CHECKING
+
+import google_crc32c
+import msgspec
+
+from flintmq.broker.storage.disk import Clock, Disk, pack_numbers, unpack_numbers
+from flintmq.errors import FormatError, LimitError
+
+if TYPE_CHECKING:
+    from flintmq.broker.delivery.topic import Commit, Topic
+
+__all__ = ["MOST_IN_SEGMENT", "KeyBlock", "Keys", "Window", "key_extra", "key_in"]
+
+logger = logging.getLogger(__name__)
+
+DIGEST = 16
+#: A segment ends at so many keys, so that writing them takes no longer than a few milliseconds.
+MOST_IN_SEGMENT = 1 << 16
+#: A file of keys is added to up to this many.
+MOST_IN_FILE = 1 << 16
+#: The first table of a window; each one after it is up to twice as large.
+SMALLEST_TABLE = 64
+#: The largest table is one in so many of all keys, and no table collects for longer than one in so many of their age:
+#: what goes at once is never more than that.
+PARTS = 4
+
+_MAGIC = b"FLINTKEY"
+_VERSION = 1
+_head = Struct(">8sHHI")
+_crc = Struct(">I")
+_words = Struct("=QQ")
+_ENTRY = DIGEST + 16
+#: What the extra bytes of a record look like that hold a key and nothing else.
+_EXTRA = msgspec.msgpack.encode({"key": bytes(DIGEST)})[:-DIGEST]
+
+
+def digest_of(key: bytes) -> bytes:
+    return blake2b(key, digest_size=DIGEST).digest()
+
+
+def key_extra(digest: bytes) -> bytes:
+    """The extra bytes of a record with this key."""
+    return _EXTRA + digest
+
+
+def key_in(extra: bytes) -> bytes | None:
+    """The digest of the key in a record's extra bytes, if there is one."""
+    if len(extra) == len(_EXTRA) + DIGEST and extra.startswith(_EXTRA):
+        return extra[len(_EXTRA) :]
+    if len(extra) <= len(_EXTRA) + DIGEST:
+        # In a side log they are shorter, and something else.
+        return None
+    try:
+        digest = msgspec.msgpack.decode(extra, type=_Extra).key
+    except msgspec.DecodeError:
+        return None
+    return digest if len(digest) == DIGEST else None
+
+
+class _Extra(msgspec.Struct):
+    key: bytes = b""
+
+
+# --- Keys, packed -----------------------------------------------------------------------------------------------------
+
+
+class KeyBlock:
+    """Keys in the order in which they were stored: each digest, the first seq stored under it, and when (wall)."""
+
+    __slots__ = ("digests", "seqs", "times")
+
+    def __init__(self) -> None:
+        self.digests = bytearray()
+        self.seqs = array("q")
+        self.times = array("q")
+
+    def __len__(self) -> int:
+        return len(self.seqs)
+
+    def add(self, digest: bytes, seq: int, time: int) -> None:
+        self.digests += digest
+        self.seqs.append(seq)
+        self.times.append(time)
+
+    @property
+    def last(self) -> bytes:
+        return bytes(self.digests[-DIGEST:])
+
+    def cut(self, seq: int) -> None:
+        """Forget those from ``seq`` on."""
+        kept = bisect_left(self.seqs, seq)
+        del self.seqs[kept:], self.times[kept:], self.digests[DIGEST * kept :]
+
+    def skip(self, seq: int) -> None:
+        """Forget those before ``seq``."""
+        gone = bisect_left(self.seqs, seq)
+        del self.seqs[:gone], self.times[:gone], self.digests[: DIGEST * gone]
+
+    def extend(self, other: KeyBlock) -> None:
+        self.digests += other.digests
+        self.seqs += other.seqs
+        self.times += other.times
+
+    def encode(self) -> bytes:
+        return bytes(self.digests) + pack_numbers(self.seqs) + pack_numbers(self.times)
+
+    @classmethod
+    def decode(cls, data: bytes, count: int) -> KeyBlock:
+        block = cls()
+        seqs, times = DIGEST * count, (DIGEST + 8) * count
+        block.digests += memoryview(data)[:seqs]
+        block.seqs = unpack_numbers(data[seqs:times])
+        block.times = unpack_numbers(data[times : _ENTRY * count])
+        return block
+
+    @staticmethod
+    def size(count: int) -> int:
+        """How many bytes so many keys take."""
+        return _ENTRY * count
+
+
+# --- The window -------------------------------------------------------------------------------------------------------
+
+
+class _Table:
+    """Digests in open addressing. ``first`` and ``last`` are when its oldest and its newest key came."""
+
+    __slots__ = ("count", "first", "last", "mask", "room", "words")
+
+    def __init__(self, room: int, now: int) -> None:
+        # From a third to two thirds full in the end.
+        slots = 1 << (room * 3 // 2).bit_length()
+        size = DIGEST * slots
+        # Of a large one the system gives the pages one by one as they are used: none of it is cleared beforehand.
+        memory = bytearray(size) if size <= 1 << 16 else mmap(-1, size, flags=MAP_PRIVATE | MAP_ANON)
+        self.words = memoryview(memory).cast("Q")
+        self.mask = slots - 1
+        self.room = room
+        self.count = 0
+        self.first = self.last = now
+
+    def holds(self, low: int, high: int, spot: int) -> bool:
+        words, mask = self.words, self.mask
+        i = spot & mask
+        while word := words[2 * i]:
+            if word == low and words[2 * i + 1] == high:
+                return True
+            i = (i + 1) & mask
+        return False
+
+    def put(self, low: int, high: int, spot: int) -> None:
+        words, mask = self.words, self.mask
+        i = spot & mask
+        while words[2 * i]:
+            i = (i + 1) & mask
+        words[2 * i] = low
+        words[2 * i + 1] = high
+        self.count += 1
+
+
+class Window:
+    """The keys that are remembered. Times are the clock's ``now()``; limits are given by whoever asks."""
+
+    def __init__(self) -> None:
+        self._tables: list[_Table] = []
+        self._count = 0
+        # Whoever chooses keys must not be able to choose where they land.
+        self._secret = int.from_bytes(os.urandom(8), "big") | 1
+
+    def __len__(self) -> int:
+        return self._count
+
+    @property
+    def memory(self) -> int:
+        """Bytes that it takes."""
+        return sum(table.words.nbytes for table in self._tables)
+
+    def knows(self, digest: bytes) -> bool:
+        low, high = _words.unpack(digest)
+        # 0 is an empty place.
+        low = low or 1
+        spot = low * self._secret >> 64
+        # A repeat nearly always follows soon.
+        return any(table.holds(low, high, spot) for table in reversed(self._tables))
+
+    def add(self, digest: bytes, now: int, count: int, age: int) -> None:
+        table = self._tables[-1] if self._tables else None
+        if table is None or table.count == table.room or (age and now - table.first > age // PARTS):
+            table = self._begin(now, count, 2 * table.count if table is not None else 0)
+            self.trim(now, count, age)
+        low, high = _words.unpack(digest)
+        low = low or 1
+        table.put(low, high, low * self._secret >> 64)
+        table.last = now
+        self._count += 1
+
+    def _begin(self, now: int, count: int, wanted: int) -> _Table:
+        largest = max(SMALLEST_TABLE, -(-count // PARTS))
+        table = _Table(min(largest, max(SMALLEST_TABLE, wanted)), now)
+        self._tables.append(table)
+        return table
+
+    def trim(self, now: int, count: int, age: int) -> None:
+        """Forget the tables whose keys are all too many or too old."""
+        tables = self._tables
+        while tables and ((age and now - tables[0].last > age) or self._count - tables[0].count >= count):
+            self._count -= tables[0].count
+            del tables[0]
+
+    def load(self, block: KeyBlock, now: int, wall: int, count: int, age: int, more: int) -> None:
+        """Add keys that were read back, ``more`` of which are to follow. All before them are older."""
+        words = memoryview(block.digests).cast("Q")
+        table = self._tables[-1] if self._tables else None
+        for i, time in enumerate(block.times):
+            # A date from the future is as good as today's.
+            came = now - max(0, wall - time)
+            if age and now - came > age:
+                continue
+            if table is None or table.count == table.room or (age and came - table.first > age // PARTS):
+                table = self._begin(came, count, len(block) - i + more)
+            low = words[2 * i] or 1
+            table.put(low, words[2 * i + 1], low * self._secret >> 64)
+            table.last = max(table.last, came)
+            self._count += 1
+
+    def digests(self) -> list[tuple[int, bytearray]]:
+        """All of them by table: when the newest came, and the digests, in no order."""
+        found = []
+        for table in self._tables:
+            words = table.words
+            digests = bytearray()
+            for i in range(0, len(words), 2):
+                if words[i]:
+                    digests += _words.pack(words[i], words[i + 1])
+            found.append((table.last, digests))
+        return found
+
+
+# --- Files ------------------------------------------------------------------------------------------------------------
+
+
+@dataclass(slots=True)
+class _File:
+    path: Path
+    count: int
+    #: The last seq in it, and when its newest key came (wall).
+    last: int
+    newest: int
+
+
+class KeyFiles:
+    """The keys of segments that are gone. One call at a time: at the start, or in a thread of the disk."""
+
+    def __init__(self, disk: Disk, folder: Path, name: str) -> None:
+        self._disk = disk
+        self._folder = folder
+        self._name = name
+        self._files: list[_File] = []
+
+    @property
+    def last(self) -> int:
+        """The last seq whose key is in a file; -1 if there is none."""
+        return self._files[-1].last if self._files else -1
+
+    def read(self) -> list[KeyBlock]:
+        """All that there are, oldest first. One that is damaged is set aside: what it held is forgotten."""
+        blocks = []
+        for name in self._disk.names(self._folder):
+            if not name.endswith(".keys"):
+                continue
+            path = self._folder / name
+            block = self._read(path)
+            if block is None or not len(block):
+                logger.error(
+                    "KEYS(%s): %s is damaged and set aside, what is repeated with one of its keys is stored again",
+                    self._name,
+                    path,
+                )
+                self._disk.rename(path, path.with_name(f"{name}.bad"))
+                continue
+            self._files.append(_File(path, len(block), block.seqs[-1], max(block.times)))
+            blocks.append(block)
+        return blocks
+
+    def _read(self, path: Path) -> KeyBlock | None:
+        """The keys in a file; None if it is damaged, or the device cannot read it."""
+        try:
+            fd = self._disk.open(path)
+            try:
+                data = self._disk.read(fd, self._disk.size(fd), 0)
+            finally:
+                self._disk.close_file(fd)
+        except OSError as exc:
+            logger.error("KEYS(%s): cannot read %s - %s", self._name, path, exc)
+            return None
+        start = _head.size + _crc.size
+        if len(data) < start:
+            return None
+        magic, version, _, count = _head.unpack_from(data)
+        if magic == _MAGIC and version > _VERSION:
+            raise FormatError(f"{path} was written by a newer version of flintmq (format {version}, known: {_VERSION})")
+        crc = google_crc32c.extend(google_crc32c.extend(0, data[: _head.size]), data[start:])
+        if magic != _MAGIC or _crc.unpack_from(data, _head.size)[0] != crc or len(data) != start + _ENTRY * count:
+            return None
+        return KeyBlock.decode(data[start:], count)
+
+    def save(self, keys: KeyBlock) -> None:
+        """Returns when the keys are on the device. OSError: they are not, and nothing has changed."""
+        keys.skip(self.last + 1)
+        if not len(keys):
+            return
+        last = self._files[-1] if self._files else None
+        if last is not None and last.count + len(keys) <= MOST_IN_FILE:
+            old = self._read(last.path)
+            if old is not None:
+                old.extend(keys)
+                self._write(last.path, old)
+                self._files[-1] = _File(last.path, len(old), old.seqs[-1], max(old.times))
+                return
+            logger.error("KEYS(%s): %s is damaged, it is not added to", self._name, last.path)
+        path = self._folder / f"{keys.seqs[0]:016x}.keys"
+        self._write(path, keys)
+        self._files.append(_File(path, len(keys), keys.seqs[-1], max(keys.times)))
+
+    def _write(self, path: Path, keys: KeyBlock) -> None:
+        body = keys.encode()
+        head = _head.pack(_MAGIC, _VERSION, 0, len(keys))
+        crc = google_crc32c.extend(google_crc32c.extend(0, head), body)
+        temporary = path.with_suffix(".keys.tmp")
+        if self._disk.exists(temporary):
+            # Of a try that failed.
+            self._disk.remove(temporary)
+        fd = self._disk.open(temporary, create=True)
+        try:
+            self._disk.write(fd, [head, _crc.pack(crc), body], 0)
+            self._disk.sync(fd)
+        finally:
+            self._disk.close_file(fd)
+        self._disk.rename(temporary, path)
+        self._disk.sync_folder(self._folder)
+
+    def replace(self, keys: KeyBlock) -> None:
+        """The same, with these in place of all that there were."""
+        path = self._folder / f"{keys.seqs[0]:016x}.keys"
+        self._write(path, keys)
+        old, self._files = self._files, [_File(path, len(keys), keys.seqs[-1], max(keys.times))]
+        for file in old:
+            if file.path != path:
+                self._remove(file.path)
+
+    def expire(self, wall: int, count: int, age: int, later: int) -> None:
+        """Remove the files whose keys are all too old, or too many: ``later`` keys are newer than any file."""
+        files = self._files
+        while files and (
+            (age and wall - files[0].newest > age) or later + sum(file.count for file in files[1:]) >= count
+        ):
+            self._remove(files.pop(0).path)
+
+    def _remove(self, path: Path) -> None:
+        try:
+            self._disk.remove(path)
+        except OSError as exc:
+            # The next start tries again.
+            logger.error("KEYS(%s): cannot remove %s - %s", self._name, path, exc)
+
+
+# --- A topic's keys ---------------------------------------------------------------------------------------------------
+
+
+class Keys:
+    """The keys of one topic. Made by the first publish with a key, or by a start that finds some."""
+
+    def __init__(self, topic: Topic) -> None:
+        self._topic = topic
+        self._clock: Clock = topic.broker.clock
+        self.window = Window()
+        #: How many publishes were repeats.
+        self.repeats = 0
+        # Publishes that are being committed, by digest; and the digests by commit.
+        self._pending: dict[bytes, Commit] = {}
+        self._committing: dict[Commit, list[bytes]] = {}
+        # Some keys may be in no file: they came while the durability was ``memory``.
+        self._unwritten = False
+        self._files: KeyFiles | None = None
+        if topic.folder is not None:
+            self._files = KeyFiles(topic.broker.disk, topic.folder, topic.name)
+            topic.log.keep_keys = self._keep
+
+    # --- Publishing ------------------------------------------------------------------------------------------------
+
+    def once(self, key: bytes, publish: Callable[[bytes], Commit | None]) -> tuple[Commit | None, bool]:
+        """Publish, unless it was done before under this key: what to wait for (None: nothing), and was it?
+
+        ``publish`` is given the extra bytes for its records. If it raises, or its commit fails, the key is free again.
+        """
+        settings = self._topic.settings
+        if settings.key_count <= 0:
+            raise LimitError("no keys are remembered for this topic (key-count is 0)")
+        self.trim()
+        digest = digest_of(key)
+        commit = self._pending.get(digest)
+        if commit is not None or self.window.knows(digest):
+            self.repeats += 1
+            return commit, True
+        commit = publish(key_extra(digest))
+        if commit is None:
+            self._remember(digest)
+        else:
+            self._pending[digest] = commit
+            together = self._committing.get(commit)
+            if together is None:
+                together = self._committing[commit] = []
+                # Before anybody who waits for it too: whoever hears that it is done may publish again.
+                commit.waiters.insert(0, lambda: self._committed(commit))
+            together.append(digest)
+        return commit, False
+
+    def _committed(self, commit: Commit) -> None:
+        for digest in self._committing.pop(commit):
+            del self._pending[digest]
+            if commit.error is None:
+                self._remember(digest)
+
+    def _remember(self, digest: bytes) -> None:
+        settings = self._topic.settings
+        self.window.add(digest, self._clock.now(), settings.key_count, settings.key_age)
+        self._unwritten |= settings.durability == "memory"
+
+    def trim(self) -> None:
+        """Forget what is too old, or too many."""
+        settings = self._topic.settings
+        self.window.trim(self._clock.now(), settings.key_count, settings.key_age)
+
+    # --- What outlives a segment, and the process --------------------------------------------------------------------
+
+    def _keep(self, keys: KeyBlock, later: int) -> None:
+        """In a thread: a segment is about to go, and these are its keys. ``later`` more are in the segments after."""
+        assert self._files is not None
+        settings = self._topic.settings
+        self._files.save(keys)
+        self._files.expire(self._clock.wall(), settings.key_count, settings.key_age, later)
+
+    def restore(self) -> bool:
+        """Read back what a start finds; False if that is nothing."""
+        assert self._files is not None
+        settings = self._topic.settings
+        now, wall = self._clock.now(), self._clock.wall()
+        saved = self._files.read()
+        # From the newest on, and no more of them than count.
+        blocks: list[KeyBlock] = []
+        total = 0
+        for block in self._topic.log.keys():
+            block.skip(self._files.last + 1)
+            blocks.append(block)
+            total += len(block)
+            if total >= settings.key_count:
+                break
+        self._files.expire(wall, settings.key_count, settings.key_age, total)
+        for block in reversed(saved):
+            if total >= settings.key_count:
+                break
+            blocks.append(block)
+            total += len(block)
+        more = total
+        for block in reversed(blocks):
+            more -= len(block)
+            self.window.load(block, now, wall, settings.key_count, settings.key_age, more)
+        self.trim()
+        return bool(total)
+
+    def close(self) -> None:
+        """A clean stop. With durability ``memory`` much was never in a file, so the window itself is saved."""
+        window, self.window = self.window, Window()
+        if self._files is None or not self._unwritten or not len(window):
+            return
+        now, wall = self._clock.now(), self._clock.wall()
+        keys = KeyBlock()
+        for last, digests in window.digests():
+            keys.digests += digests
+            keys.times += array("q", [wall - (now - last)]) * (len(digests) // DIGEST)
+        # Each stands for all that was stored so far.
+        keys.seqs = array("q", [self._topic.log.end - 1]) * len(keys.times)
+        self._files.replace(keys)

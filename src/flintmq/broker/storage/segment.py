@@ -1,0 +1,568 @@
+"""A segment file: what its bytes mean, how they are written and read, what can be saved of one that was cut off.
+
+Nothing here decides when to write or what to keep: that is the log's business.
+
+A segment file is a header, records, and, once it is full or the broker stops, a footer:
+
+    header   magic (8) | version (2) | reserved (2) | salt (4) | base seq (8) | boot id (16) | crc (4)
+    record   mark (4) | length (4) | count (4) | base seq (8) | started (8) | delay ms (4) | flags (2) | extra (2)
+             | crc of the frames (4) | crc of this header and the extra bytes (4) | extra bytes | frames
+    footer   keys (keys.py) | body (MessagePack) | length of the body (4) | its crc (4) | magic (8)
+
+All numbers are big-endian. ``mark`` and both checksums (CRC-32C) are salted with a random value of the file, so that
+nothing inside a message body can pass for a record. ``started`` is the clock's now() of a deferred publish. A record
+is at most about 64 KiB of frames; a batch that needs more is a group: all its records but the last carry MORE, all
+but the first CONTINUES, and recovery drops a group that is not whole. Extra bytes in a topic's main log are a
+MessagePack map: ``key`` is the digest of an idempotency key, ``dead`` what a dead letter was before it died. A footer
+holds the sparse index with its times, the spans of seqs, the deferrals, the keys and what was lost, so that a start
+reads only the files that have none.
+
+Version 1. A later version must read every earlier one, and a file of a later version is refused, never guessed at.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from array import array
+from bisect import bisect_right
+from collections.abc import Iterator
+from dataclasses import dataclass
+from itertools import chain
+from pathlib import Path
+from struct import Struct
+
+import google_crc32c
+import msgspec
+
+from flintmq.broker.storage.disk import Disk, pack_numbers, unpack_numbers
+from flintmq.broker.storage.keys import KeyBlock, key_in
+from flintmq.errors import FormatError
+from flintmq.kernel import Block, gather
+
+_MAGIC = b"FLINTLOG"
+_END_MAGIC = b"FLINTEND"
+_VERSION = 1
+_file_head = Struct(">8sHHIQ16s")
+_record_head = Struct(">IIIQQIHHI")
+_crc = Struct(">I")
+_footer_end = Struct(">II8s")
+FILE_HEADER = _file_head.size + 4
+RECORD_HEADER = _record_head.size + 4
+
+MORE = 1
+DEFERRED = 2
+CONTINUES = 4
+
+#: A record's frames, at most (a single larger message makes a larger record).
+RECORD_BYTES = 64 << 10
+#: What is read back from a file at once; also the step of the sparse index.
+CHUNK_BYTES = 512 << 10
+
+
+class Segment:
+    """One file of a log: where it is, which seqs it holds, and where in it they are."""
+
+    __slots__ = (
+        "base",
+        "boot",
+        "created",
+        "damaged",
+        "deferrals",
+        "end",
+        "extras",
+        "fd",
+        "folder_synced",
+        "index_offsets",
+        "index_seqs",
+        "index_times",
+        "key_count",
+        "key_crc",
+        "keys",
+        "lost",
+        "path",
+        "pins",
+        "salt",
+        "sealed",
+        "size",
+        "spans",
+    )
+
+    def __init__(self, path: Path, base: int, salt: int, boot: bytes) -> None:
+        self.path = path
+        self.base = base
+        self.salt = salt
+        self.boot = boot
+        self.created = True
+        self.end = base
+        self.size = FILE_HEADER
+        self.sealed = False
+        # Sparse index: at which offset the record with this base seq starts, and when its first message was published.
+        self.index_seqs = array("q")
+        self.index_offsets = array("q")
+        self.index_times = array("q")
+        # Which seqs it holds: pairs (first, stop); nearly always one.
+        self.spans = array("q")
+        # Of each deferred record: first seq, count, started, delay in ns, timestamp.
+        self.deferrals = array("q")
+        # Has any of its records extra bytes?
+        self.extras = False
+        # What of them was found to be unreadable, and what was missing already when the file was last salvaged.
+        self.damaged: list[tuple[int, int]] = []
+        self.lost: list[tuple[int, int]] = []
+        # The idempotency keys in it: here until it is sealed, then in the file, with their checksum.
+        self.keys: KeyBlock | None = None
+        self.key_count = 0
+        self.key_crc = 0
+        # The open file, how many threads use it, and whether its name is on the device.
+        self.fd = -1
+        self.pins = 0
+        self.folder_synced = False
+
+    def note(
+        self, seq: int, count: int, offset: int, size: int, frames: bytes | memoryview | None = None, at: int = 0
+    ) -> None:
+        """A record of ``count`` messages from ``seq`` on stands at ``offset``; the first one is at ``frames[at:]``.
+
+        Without frames the caller adds the time, where the index has grown.
+        """
+        if not self.index_offsets or offset + size - self.index_offsets[-1] > CHUNK_BYTES:
+            self.index_seqs.append(seq)
+            self.index_offsets.append(offset)
+            if frames is not None:
+                self.index_times.append(timestamp_of(frames, at))
+        if self.spans and self.spans[-1] == seq:
+            self.spans[-1] = seq + count
+        else:
+            self.spans.extend((seq, seq + count))
+        self.end = seq + count
+        self.size = offset + size
+
+    def offset_of(self, seq: int) -> int:
+        """About where in the file ``seq`` stands, by the index; its end for one that comes later."""
+        if seq >= self.end:
+            return self.size
+        chunk = bisect_right(self.index_seqs, seq) - 1
+        if chunk < 0:
+            return FILE_HEADER
+        last = chunk + 1 == len(self.index_seqs)
+        start, stop = self.index_offsets[chunk], self.size if last else self.index_offsets[chunk + 1]
+        first, after = self.index_seqs[chunk], self.end if last else self.index_seqs[chunk + 1]
+        return start + (stop - start) * (seq - first) // (after - first)
+
+    def present(self, first: int, stop: int) -> Iterator[tuple[int, int]]:
+        """What of ``first`` … ``stop - 1`` it holds."""
+        for i in range(0, len(self.spans), 2):
+            a, b = max(first, self.spans[i]), min(stop, self.spans[i + 1])
+            if a < b:
+                yield a, b
+
+    def note_key(self, extra: bytes, flags: int, seq: int, timestamp: int) -> None:
+        """A record with these extra bytes stands in it. All records of a group have the same key."""
+        digest = key_in(extra)
+        if digest is None:
+            return
+        if self.keys is None:
+            self.keys = KeyBlock()
+        if not (flags & CONTINUES and len(self.keys) and self.keys.last == digest):
+            self.keys.add(digest, seq, timestamp)
+            self.key_count = len(self.keys)
+
+    def note_found(self, entry: Entry, offset: int, size: int) -> None:
+        """A record that was found in a file, by a start, stands at ``offset``."""
+        self.note(entry.seq, entry.count, offset, size)
+        if len(self.index_times) < len(self.index_seqs):
+            self.index_times.append(entry.timestamp)
+        if entry.flags & DEFERRED:
+            self.deferrals.extend((entry.seq, entry.count, entry.started, entry.delay, entry.timestamp))
+        if entry.extra:
+            self.extras = True
+            self.note_key(entry.extra, entry.flags, entry.seq, entry.timestamp)
+
+    def seal(self) -> bytes:
+        """No more records: the footer."""
+        keys = b""
+        fields = {
+            "end": self.end,
+            "seqs": pack_numbers(self.index_seqs),
+            "offsets": pack_numbers(self.index_offsets),
+            "times": pack_numbers(self.index_times),
+            "spans": pack_numbers(self.spans),
+            "deferrals": pack_numbers(self.deferrals),
+            "extras": self.extras,
+            "lost": pack_numbers(array("q", chain.from_iterable(self.lost))),
+            "size": self.size,
+        }
+        if self.keys is not None and self.key_count:
+            keys = self.keys.encode()
+            self.key_crc = google_crc32c.extend(self.salt, keys)
+            fields["keys"] = [self.key_count, self.key_crc]
+        self.keys = None
+        self.sealed = True
+        body = msgspec.msgpack.encode(fields)
+        # A million deferrals make 40 MB, and this would be the fourth time.
+        fields.clear()
+        return keys + body + _footer_end.pack(len(body), google_crc32c.extend(self.salt, body), _END_MAGIC)
+
+
+@dataclass(slots=True)
+class Record:
+    """A piece of a block that becomes one record of a file."""
+
+    block: Block
+    start: int
+    stop: int
+    seq: int
+    count: int
+    flags: int = 0
+    delay: int = 0
+    started: int = 0
+    extra: bytes = b""
+
+
+# --- Records as bytes -----------------------------------------------------------------------------------------------
+
+
+def new_salt() -> int:
+    return int.from_bytes(os.urandom(4), "big") or 1
+
+
+def timestamp_of(frames: bytes | bytearray | memoryview, at: int = 0) -> int:
+    """When the message whose frame begins at ``at`` was published."""
+    return int.from_bytes(frames[at + 8 : at + 16], "big")
+
+
+def file_header(segment: Segment) -> bytes:
+    head = _file_head.pack(_MAGIC, _VERSION, 0, segment.salt, segment.base, segment.boot)
+    return head + _crc.pack(google_crc32c.extend(0, head))
+
+
+def read_header(path: Path, head: bytes) -> Segment | None:
+    if len(head) < FILE_HEADER:
+        return None
+    magic, version, _, salt, base, boot = _file_head.unpack_from(head)
+    if magic != _MAGIC or _crc.unpack_from(head, _file_head.size)[0] != google_crc32c.extend(
+        0, head[: _file_head.size]
+    ):
+        return None
+    if version > _VERSION:
+        raise FormatError(f"{path} was written by a newer version of flintmq (format {version}, known: {_VERSION})")
+    return Segment(path, base, salt, boot)
+
+
+def guess_header(path: Path, head: bytes) -> Segment | None:
+    """A damaged header, from what is known otherwise: the file's name, and the mark that its first record begins with.
+
+    Of the boot nothing is known then, so that deferrals go by the wall clock.
+    """
+    if len(head) < FILE_HEADER + RECORD_HEADER:
+        return None
+    (salt,) = _crc.unpack_from(head, FILE_HEADER)
+    stop = FILE_HEADER + _record_head.size
+    if not salt or _crc.unpack_from(head, stop)[0] != google_crc32c.extend(salt, head[FILE_HEADER:stop]):
+        return None
+    return Segment(path, int(path.stem, 16), salt, bytes(16))
+
+
+def encode_record(record: Record, salt: int) -> tuple[bytes, memoryview]:
+    start, stop = record.start, record.stop
+    head = _encode_head(record, salt, stop - start, record.block.checksum(salt, start, stop))
+    return head, record.block.view[start:stop]
+
+
+def _encode_head(record: Record, salt: int, size: int, frames_crc: int) -> bytes:
+    extra = record.extra
+    head = _record_head.pack(
+        salt, size, record.count, record.seq, record.started, record.delay, record.flags, len(extra), frames_crc
+    )
+    head_crc = google_crc32c.extend(salt, head)
+    if extra:
+        head_crc = google_crc32c.extend(head_crc, extra)
+    encoded: bytes = head + _crc.pack(head_crc) + extra
+    return encoded
+
+
+@dataclass(slots=True)
+class Entry:
+    """A whole record found in a file. ``timestamp`` is its first message's."""
+
+    offset: int
+    size: int
+    seq: int
+    count: int
+    flags: int
+    started: int
+    delay: int
+    extra: bytes
+    frames_at: int
+    timestamp: int
+
+
+def read_records(data: bytes, salt: int, at: int, offset: int, last: bool) -> Iterator[Entry | int]:
+    """Walk over the records in ``data``, which starts at ``offset`` of the file, from ``at`` on.
+
+    Yields each whole record, and in between the position at which something else stands (an int). A record cut off by
+    the end of ``data`` ends the walk, unless this is the ``last`` of the file.
+    """
+    mark = _crc.pack(salt)
+    size = len(data)
+    while at < size:
+        entry = _entry_at(data, salt, at, offset)
+        if entry is not None:
+            yield entry
+            at = entry.offset - offset + entry.size
+            continue
+        if not last and size - at < RECORD_HEADER + 65535 + 4 * RECORD_BYTES:
+            return
+        yield at
+        # Something else stands here: find the next record. The mark is random, so there is little to try.
+        at = data.find(mark, at + 1)
+        while at >= 0 and _entry_at(data, salt, at, offset) is None:
+            at = data.find(mark, at + 1)
+        if at < 0:
+            return
+
+
+def _entry_at(data: bytes, salt: int, at: int, offset: int) -> Entry | None:
+    if at + RECORD_HEADER > len(data):
+        return None
+    mark, length, count, seq, started, delay, flags, extra_size, crc = _record_head.unpack_from(data, at)
+    if mark != salt:
+        return None
+    head_stop = at + _record_head.size
+    extra_at = head_stop + 4
+    extra = data[extra_at : extra_at + extra_size]
+    head_crc = google_crc32c.extend(salt, data[at:head_stop])
+    if extra_size:
+        head_crc = google_crc32c.extend(head_crc, extra)
+    if _crc.unpack_from(data, head_stop)[0] != head_crc:
+        return None
+    frames_at = extra_at + extra_size
+    if frames_at + length > len(data):
+        return None
+    if google_crc32c.extend(salt, data[frames_at : frames_at + length]) != crc:
+        return None
+    size = RECORD_HEADER + extra_size + length
+    timestamp = int.from_bytes(data[frames_at + 8 : frames_at + 16], "big")
+    return Entry(offset + at, size, seq, count, flags, started, delay * 1_000_000, extra, frames_at, timestamp)
+
+
+def decode_chunk(
+    data: bytes, salt: int, first: int, after: int, wanted: int
+) -> tuple[Block | None, list[tuple[int, int]]]:
+    """The frames of a chunk as a block, and which seqs of ``first`` … ``after - 1`` cannot be read.
+
+    A block holds no holes: where some cannot be read, it is the block of the messages around ``wanted``.
+    """
+    whole = gather(data, salt, first, after)
+    if whole is not None:
+        return whole, []
+    parts: list[bytes] = []
+    damage: list[tuple[int, int]] = []
+    base = expected = first
+    count = 0
+    for entry in read_records(data, salt, 0, 0, True):
+        if isinstance(entry, int) or entry.seq < expected or entry.seq + entry.count > after:
+            # Not a record, or one that was copied into a message's body, which lies open where it is damaged.
+            continue
+        if entry.seq != expected:
+            damage.append((expected, entry.seq))
+            if parts and wanted < entry.seq:
+                break
+            parts.clear()
+            base = entry.seq
+            count = 0
+        length = entry.size - (entry.frames_at - entry.offset)
+        parts.append(data[entry.frames_at : entry.frames_at + length])
+        count += entry.count
+        expected = entry.seq + entry.count
+    else:
+        if expected < after:
+            damage.append((expected, after))
+    if not parts:
+        return None, damage
+    frames = bytearray().join(parts)
+    block = Block(0, base, frames)
+    if not block.adopt(len(frames), count):
+        return None, [(first, after)]
+    return block, damage
+
+
+def extras_in_chunk(data: bytes, salt: int, first: int, after: int) -> list[tuple[int, int, bytes]]:
+    """(first seq, the seq after the last, extra bytes) of each record of a chunk that has any, in order."""
+    return [
+        (entry.seq, entry.seq + entry.count, entry.extra)
+        for entry in read_records(data, salt, 0, 0, True)
+        if isinstance(entry, Entry) and entry.extra and first <= entry.seq and entry.seq + entry.count <= after
+    ]
+
+
+def seq_in_chunk(data: bytes, salt: int, first: int, after: int, time: int) -> int:
+    """The first seq of a chunk that was published at or after ``time``; ``after`` if none was."""
+    earlier: Entry | None = None
+    found = after
+    for entry in read_records(data, salt, 0, 0, True):
+        if isinstance(entry, int) or entry.seq < first or entry.seq + entry.count > after:
+            continue
+        if timestamp_of(data, entry.frames_at) >= time:
+            found = entry.seq
+            break
+        earlier = entry
+    if earlier is None:
+        return found
+    # Its first message is too early; another one of it may not be.
+    at = earlier.frames_at
+    for seq in range(earlier.seq, earlier.seq + earlier.count):
+        if timestamp_of(data, at) >= time:
+            return seq
+        at += 4 + _crc.unpack_from(data, at)[0]
+    return found
+
+
+def read_footer(disk: Disk, fd: int, size: int, segment: Segment) -> bool:
+    if size < FILE_HEADER + _footer_end.size:
+        return False
+    length, crc, magic = _footer_end.unpack(disk.read(fd, _footer_end.size, size - _footer_end.size))
+    start = size - _footer_end.size - length
+    if magic != _END_MAGIC or start < FILE_HEADER:
+        return False
+    body = disk.read(fd, length, start)
+    if google_crc32c.extend(segment.salt, body) != crc:
+        return False
+    footer = msgspec.msgpack.decode(body)
+    del body
+    if "times" not in footer or "lost" not in footer:
+        # Of a version that did not write them: it is read as if it had no footer, and gets a new one.
+        return False
+    segment.end = footer["end"]
+    segment.size = footer["size"]
+    segment.index_seqs = unpack_numbers(footer["seqs"])
+    segment.index_offsets = unpack_numbers(footer["offsets"])
+    segment.index_times = unpack_numbers(footer["times"])
+    segment.spans = unpack_numbers(footer["spans"])
+    segment.deferrals = unpack_numbers(footer["deferrals"])
+    lost = unpack_numbers(footer["lost"])
+    segment.lost = list(zip(lost[::2], lost[1::2], strict=True))
+    segment.key_count, segment.key_crc = footer.get("keys", (0, 0))
+    # Without a word about them it is of a time when there were none.
+    segment.extras = footer.get("extras", False)
+    segment.sealed = True
+    return True
+
+
+def read_keys(disk: Disk, fd: int, segment: Segment) -> KeyBlock | None:
+    """The keys of a sealed segment, as they stand before its footer; None if they are damaged."""
+    data = disk.read(fd, KeyBlock.size(segment.key_count), segment.size)
+    if google_crc32c.extend(segment.salt, data) != segment.key_crc:
+        return None
+    return KeyBlock.decode(data, segment.key_count)
+
+
+def hide_after(segment: Segment, seq: int) -> None:
+    """The segment holds nothing from ``seq`` on."""
+    while segment.index_seqs and segment.index_seqs[-1] >= seq:
+        segment.index_seqs.pop()
+        segment.index_offsets.pop()
+        segment.index_times.pop()
+    while segment.spans and segment.spans[-2] >= seq:
+        del segment.spans[-2:]
+    if segment.spans and segment.spans[-1] > seq:
+        segment.spans[-1] = seq
+    while segment.deferrals and segment.deferrals[-5] >= seq:
+        del segment.deferrals[-5:]
+    if segment.keys is not None:
+        segment.keys.cut(seq)
+        segment.key_count = len(segment.keys)
+    segment.end = max(segment.base, min(segment.end, seq))
+
+
+class Salvage:
+    """Reads a segment that has no footer: which whole records are in it, less groups that are not whole.
+
+    Those that were on the device are noted in the segment at once; there may be a million. The others are ``entries``.
+    """
+
+    STEP = 4 << 20
+
+    def __init__(self, disk: Disk, fd: int, size: int, segment: Segment, durable: int, limit: int) -> None:
+        self._disk = disk
+        self._fd = fd
+        self._size = size
+        self._segment = segment
+        # What lies before the one was on the device, groups with their ends; nothing counts from the other on.
+        self._durable = durable
+        self._limit = limit
+        self.entries: list[Entry] = []
+        self._known_end = segment.base
+        self.damage: list[tuple[int, int]] = []
+
+    def run(self) -> None:
+        offset = FILE_HEADER
+        expected = self._segment.base
+        group = -1
+        while offset < self._size:
+            step = self.STEP
+            while True:
+                data = self._disk.read(self._fd, step, offset)
+                last = offset + len(data) >= self._size
+                entries = [e for e in read_records(data, self._segment.salt, 0, offset, last) if isinstance(e, Entry)]
+                if entries or last:
+                    break
+                step *= 2
+            for entry in entries:
+                if entry.seq < expected or entry.seq >= self._limit:
+                    # Only a record that was cut off earlier can be here: a later one took its seqs. Or it was copied
+                    # into a message's body, which lies open where it is damaged.
+                    continue
+                missing = entry.seq > expected
+                if missing:
+                    self.damage.append((expected, entry.seq))
+                expected = entry.seq + entry.count
+                if expected <= self._durable:
+                    self._segment.note_found(entry, entry.offset, entry.size)
+                    self._known_end = expected
+                    continue
+                if group >= 0 and (missing or not entry.flags & CONTINUES):
+                    del self.entries[group:]
+                    group = -1
+                if entry.flags & CONTINUES and group < 0:
+                    # The beginning of its group is missing.
+                    continue
+                if not entry.flags & MORE:
+                    group = -1
+                elif group < 0:
+                    group = len(self.entries)
+                self.entries.append(entry)
+            if last:
+                break
+            offset = entries[-1].offset + entries[-1].size
+        if group >= 0:
+            del self.entries[group:]
+
+    @property
+    def lost(self) -> list[tuple[int, int]]:
+        """What was on the device and is not there any more. What never was may just have come too late."""
+        end = self.entries[-1].seq + self.entries[-1].count if self.entries else self._known_end
+        missing = [*self.damage, (end, self._limit)]
+        return [(first, min(stop, self._durable)) for first, stop in missing if first < min(stop, self._durable)]
+
+    def frames(self, entry: Entry, most: int = sys.maxsize) -> bytes:
+        """The entry's frames, or so many bytes of them."""
+        skip = RECORD_HEADER + len(entry.extra)
+        return self._disk.read(self._fd, min(entry.size - skip, most), entry.offset + skip)
+
+    def record(self, entry: Entry, salt: int) -> tuple[bytes, bytes]:
+        """The record again, for a file with another salt."""
+        frames = self.frames(entry)
+        copy = Record(
+            None,  # type: ignore[arg-type]  # its frames are at hand, no block is needed
+            0,
+            0,
+            entry.seq,
+            entry.count,
+            entry.flags,
+            entry.delay // 1_000_000,
+            entry.started,
+            entry.extra,
+        )
+        return _encode_head(copy, salt, len(frames), google_crc32c.extend(salt, frames)), frames

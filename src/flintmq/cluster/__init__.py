@@ -1,0 +1,1 @@
+"""Lookupds and nodes as seen over HTTP."""

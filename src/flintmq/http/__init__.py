@@ -1,0 +1,1 @@
+"""HTTP as all daemons serve it: routes, arguments, tokens, TLS."""

@@ -1,0 +1,1 @@
+"""NSQ's bytes without I/O: commands, frames, compression."""

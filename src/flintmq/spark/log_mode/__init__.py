@@ -1,0 +1,1 @@
+"""The Spark source that reads topic logs."""

@@ -1,0 +1,1 @@
+"""Modules that travel to Spark's executors: standard library and pyarrow only."""

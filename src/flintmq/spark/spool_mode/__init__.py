@@ -1,0 +1,1 @@
+"""The Spark source that spools messages of any NSQ server."""

@@ -1,0 +1,297 @@
+"""What is too old is delivered by nobody: it is dropped, or among the dead letters, and nothing else is."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+from conftest import StartBroker
+from test_deadletters import about, channel_of, consumer_of, contents, die, moved, received, redriven
+
+from flintmq.broker.daemon import Broker
+from flintmq.broker.delivery.dead_letters import SLICE
+from flintmq.broker.delivery.topic import Topic
+from flintmq.broker.observe import stats
+from support.fakes import SECOND, Client, CountingDisk, FakeClock, pass_time, quiet, until
+
+TTL = 100
+Started = Callable[..., Awaitable[Topic]]
+
+
+@pytest.fixture(params=["os", "memory"])
+def start(request: pytest.FixtureRequest, start_broker: StartBroker) -> Started:
+    """Start a broker and its topic ``t``, in which messages live for TTL seconds."""
+
+    async def start(action: str = "drop", name: str = "t", **options: Any) -> Topic:
+        broker = await start_broker(**{"durability": request.param, "sync_timeout": 3_600 * SECOND, **options})
+        return expiring(broker, action, name)
+
+    return start
+
+
+def expiring(broker: Broker, action: str = "drop", name: str = "t", seconds: int = TTL) -> Topic:
+    topic = broker.topic(name)
+    topic.settings = replace(topic.settings, ttl=seconds * SECOND, ttl_action=action)
+    return topic
+
+
+async def look(broker: Broker) -> None:
+    """What the timer does."""
+    await quiet(broker)
+    broker._sync()
+    await quiet(broker)
+
+
+async def test_what_is_too_old_is_not_delivered(start: Started, clock: FakeClock) -> None:
+    topic = await start()
+    channel = await channel_of(topic.broker, attempts=0)
+    producer = Client(topic.broker)
+    await producer.publish("t", b"old", b"old too")
+    clock.advance(1)
+    await producer.publish("t", b"young")
+    clock.advance(TTL - 1)
+    consumer = await consumer_of(channel)
+    [message] = await received(consumer)
+    assert message.body == b"young"
+    consumer.finish(message)
+    await quiet(topic.broker)
+    assert (channel.expired_count, channel.depth, channel.dead_lettered_count) == (2, 0, 0)
+    assert await contents(topic.broker) == {"t/c": []} and consumer.errors == []
+
+
+async def test_without_a_ttl_everything_is_delivered(start_broker: StartBroker, clock: FakeClock) -> None:
+    broker = await start_broker()
+    channel = await channel_of(broker)
+    await Client(broker).publish("t", b"as old as you like")
+    clock.advance(10**9)
+    broker._sync()
+    assert len(await received(await consumer_of(channel))) == 1
+    assert channel.expired_count == 0
+
+
+async def test_what_nobody_wants_goes_as_well(start: Started, clock: FakeClock) -> None:
+    """A channel without consumers, one that is paused, and a topic without channels."""
+    topic = await start()
+    broker = topic.broker
+    idle, paused = await channel_of(broker, name="idle"), await channel_of(broker, name="paused")
+    paused.pause(True)
+    lonely = expiring(broker, name="u")
+    producer = Client(broker)
+    for name in ("t", "u"):
+        await producer.publish_many(name, [b"old"] * 5)
+    clock.advance(TTL / 2)
+    for name in ("t", "u"):
+        await producer.publish_many(name, [b"young"] * 3)
+    await look(broker)
+    assert (idle.depth, paused.depth, lonely.depth) == (8, 8, 8)
+    clock.advance(TTL / 2)
+    await look(broker)
+    assert (idle.depth, paused.depth, lonely.depth) == (3, 3, 3)
+    assert (idle.expired_count, paused.expired_count, topic.expired_count, lonely.expired_count) == (5, 5, 0, 5)
+    channel = await channel_of(broker, "u")
+    consumer = await consumer_of(channel)
+    assert [message.body for message in await received(consumer, 3)] == [b"young"] * 3
+
+
+async def test_very_many_old_messages_on_the_disk(start_broker: StartBroker, clock: FakeClock) -> None:
+    """They are found without being read: files go, and the next message is delivered at once."""
+    disk = CountingDisk()
+    broker = await start_broker(mem_queue_size=0, max_bytes_per_file=20_000, sync_timeout=3_600 * SECOND, disk=disk)
+    topic = expiring(broker)
+    channel = await channel_of(broker)
+    producer = Client(broker)
+    for _ in range(20):
+        await producer.publish_many("t", [b"old" * 10] * 200)
+    clock.advance(TTL)
+    await producer.publish("t", b"young")
+    await quiet(broker)
+    count = len(topic.log.segments)
+    assert count > 10
+    reads = 0
+    read = disk.read
+
+    def counted(fd: int, size: int, offset: int) -> bytes:
+        nonlocal reads
+        reads += 1
+        return read(fd, size, offset)
+
+    disk.read = counted  # type: ignore[method-assign]
+    await look(broker)
+    assert channel.expired_count == 4_000 and channel.depth == 1 and reads <= 2
+    await look(broker)
+    assert len(topic.log.segments) <= 2
+    assert [message.body for message in await received(await consumer_of(channel))] == [b"young"]
+
+
+async def test_in_flight_stays_with_its_owner_and_expires_when_it_is_put_back(start: Started, clock: FakeClock) -> None:
+    topic = await start(max_msg_timeout=900 * SECOND, msg_timeout=900 * SECOND)
+    channel = await channel_of(topic.broker, attempts=0)
+    await Client(topic.broker).publish_many("t", [b"finished", b"put back"])
+    consumer = await consumer_of(channel)
+    finished, put_back = await received(consumer, 2)
+    await pass_time(topic.broker, clock, TTL + 1)
+    await look(topic.broker)
+    consumer.finish(finished)
+    assert consumer.errors == [] and channel.expired_count == 0
+    consumer.requeue(put_back)
+    await quiet(topic.broker)
+    assert consumer.messages == [] and channel.expired_count == 1
+    assert await contents(topic.broker) == {"t/c": []}
+
+
+@pytest.mark.parametrize("restart", [False, True])
+async def test_a_deferred_message_lives_from_when_it_is_due(
+    start: Started, start_broker: StartBroker, clock: FakeClock, restart: bool
+) -> None:
+    topic = await start()
+    broker = topic.broker
+    await channel_of(broker, attempts=0)
+    producer = Client(broker)
+    await producer.publish_later("t", b"later", 3 * TTL)
+    await producer.publish_later("t", b"too late", TTL)
+    await producer.publish("t", b"now")
+    await pass_time(broker, clock, 3 * TTL)
+    if restart:
+        # Due by now: after a start they wait with all others.
+        await broker.stop()
+        topic = await start()
+        broker = topic.broker
+    channel = topic.channels["c"]
+    await look(broker)
+    consumer = await consumer_of(channel)
+    [message] = await received(consumer)
+    await quiet(broker)
+    assert (message.body, consumer.messages, channel.expired_count) == (b"later", [], 2)
+    await pass_time(broker, clock, TTL)
+    assert channel.timeout_count == 1, "it was put back"
+    assert consumer.messages == [] and channel.expired_count == 3
+
+
+async def test_a_deferred_message_holds_up_no_backlog_for_ever(start: Started, clock: FakeClock) -> None:
+    topic = await start()
+    producer = Client(topic.broker)
+    await producer.publish("t", b"one")
+    await producer.publish_later("t", b"later", 2 * TTL)
+    await producer.publish("t", b"two")
+    clock.advance(TTL)
+    await look(topic.broker)
+    assert (topic.depth, topic.expired_count) == (2, 1), "what comes after it waits with it"
+    clock.advance(2 * TTL)
+    await look(topic.broker)
+    assert (topic.depth, topic.expired_count) == (0, 3)
+
+
+async def test_expired_messages_may_become_dead_letters(start: Started, clock: FakeClock) -> None:
+    topic = await start("dead-letter")
+    broker = topic.broker
+    channel = await channel_of(broker, attempts=0)
+    producer = Client(broker)
+    bodies = [b"%d" % i for i in range(3 * SLICE)]
+    await producer.publish_many("t", bodies)
+    clock.advance(TTL)
+    await producer.publish("t", b"young")
+    consumer = await consumer_of(channel)
+    [message] = await received(consumer)
+    assert message.body == b"young", "nobody waits for the copies"
+    consumer.finish(message)
+    await until(lambda: channel.dead_lettered_count == len(bodies))
+    assert await contents(broker) == {"t/c": [], "t.c.dead": bodies}
+    dead = broker.topics["t.c.dead"]
+    found = (await about(dead, dead.pumped))["dead"]
+    assert (found["reason"], found["attempts"]) == ("expired", 0)
+    assert channel.expired_count == len(bodies)
+
+
+@pytest.mark.parametrize("crash", [False, True])
+async def test_expired_messages_on_their_way_outlive_the_broker(
+    start_broker: StartBroker, clock: FakeClock, crash: bool
+) -> None:
+    broker = await start_broker()
+    expiring(broker, "dead-letter")
+    channel = await channel_of(broker, attempts=0)
+    bodies = [b"%d" % i for i in range(2 * SLICE)]
+    await Client(broker).publish_many("t", bodies)
+    clock.advance(TTL)
+    channel.expire_before(channel.topic.log.end)
+    assert channel.depth == 0 and channel.expired.total == len(bodies)
+    broker.journal.take_snapshot()
+    await until(lambda: "t.c.dead" in broker.topics and broker.topics["t.c.dead"].log.written > 0)
+    if crash:
+        broker.kill()
+    else:
+        await broker.stop()
+    broker = await start_broker()
+    found = await contents(broker)
+    assert sorted([*found["t/c"], *found.get("t.c.dead", []), *found.get("t.c.dead/redrive", [])]) == sorted(bodies)
+
+
+async def test_a_put_back_message_becomes_a_dead_letter_with_its_attempts(start: Started, clock: FakeClock) -> None:
+    topic = await start("dead-letter")
+    channel = await channel_of(topic.broker, attempts=0)
+    await Client(topic.broker).publish("t", b"one")
+    consumer = await consumer_of(channel)
+    [message] = await received(consumer)
+    consumer.requeue(message, TTL)
+    await pass_time(topic.broker, clock, TTL)
+    await moved(topic.broker)
+    dead = topic.broker.topics["t.c.dead"]
+    found = (await about(dead, dead.pumped))["dead"]
+    assert (found["reason"], found["attempts"], found["id"]) == ("expired", 1, message.id.decode())
+
+
+async def test_dead_letters_that_get_too_old_are_dropped(start: Started, clock: FakeClock) -> None:
+    topic = await start()
+    broker = topic.broker
+    await die(await channel_of(broker), b"one")
+    expiring(broker, "dead-letter", "t.c.dead")
+    channel = await channel_of(broker, "t.c.dead", "look")
+    clock.advance(TTL)
+    await look(broker)
+    await moved(broker)
+    assert await contents(broker) == {"t/c": [], "t.c.dead/look": []}
+    assert (channel.expired_count, channel.dead_lettered_count) == (1, 0)
+
+
+async def test_what_was_sent_back_is_delivered_however_old_it_is(start: Started, clock: FakeClock) -> None:
+    topic = await start("dead-letter")
+    channel = await channel_of(topic.broker, attempts=0)
+    published = clock.wall()
+    await Client(topic.broker).publish("t", b"one")
+    clock.advance(TTL)
+    consumer = await consumer_of(channel)
+    await until(lambda: channel.dead_lettered_count == 1)
+    await redriven(channel)
+    [message] = await received(consumer)
+    assert (message.body, message.timestamp, message.attempts) == (b"one", published, 1)
+
+
+async def test_an_ephemeral_topic(start: Started, clock: FakeClock) -> None:
+    topic = await start(name="t#ephemeral")
+    channel = await channel_of(topic.broker, "t#ephemeral")
+    producer = Client(topic.broker)
+    await producer.publish("t#ephemeral", b"old")
+    await producer.publish_later("t#ephemeral", b"later", 2 * TTL)
+    await pass_time(topic.broker, clock, 2 * TTL)
+    consumer = await consumer_of(channel)
+    assert [message.body for message in await received(consumer)] == [b"later"]
+    assert channel.expired_count == 1
+
+
+async def test_expired_messages_are_counted(start: Started, clock: FakeClock) -> None:
+    topic = await start()
+    await Client(topic.broker).publish("t", b"one")
+    clock.advance(TTL)
+    await look(topic.broker)
+    await channel_of(topic.broker)
+    await Client(topic.broker).publish_many("t", [b"two", b"three"])
+    clock.advance(TTL)
+    await look(topic.broker)
+    lines = stats.metrics(topic.broker)[0].decode()
+    assert 'nsqd_topic_expired_messages_total{topic="t"} 1\n' in lines
+    assert 'nsqd_channel_expired_messages_total{topic="t",channel="c"} 2\n' in lines
+    [found] = stats.document(topic.broker, extended=True)["topics"]
+    assert (found["expired_count"], found["channels"][0]["expired_count"]) == (1, 2)
+    [found] = stats.document(topic.broker)["topics"]
+    assert "expired_count" not in found and "expired_count" not in found["channels"][0]

@@ -1,0 +1,651 @@
+"""Reading a topic's log over HTTP: ranges, how far they reach, what cannot be had, and who is not disturbed by it."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+from collections.abc import AsyncIterator
+from itertools import pairwise
+from pathlib import Path
+from typing import Any
+
+import pytest
+from conftest import StartBroker
+
+from flintmq.broker.daemon import Broker
+from flintmq.broker.delivery.topic import Topic
+from flintmq.broker.http.log import time_of
+from flintmq.broker.storage import fetch as fetch_module
+from flintmq.broker.storage.segment import FILE_HEADER, RECORD_HEADER
+from flintmq.http import site as web
+from flintmq.protocol.wire import FRAME_MESSAGE, SEQ_MASK, FrameDecoder, decode_message
+from support.fakes import SECOND, Client, FakeClock, quiet, until
+from support.http_client import Answer, HttpClient, request_of
+from support.simdisk import SimDisk, settled
+
+#: Small files; syncs when a test asks for them.
+SMALL: dict[str, Any] = {
+    "http_address": "127.0.0.1:0",
+    "max_bytes_per_file": 100_000,
+    "sync_timeout": 3600 * SECOND,
+    "sync_every": 1_000_000,
+}
+
+
+@pytest.fixture
+async def broker(start_broker: StartBroker) -> Broker:
+    return await start_broker(**SMALL)
+
+
+@pytest.fixture
+async def http(broker: Broker) -> AsyncIterator[HttpClient]:
+    async with HttpClient.connect(broker.http_address) as client:
+        yield client
+
+
+async def synced(broker: Broker, topic: str = "t") -> Topic:
+    """All that was published is durable."""
+    found = broker.topics[topic]
+    await quiet(broker)
+    found.log.sync()
+    await until(lambda: found.durable == found.log.end)
+    await quiet(broker)
+    return found
+
+
+def messages(body: bytes) -> dict[int, bytes]:
+    """By their seqs, in the order they came."""
+    found: dict[int, bytes] = {}
+    for kind, data in FrameDecoder().feed(body):
+        assert kind == FRAME_MESSAGE
+        message = decode_message(data)
+        assert message.attempts == 1
+        found[int(message.id, 16) & SEQ_MASK] = message.body
+    return found
+
+
+async def fetch(http: HttpClient, first: int, stop: int, **arguments: object) -> Answer:
+    query = "".join(f"&{name}={value}" for name, value in arguments.items())
+    return await http.get(f"/log/fetch?topic=t&from={first}&to={stop}{query}")
+
+
+async def read(http: HttpClient, first: int, stop: int, **arguments: object) -> dict[int, bytes]:
+    """The whole range, in as many requests as it takes."""
+    found: dict[int, bytes] = {}
+    while first < stop:
+        answer = await fetch(http, first, stop, **arguments)
+        assert answer.status == 200, answer.body
+        some = messages(answer.body)
+        following = int(answer.headers["x-flintmq-next"])
+        assert first < following <= stop and all(first <= seq < following for seq in some)
+        assert some or following == stop
+        found.update(some)
+        first = following
+    return found
+
+
+def numbered(count: int, size: int = 50, start: int = 0) -> list[bytes]:
+    return [(b"%d " % number).ljust(size, b".") for number in range(start, start + count)]
+
+
+async def filled(broker: Broker, count: int = 3_000, size: int = 200) -> dict[int, bytes]:
+    """A topic with some segments; its messages by their seqs."""
+    producer = Client(broker)
+    bodies = numbered(count, size)
+    for i in range(0, count, 100):
+        await producer.publish_many("t", bodies[i : i + 100])
+    topic = await synced(broker)
+    return dict(enumerate(bodies, topic.log.end - count))
+
+
+# --- What is there ----------------------------------------------------------------------------------------------------
+
+
+async def test_info_tells_what_can_be_read(broker: Broker, http: HttpClient) -> None:
+    await Client(broker).publish("t", b"one", b"two")
+    topic = broker.topics["t"]
+    before = (await http.get("/log/info?topic=t")).json
+    assert (before["first"], before["durable"], before["end"]) == (topic.log.first, topic.log.first, topic.log.end)
+    assert before["messages"] == 0
+    await synced(broker)
+    after = (await http.get("/log/info?topic=t")).json
+    assert after == {
+        "topic": "t",
+        "node": broker.node.hex(),
+        "epoch": topic.epoch,
+        "first": topic.log.first,
+        "durable": topic.log.first + 2,
+        "end": topic.log.first + 2,
+        "messages": 2,
+        "bytes": topic.log.segments[0].size,
+    }
+
+
+async def test_an_epoch_ends_with_its_log(start_broker: StartBroker) -> None:
+    broker = await start_broker(**SMALL)
+    await Client(broker).publish("t", b"one")
+    epoch = broker.topics["t"].epoch
+    await broker.stop()
+    broker = await start_broker(**SMALL)
+    assert broker.topics["t"].epoch == epoch, "a restart is no new beginning"
+    broker.delete_topic("t")
+    await Client(broker).publish("t", b"one")
+    topic = await synced(broker)
+    assert topic.epoch != epoch
+    async with HttpClient.connect(broker.http_address) as http:
+        answer = await fetch(http, topic.log.first, topic.durable, epoch=epoch)
+        assert (answer.status, answer.json["epoch"]) == (409, topic.epoch)
+        assert answer.message.startswith("EPOCH_CHANGED: ")
+        assert (await fetch(http, topic.log.first, topic.durable, epoch=topic.epoch)).status == 200
+
+
+async def test_a_time_is_a_place_in_the_log(broker: Broker, http: HttpClient, clock: FakeClock) -> None:
+    producer = Client(broker)
+    begun = clock.wall()
+    for number in range(5):
+        await producer.publish("t", b"%d" % number)
+        clock.advance(60)
+    topic = await synced(broker)
+    first = topic.log.first
+
+    async def offset(text: object) -> int:
+        answer = await http.get(f"/log/offset?topic=t&time={text}")
+        assert answer.status == 200, answer.body
+        found: int = answer.json["offset"]
+        return found
+
+    assert [await offset(begun + n * SECOND) for n in (-1, 0, 1, 60, 119, 10_000)] == [
+        first,
+        first,
+        first + 1,
+        first + 1,
+        first + 2,
+        first + 5,
+    ]
+    assert await offset("2023-11-14T22:13:20Z") == first, "where the test's clock begins"
+    assert await offset("2023-11-14T22:13:20.000000001Z") == first + 1
+    assert await offset("2023-11-15T00:14:20+02:00") == first + 1
+    await producer.publish("t", b"not yet durable")
+    assert await offset(clock.wall()) == first + 5
+    for wrong in ("", "yesterday", "2023-11-14", "2023-11-14T22:13:20", "2023-13-14T22:13:20Z", "-5", "1e9", "9" * 20):
+        answer = await http.get(f"/log/offset?topic=t&time={wrong}")
+        assert (answer.status, answer.message.partition(":")[0]) == (400, "INVALID_TIME"), wrong
+
+
+@pytest.mark.parametrize(
+    ("text", "nanoseconds"),
+    [
+        ("1970-01-01T00:00:00Z", 0),
+        ("1970-01-01t00:00:01.5z", 1_500_000_000),
+        ("1970-01-01 00:00:00.123456789Z", 123_456_789),
+        ("1970-01-01T01:00:00+01:00", 0),
+        ("1970-01-01T01:00:00 01:00", 0),
+        ("1969-12-31T23:59:59.25Z", -750_000_000),
+        ("1970-01-01T00:00:00", None),
+        ("1970-01-01T25:00:00Z", None),
+        ("now", None),
+    ],
+)
+def test_times_are_those_of_rfc_3339(text: str, nanoseconds: int | None) -> None:
+    assert time_of(text) == nanoseconds
+
+
+# --- Ranges -----------------------------------------------------------------------------------------------------------
+
+
+async def test_any_range_can_be_read(broker: Broker, http: HttpClient) -> None:
+    written = await filled(broker)
+    topic = broker.topics["t"]
+    assert len(topic.log.segments) > 4
+    first, stop = min(written), max(written) + 1
+    assert await read(http, first, stop) == written
+    picker = random.Random(5)
+    edges = [segment.base for segment in topic.log.segments]
+    ranges = [tuple(sorted((picker.randint(first, stop), picker.randint(first, stop)))) for _ in range(40)]
+    for a, b in [*ranges, (first, first), (stop, stop), (first, first + 1), (stop - 1, stop), *pairwise(edges)]:
+        expected = {seq: body for seq, body in written.items() if a <= seq < b}
+        assert await read(http, a, b, max_bytes=picker.choice([1, 300, 20_000, 70_000, 150_000, 10**9])) == expected
+
+
+async def test_the_ends_have_names(broker: Broker, http: HttpClient) -> None:
+    written = await filled(broker, 100)
+    answer = await http.get("/log/fetch?topic=t&from=earliest&to=latest")
+    assert messages(answer.body) == written
+    assert answer.headers["x-flintmq-next"] == str(broker.topics["t"].durable)
+
+
+async def test_an_answer_says_whose_it_is_and_how_far_it_goes(broker: Broker, http: HttpClient) -> None:
+    written = await filled(broker, 100)
+    first, stop = min(written), max(written) + 1
+    answer = await fetch(http, first, stop)
+    assert answer.headers["content-type"] == "application/octet-stream"
+    assert answer.headers["x-flintmq-node"] == broker.node.hex()
+    assert answer.headers["x-flintmq-epoch"] == broker.topics["t"].epoch
+    assert answer.headers["x-flintmq-next"] == str(stop)
+    assert answer.headers["transfer-encoding"] == "chunked" and "server" not in answer.headers
+    empty = await fetch(http, stop, stop)
+    assert (empty.status, empty.headers["x-flintmq-next"], empty.body) == (200, str(stop), b"")
+    assert (await http.get("/ping")).body == b"OK", "the connection goes on"
+
+
+@pytest.mark.parametrize("most", [0, 1, 233, 234, 235, 1_000, 50_000, 99_999, 250_000])
+async def test_an_answer_holds_no_more_than_asked_for_but_one_message(
+    broker: Broker, http: HttpClient, most: int
+) -> None:
+    written = await filled(broker)
+    first, stop = min(written), max(written) + 1
+    answer = await fetch(http, first, stop, max_bytes=most)
+    count = len(messages(answer.body))
+    assert int(answer.headers["x-flintmq-next"]) == first + count
+    assert count == 1 or len(answer.body) <= most
+    assert len(answer.body) > most - 100_000, "and not much less"
+
+
+async def test_messages_of_every_kind_are_there_from_when_they_were_published(
+    broker: Broker, http: HttpClient, clock: FakeClock
+) -> None:
+    consumer = Client(broker)
+    await consumer.subscribe("t", "c", 10)
+    producer = Client(broker)
+    await producer.publish("t", b"plain")
+    await producer.publish_later("t", b"deferred", 3600)
+    large = [b"L" * 90_000, b"M" * 90_000, b"N" * 10]
+    await producer.publish_many("t", large)
+    await until(lambda: len(consumer.messages) == 4)
+    consumer.requeue(consumer.messages[0])
+    await until(lambda: len(consumer.messages) == 5)
+    assert consumer.messages[-1].attempts == 2
+    topic = await synced(broker)
+    found = await read(http, topic.log.first, topic.durable)
+    assert list(found.values()) == [b"plain", b"deferred", *large]
+
+
+async def test_records_with_something_extra_are_read_as_any_other(broker: Broker, http: HttpClient) -> None:
+    await Client(broker).publish("t", b"before")
+    topic = broker.topics["t"]
+    record = bytearray(b"\0\0\0\4with")
+    topic.log.append(record, 0, len(record), 1, broker.clock.wall(), extra=b"x" * 300)
+    await Client(broker).publish("t", b"after")
+    await synced(broker)
+    assert list((await read(http, topic.log.first, topic.durable)).values()) == [b"before", b"with", b"after"]
+
+
+async def test_gaps_are_passed_over(start_broker: StartBroker) -> None:
+    written: dict[int, bytes] = {}
+    for number in range(3):
+        broker = await start_broker(**SMALL)
+        bodies = numbered(20, start=number * 20)
+        await Client(broker).publish_many("t", bodies)
+        topic = await synced(broker)
+        written.update(enumerate(bodies, topic.log.end - 20))
+        if number < 2:
+            broker.kill()
+    first, stop = min(written), max(written) + 1
+    assert stop - first > 1_000_000
+    async with HttpClient.connect(broker.http_address) as http:
+        assert await read(http, first, stop) == written
+        gap = sorted(written)[19] + 100
+        assert await read(http, gap, stop) == {seq: body for seq, body in written.items() if seq > gap}
+        answer = await fetch(http, gap, gap + 100)
+        assert (answer.body, answer.headers["x-flintmq-next"]) == (b"", str(gap + 100))
+        # What is left of the range after the last message is a gap: that is done, too.
+        answer = await fetch(http, first, gap, max_bytes=20 * 84)
+        assert (len(messages(answer.body)), answer.headers["x-flintmq-next"]) == (20, str(gap))
+
+
+# --- What cannot be had -----------------------------------------------------------------------------------------------
+
+
+async def test_only_what_is_durable_is_given(broker: Broker, http: HttpClient) -> None:
+    producer = Client(broker)
+    await producer.publish("t", b"one")
+    topic = await synced(broker)
+    await producer.publish("t", b"two")
+    first = topic.log.first
+    answer = await fetch(http, first, first + 2)
+    assert (answer.status, answer.json["durable"]) == (416, first + 1)
+    assert answer.message.startswith("NOT_YET: ")
+    assert list((await read(http, first, first + 1)).values()) == [b"one"]
+    await synced(broker)
+    assert list((await read(http, first, first + 2)).values()) == [b"one", b"two"]
+
+
+async def test_a_batch_is_given_whole_or_not_yet(broker: Broker, http: HttpClient) -> None:
+    """A batch in slices is written before its last slice came, and may yet be cut back."""
+    await Client(broker).publish("t", b"one")
+    topic = await synced(broker)
+    record = bytearray(b"\0\0\0\4half")
+    topic.publish(record, 0, len(record), 1, more=True)
+    await quiet(broker)
+    topic.log.sync()
+    await quiet(broker)
+    assert topic.log.written == topic.log.first + 2 and topic.durable == topic.log.first + 1
+    assert (await fetch(http, topic.log.first, topic.log.first + 2)).status == 416
+    topic.publish(record, 0, len(record), 1)
+    await synced(broker)
+    assert len(await read(http, topic.log.first, topic.durable)) == 3
+
+
+async def test_what_was_let_go_is_gone(broker: Broker, http: HttpClient) -> None:
+    consumer = Client(broker)
+    await consumer.subscribe("t", "c", 2_500)
+    written = await filled(broker, 2_000)
+    first = min(written)
+    await until(lambda: len(consumer.messages) == 2_000)
+    consumer.finish(*consumer.messages)
+    await quiet(broker)
+    broker._sync()
+    topic = broker.topics["t"]
+    await until(lambda: topic.log.first > first)
+    answer = await fetch(http, first, topic.durable)
+    assert (answer.status, answer.json["first"]) == (410, topic.log.first)
+    assert answer.message.startswith("GONE: ")
+    rest = await read(http, topic.log.first, topic.durable)
+    assert rest == {seq: body for seq, body in written.items() if seq >= topic.log.first}
+
+
+@pytest.mark.parametrize(
+    ("query", "code"),
+    [
+        ("", "MISSING_ARG_TOPIC"),
+        ("topic=t", "MISSING_ARG_FROM"),
+        ("topic=t&from=1", "MISSING_ARG_TO"),
+        ("topic=t&from=x&to=2", "INVALID_ARG_FROM"),
+        ("topic=t&from=1&to=-2", "INVALID_ARG_TO"),
+        ("topic=t&from=5&to=4", "INVALID_ARG_TO"),
+        ("topic=t&from=1&to=2&max_bytes=many", "INVALID_ARG_MAX_BYTES"),
+        ("topic=t&from=1&to=99999999999999999999", "INVALID_ARG_TO"),
+    ],
+)
+async def test_a_wrong_question_is_refused(broker: Broker, http: HttpClient, query: str, code: str) -> None:
+    broker.topic("t")
+    answer = await http.get(f"/log/fetch?{query}")
+    assert (answer.status, answer.message.partition(":")[0]) == (400, code)
+
+
+async def test_what_has_no_log_says_so(start_broker: StartBroker) -> None:
+    broker = await start_broker(**{**SMALL, "durability": "memory"})
+    broker.topic("t")
+    broker.topic("t#ephemeral")
+    async with HttpClient.connect(broker.http_address) as http:
+        for route in ("info?", "offset?time=1&", "fetch?from=1&to=2&"):
+            for topic in ("t", "t%23ephemeral"):
+                answer = await http.get(f"/log/{route}topic={topic}")
+                assert (answer.status, answer.message.partition(":")[0]) == (400, "NO_LOG")
+            answer = await http.get(f"/log/{route}topic=nothing")
+            assert (answer.status, answer.message) == (404, "TOPIC_NOT_FOUND")
+
+
+# --- Damage -----------------------------------------------------------------------------------------------------------
+
+
+def flip(path: Path, offset: int) -> None:
+    content = bytearray(path.read_bytes())
+    content[offset] ^= 1
+    path.write_bytes(content)
+
+
+async def test_damage_is_told_with_its_range(broker: Broker, http: HttpClient) -> None:
+    producer = Client(broker)
+    for body in numbered(30, 1_000):
+        await producer.publish("t", body)
+    topic = await synced(broker)
+    first, stop = topic.log.first, topic.durable
+    for record in (5, 6, 20):
+        flip(topic.log.segments[0].path, FILE_HEADER + record * (RECORD_HEADER + 1_034) + 300)
+    answer = await fetch(http, first, stop)
+    assert list(messages(answer.body)) == list(range(first, first + 5))
+    assert answer.headers["x-flintmq-next"] == str(first + 5)
+    for start in (first + 5, first + 6):
+        answer = await fetch(http, start, stop)
+        assert (answer.status, answer.json["first"], answer.json["stop"]) == (500, start, first + 7)
+        assert answer.message.startswith("DAMAGED: ")
+    assert list(await read(http, first + 7, first + 20)) == list(range(first + 7, first + 20))
+    assert (await fetch(http, first + 20, stop)).status == 500
+    assert list(await read(http, first + 21, stop)) == list(range(first + 21, stop))
+
+
+async def test_damage_further_on_cuts_the_answer(broker: Broker) -> None:
+    """What arrived is whole and checked; asking on from there gives the reason."""
+    written = await filled(broker, 2_000)
+    first, stop = min(written), max(written) + 1
+    damaged = broker.topics["t"].log.segments[2]
+    flip(damaged.path, FILE_HEADER + RECORD_HEADER + 50)
+    async with HttpClient.connect(broker.http_address) as http:
+        http.send(request_of("GET", f"/log/fetch?topic=t&from={first}&to={stop}"))
+        everything = await http.ended()
+    head, _, body = everything.partition(b"\r\n\r\n")
+    assert head.startswith(b"HTTP/1.1 200 ") and f"X-Flintmq-Next: {stop}".encode() in head
+    assert not everything.endswith(b"\r\n0\r\n\r\n"), "no last chunk"
+    whole = b""
+    while body:
+        size, _, rest = body.partition(b"\r\n")
+        whole += rest[: int(size, 16)]
+        body = rest[int(size, 16) + 2 :]
+    arrived = messages(whole)
+    assert arrived == {seq: body for seq, body in written.items() if seq < damaged.base}
+    async with HttpClient.connect(broker.http_address) as http:
+        answer = await fetch(http, damaged.base, stop)
+        assert (answer.status, answer.json["first"]) == (500, damaged.base)
+        assert await read(http, answer.json["stop"], stop) == {
+            seq: body for seq, body in written.items() if seq >= answer.json["stop"]
+        }
+
+
+@pytest.mark.parametrize("what", ["a record", "the last record", "the header", "everything"])
+async def test_what_was_lost_before_the_start_is_no_gap(start_broker: StartBroker, what: str) -> None:
+    """Damage that is found while a segment is salvaged is remembered, also by the next start."""
+    broker = await start_broker(**SMALL)
+    written = await filled(broker, 1_200)
+    topic = broker.topics["t"]
+    first, stop = min(written), max(written) + 1
+    broker._sync()
+    await quiet(broker)
+    segment = topic.log.segments[-1] if what in ("a record", "the last record", "everything") else topic.log.segments[1]
+    path, base, size = segment.path, segment.base, segment.size
+    assert not topic.log.segments[-1].sealed
+    broker.kill()
+    content = bytearray(path.read_bytes())
+    if what == "a record":
+        content[FILE_HEADER + RECORD_HEADER + 50] ^= 1
+    elif what == "the last record":
+        content[size - 5] ^= 1
+    elif what == "the header":
+        content[:FILE_HEADER] = bytes(FILE_HEADER)
+        content[FILE_HEADER] ^= 1
+    else:
+        content[FILE_HEADER:] = bytes(len(content) - FILE_HEADER)
+    path.write_bytes(content)
+    for _ in range(2):
+        broker = await start_broker(**SMALL)
+        async with HttpClient.connect(broker.http_address) as http:
+            at, found, lost = first, {}, []
+            while at < stop:
+                answer = await fetch(http, at, stop)
+                if answer.status == 500:
+                    assert answer.json["first"] == at
+                    lost.append((at, answer.json["stop"]))
+                    at = answer.json["stop"]
+                else:
+                    found.update(messages(answer.body))
+                    at = int(answer.headers["x-flintmq-next"])
+            [(a, b)] = lost
+            assert found == {seq: body for seq, body in written.items() if not a <= seq < b}
+            assert base <= a < b <= stop and (b - a < 300 or what in ("the header", "everything"))
+            assert (await http.get("/log/info?topic=t")).json["messages"] == len(found)
+        await broker.stop()
+
+
+async def test_a_file_that_cannot_be_read_now_is_no_damage(start_broker: StartBroker, tmp_path: Path) -> None:
+    disk = SimDisk(tmp_path)
+    broker = await start_broker(**SMALL, disk=disk)
+    producer = Client(broker)
+    producer.send(b"PUB t\n\0\0\0\3one")
+    await settled(broker)
+    topic = broker.topics["t"]
+    topic.log.sync()
+    await settled(broker)
+    disk.fail("read", 5, path=".seg")
+    async with HttpClient.connect(broker.http_address) as http:
+        answer = await fetch(http, topic.log.first, topic.durable)
+        assert answer.status == 503 and answer.message.startswith("UNREADABLE: ")
+        assert list((await read(http, topic.log.first, topic.durable)).values()) == [b"one"]
+    assert topic.log.damaged == []
+
+
+# --- Beside everything else -------------------------------------------------------------------------------------------
+
+
+async def test_a_slow_reader_holds_little_memory_and_no_one_else(
+    start_broker: StartBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broker = await start_broker(**{**SMALL, "max_bytes_per_file": 5 << 20})
+    written = await filled(broker, 4_000, 5_000)
+    first, stop = min(written), max(written) + 1
+    reads = 0
+    real = broker.disk.read
+
+    def counted(fd: int, size: int, offset: int) -> bytes:
+        nonlocal reads
+        reads += 1
+        return real(fd, size, offset)
+
+    monkeypatch.setattr(broker.disk, "read", counted)
+    async with HttpClient.connect(broker.http_address) as slow, HttpClient.connect(broker.http_address) as quick:
+        slow.writer.transport.pause_reading()  # type: ignore[attr-defined]
+        slow.send(request_of("GET", f"/log/fetch?topic=t&from={first}&to={stop}&max_bytes={1 << 30}"))
+        before = -1
+        while reads != before:
+            before = reads
+            # As far as it gets: what both sockets hold, and two chunks.
+            for _ in range(200):
+                await asyncio.sleep(0)
+            await quiet(broker)
+            await asyncio.sleep(0.05)
+        assert reads * (512 << 10) < 16 << 20, "of 20 MB"
+        pinned = [segment for segment in broker.topics["t"].log.segments if segment.pins]
+        assert len(pinned) == 1
+        assert await read(quick, first, stop) == written
+        slow.writer.transport.resume_reading()  # type: ignore[attr-defined]
+        answer = await slow.answer()
+        assert messages(answer.body) == written
+    await until(lambda: not any(segment.pins for segment in broker.topics["t"].log.segments))
+
+
+async def test_a_reader_that_takes_nothing_is_cut_off(
+    start_broker: StartBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(web, "PIECE_SECONDS", 0.2)
+    broker = await start_broker(**{**SMALL, "max_bytes_per_file": 5 << 20})
+    written = await filled(broker, 4_000, 5_000)
+    async with HttpClient.connect(broker.http_address) as http:
+        http.writer.transport.pause_reading()  # type: ignore[attr-defined]
+        http.send(request_of("GET", f"/log/fetch?topic=t&from={min(written)}&to={max(written)}&max_bytes={1 << 30}"))
+        log = broker.topics["t"].log
+        await until(lambda: any(segment.pins for segment in log.segments))
+        await until(lambda: not any(segment.pins for segment in log.segments))
+
+
+async def test_a_reader_that_hangs_up_leaves_nothing_behind(broker: Broker) -> None:
+    written = await filled(broker)
+    topic = broker.topics["t"]
+    for _ in range(2 * fetch_module.AT_ONCE):
+        async with HttpClient.connect(broker.http_address) as http:
+            http.send(request_of("GET", f"/log/fetch?topic=t&from={min(written)}&to={max(written)}"))
+    async with HttpClient.connect(broker.http_address) as http:
+        assert len(await read(http, min(written), max(written) + 1)) == len(written)
+    await until(lambda: not any(segment.pins for segment in topic.log.segments))
+
+
+async def test_more_readers_than_may_read_at_once_all_get_theirs(
+    broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    written = await filled(broker)
+
+    async def one() -> dict[int, bytes]:
+        async with HttpClient.connect(broker.http_address) as http:
+            return await read(http, min(written), max(written) + 1, max_bytes=200_000)
+
+    for found in await asyncio.gather(*(one() for _ in range(3 * fetch_module.AT_ONCE))):
+        assert found == written
+
+
+async def test_files_that_are_being_read_stay(broker: Broker) -> None:
+    consumer = Client(broker)
+    await consumer.subscribe("t", "c", 2_500)
+    written = await filled(broker, 2_000)
+    topic = broker.topics["t"]
+    await until(lambda: len(consumer.messages) == 2_000)
+    reading = fetch_module.Fetch(fetch_module.Fetches(broker.disk), topic.log, min(written), topic.durable, 1 << 30)
+    await reading.open()
+    consumer.finish(*consumer.messages)
+    for _ in range(3):
+        await quiet(broker)
+        broker._sync()
+    await quiet(broker)
+    assert topic.log.first == min(written)
+    body = b"".join([bytes(piece) async for piece in reading])
+    assert messages(body) == written
+    await reading.aclose()
+    broker._sync()
+    await until(lambda: topic.log.first > min(written))
+
+
+async def test_a_topic_that_is_deleted_cuts_its_readers(broker: Broker) -> None:
+    written = await filled(broker, 2_000)
+    topic = broker.topics["t"]
+    reading = fetch_module.Fetch(fetch_module.Fetches(broker.disk), topic.log, min(written), topic.durable, 1 << 30)
+    await reading.open()
+    broker.delete_topic("t")
+    await quiet(broker)
+    with pytest.raises(ConnectionError):
+        async for _ in reading:
+            pass
+    await reading.aclose()
+    assert not list(Path(broker.path).glob("flintmq/topics/t@*"))
+
+
+async def test_a_stop_does_not_wait_for_readers(broker: Broker) -> None:
+    written = await filled(broker, 3_000, 3_000)
+    async with HttpClient.connect(broker.http_address) as http:
+        http.writer.transport.pause_reading()  # type: ignore[attr-defined]
+        http.send(request_of("GET", f"/log/fetch?topic=t&from={min(written)}&to={max(written)}&max_bytes={1 << 30}"))
+        await until(lambda: any(segment.pins for segment in broker.topics["t"].log.segments))
+        await broker.stop()
+
+
+async def test_publishing_consuming_and_reading_go_on_together(start_broker: StartBroker) -> None:
+    broker = await start_broker(**{**SMALL, "sync_timeout": SECOND // 50, "mem_queue_size": 500})
+    consumer, producer = Client(broker), Client(broker)
+    await consumer.subscribe("t", "c", 300)
+    topic = broker.topics["t"]
+    first = topic.log.end
+    bodies = numbered(20_000, 300)
+    consumed: set[bytes] = set()
+    found: dict[int, bytes] = {}
+
+    async def publish() -> None:
+        for i in range(0, len(bodies), 200):
+            await producer.publish_many("t", bodies[i : i + 200])
+
+    async def consume() -> None:
+        # Slower than the reader, so that its files stay.
+        while len(consumed) < len(bodies):
+            some = await until(lambda: consumer.messages)
+            consumer.take()
+            consumed.update(message.body for message in some)
+            # The reader has no position that would keep the files for it.
+            await until(lambda: len(found) >= len(consumed))
+            consumer.finish(*some)
+
+    async def follow() -> None:
+        at = first
+        async with HttpClient.connect(broker.http_address) as http:
+            while len(found) < len(bodies):
+                stop = (await http.get("/log/info?topic=t")).json["durable"]
+                found.update(await read(http, at, stop, max_bytes=300_000))
+                at = stop
+
+    await asyncio.gather(publish(), consume(), follow())
+    assert list(found.values()) == bodies
+    assert consumed == set(bodies)

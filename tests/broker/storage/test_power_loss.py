@@ -1,0 +1,81 @@
+"""Power loss and kill -9 at any file call: what was promised is still there afterwards."""
+
+from __future__ import annotations
+
+import asyncio
+from pathlib import Path
+
+import pytest
+
+from flintmq.broker.storage import journal as journal_module
+from support.fakes import FakeClock
+from support.power_loss import (
+    EXHAUSTIVE,
+    Contents,
+    Ledger,
+    World,
+    crash,
+    frozen_time,
+    inspect,
+    losses,
+    try_every_call,
+    unexpected,
+)
+from support.simdisk import SimDisk
+
+
+@pytest.fixture(autouse=True)
+def small_journals(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal_module, "ROLL_AT", 500)
+
+
+async def test_the_run_does_what_it_is_meant_to(tmp_path: Path) -> None:
+    disk, ledger, clock = await crash(tmp_path, None, clean=True, durability="fsync")
+    done = {kind for kind, _ in disk.history}
+    assert done >= {"create", "write", "sync", "sync_folder", "rename", "remove", "remove_folder", "read"}
+    created = [name for kind, name in disk.history if kind == "create"]
+    assert sum(name.endswith(".seg") for name in created) > 5, "segments must roll"
+    assert sum(name.startswith("journal") for name in created) > 2, "the journal must roll"
+    assert sum(name.startswith("snapshot") for name in created) > 1, "snapshots must be taken"
+    assert any(kind == "remove" and name.endswith(".seg") for kind, name in disk.history), "segments must be freed"
+    await inspect(disk.after_power_loss("none"), ledger, clock, durability="fsync")
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("seed", [1, 2])
+async def test_power_loss_at_any_call_costs_nothing_that_was_promised(tmp_path: Path, seed: int) -> None:
+    await try_every_call(tmp_path, seed, SimDisk.after_power_loss, durability="fsync")
+
+
+@pytest.mark.timeout(1800)
+async def test_kill_at_any_call_costs_nothing_that_was_answered(tmp_path: Path) -> None:
+    await try_every_call(tmp_path, 3, lambda disk, _: disk.after_kill(), durability="os")
+
+
+@pytest.mark.timeout(1800)
+async def test_power_loss_may_cost_what_was_not_synced_but_no_id_stands_for_two_messages(tmp_path: Path) -> None:
+    """Durability `os` delivers what may yet be lost: its seqs must not be used again. And no half batches, ever."""
+    await try_every_call(tmp_path, 4, SimDisk.after_power_loss, binding=False, durability="os")
+
+
+@pytest.mark.timeout(1800)
+async def test_what_a_start_after_a_kill_offers_survives_the_next_power_loss(tmp_path: Path) -> None:
+    """After kill -9 much may be in the page cache only. Once a start has called it durable it must be."""
+
+    async def started(disk: SimDisk, ledger: Ledger, clock: FakeClock) -> Contents:
+        world = World(disk, clock, ledger, durability="os")
+        await world.start()
+        found = await world.contents()
+        world.broker.kill()
+        await asyncio.sleep(0)
+        return found
+
+    whole, _, _ = await crash(tmp_path, None, clean=True, durability="os")
+    for n in range(1, whole.calls + 1, 1 if EXHAUSTIVE else 3):
+        killed, ledger, clock = await crash(tmp_path, n, durability="os")
+        async with frozen_time(clock) as raised:
+            disk = killed.after_kill()
+            before = await started(disk, ledger, clock)
+            for loss in losses(n):
+                assert await started(disk.after_power_loss(loss), ledger, clock) == before, f"call {n}, {loss}"
+        assert unexpected(raised) == []

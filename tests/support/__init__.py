@@ -1,0 +1,1 @@
+"""Tools of the tests: clients, disks, clocks and certificates that several test modules share."""

@@ -1,0 +1,430 @@
+"""The power goes, or the process is killed, at every file call of a busy run: what was promised must still be there.
+
+The run does everything that touches a file: publishes of all kinds, deliveries and their answers, channels and topics
+that come and go, pauses, emptying, segments and journals that roll. A Ledger writes down what the broker has promised.
+After each crash a broker is started on what is left, and everything in it is compared with the ledger.
+
+``FLINTMQ_EXHAUSTIVE=1`` tries every call with every kind of loss; otherwise every call is tried with one kind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+from collections.abc import AsyncIterator, Callable
+from pathlib import Path
+from typing import Any
+
+from flintmq.broker.daemon import Broker
+from flintmq.broker.delivery.channel import Channel
+from flintmq.broker.delivery.topic import Topic
+from flintmq.protocol.wire import FRAME_MESSAGE, FRAME_RESPONSE, Message, decode_message, encode_mpub
+from support.fakes import Client, FakeClock, dpub, pub
+from support.garbage import collect_if_grown
+from support.simdisk import PowerLoss, SimDisk
+
+EXHAUSTIVE = os.environ.get("FLINTMQ_EXHAUSTIVE") == "1"
+#: By topic and channel (None: seen by no channel yet) the messages, by their seqs.
+Contents = dict[tuple[str, str | None], dict[int, bytes]]
+
+
+class Ledger:
+    """What the broker has promised, and what it was asked to do away with."""
+
+    def __init__(self) -> None:
+        #: Whether what was acknowledged must be there after this kind of crash.
+        self.binding = True
+        #: Acknowledged for a channel, or (None) for the topic's first one, and not asked to be finished since.
+        self.owed: dict[tuple[str, str | None], set[bytes]] = {}
+        #: Known to be finished or emptied: must not come back.
+        self.gone: set[tuple[str, str, bytes]] = set()
+        self._going: set[tuple[str, str, bytes]] = set()
+        #: Channels that were acknowledged, and topics whose deletion was.
+        self.channels: set[tuple[str, str]] = set()
+        #: Batches whose messages come together or not at all, as long as none was delivered.
+        self.batches: list[tuple[str, list[bytes]]] = []
+        #: Which message an id of a topic stands for.
+        self.ids: dict[tuple[str, bytes], bytes] = {}
+
+    def published(self, topic: str, bodies: list[bytes]) -> None:
+        channels = [channel for name, channel in self.channels if name == topic]
+        for channel in channels or [None]:
+            self.owed.setdefault((topic, channel), set()).update(bodies)
+
+    def subscribed(self, topic: str, channel: str) -> None:
+        if not any(name == topic for name, _ in self.channels):
+            # The first channel gets what has piled up.
+            self.owed.setdefault((topic, channel), set()).update(self.owed.pop((topic, None), set()))
+        self.channels.add((topic, channel))
+
+    def finishing(self, topic: str, channel: str, bodies: list[bytes]) -> None:
+        self.owed.get((topic, channel), set()).difference_update(bodies)
+        self._going.update((topic, channel, body) for body in bodies)
+
+    def synced(self) -> None:
+        """All that was said so far is on the device."""
+        self.gone |= self._going
+        self._going.clear()
+
+    def dropping(self, topic: str, channel: str | None = None) -> None:
+        for key in [key for key in self.owed if key[0] == topic and channel in (None, key[1])]:
+            del self.owed[key]
+        self.channels -= {key for key in self.channels if key[0] == topic and channel in (None, key[1])}
+        self.batches = [batch for batch in self.batches if batch[0] != topic]
+
+    def saw(self, topic: str, ident: bytes, body: bytes) -> None:
+        assert self.ids.setdefault((topic, ident), body) == body, f"the id {ident!r} was used twice"
+
+
+class World:
+    """A broker on a simulated disk, its clients, and the ledger of what it promised them."""
+
+    def __init__(self, disk: SimDisk, clock: FakeClock, ledger: Ledger, **options: Any) -> None:
+        self.disk = disk
+        self.clock = clock
+        self.ledger = ledger
+        self.broker = Broker(
+            disk=disk,
+            clock=clock,
+            data_path=disk.root,
+            disk_reserve=0,
+            **{"max_bytes_per_file": 30_000, "mem_queue_size": 20, "cold_cache_bytes": 1, **options},
+        )
+        self._clients: list[Client] = []
+
+    async def start(self) -> None:
+        await self.broker.start()
+        await self.settle()
+
+    def client(self) -> Client:
+        client = Client(self.broker)
+        self._clients.append(client)
+        return client
+
+    async def settle(self) -> None:
+        """Turn the loop until nothing is under way. Time stands still meanwhile."""
+        calm = 0
+        while calm < 5:
+            await asyncio.sleep(0)
+            if self.disk.dead:
+                raise PowerLoss
+            busy = self.disk.under_way or self.broker._flush_due or self.broker._turn or self.broker._pumps
+            calm = 0 if busy else calm + 1
+
+    async def pass_time(self, seconds: float) -> None:
+        self.clock.advance(seconds)
+        await self.settle()
+        self.broker.scan.tick(self.clock.now)
+        await self.settle()
+
+    async def publish(self, client: Client, command: bytes, topic: str, bodies: list[bytes]) -> None:
+        client.send(command)
+        await self.settle()
+        assert [data for kind, data in client.take() if kind == FRAME_RESPONSE] == [b"OK"]
+        self.ledger.published(topic, bodies)
+
+    async def subscribe(self, topic: str, channel: str) -> Client:
+        client = self.client()
+        client.send(f"SUB {topic} {channel}\n".encode())
+        await self.settle()
+        assert client.take() == [(FRAME_RESPONSE, b"OK")]
+        self.ledger.subscribed(topic, channel)
+        return client
+
+    async def receive(self, client: Client, topic: str, count: int) -> list[Message]:
+        client.send(b"RDY %d\n" % count)
+        await self.settle()
+        client.send(b"RDY 0\n")
+        messages = [decode_message(data) for kind, data in client.take() if kind == FRAME_MESSAGE]
+        for message in messages:
+            self.ledger.saw(topic, message.id, message.body)
+        self.ledger.batches = [
+            batch for batch in self.ledger.batches if not {message.body for message in messages} & set(batch[1])
+        ]
+        return messages
+
+    async def finish(self, client: Client, topic: str, channel: str, messages: list[Message]) -> None:
+        self.ledger.finishing(topic, channel, [message.body for message in messages])
+        client.finish(*messages)
+        await self.settle()
+
+    async def sync(self) -> None:
+        """What the timer does: logs, journal, then files that may go."""
+        self.broker._sync()
+        await self.settle()
+        self.ledger.synced()
+
+    # --- What is in it -----------------------------------------------------------------------------------------------
+
+    async def body(self, topic: Topic, seq: int) -> bytes:
+        while (frame := topic.frame(seq)) is None:
+            await self.settle()
+        self.ledger.saw(topic.name, bytes(frame[18:34]), bytes(frame[34:]))
+        return bytes(frame[34:])
+
+    async def contents(self) -> Contents:
+        """Every message that each channel has, and (None) that no channel has seen."""
+        found = {}
+        for topic in self.broker.topics.values():
+            backlog = [
+                seq
+                for first, stop in topic.log.spans()
+                for seq in range(max(first, topic.pumped), stop)
+                if seq >= topic.pumped
+            ]
+            found[topic.name, None] = {seq: await self.body(topic, seq) for seq in backlog}
+            assert topic.depth == len(backlog)
+            for channel in topic.channels.values():
+                found[topic.name, channel.name] = {seq: await self.body(topic, seq) for seq in _seqs(channel)}
+        return found
+
+
+def _seqs(channel: Channel) -> list[int]:
+    seqs = [seq for first, stop in channel.waiting for seq in range(first, stop)]
+    seqs += range(channel.seen, channel.topic.pumped)
+    seqs += channel.requeued
+    seqs += [seq for _, seq in channel.deferred.items()]
+    seqs += [seq for seq, _ in channel.ring.held(channel.ring.lo, channel.ring.hi)]
+    seqs += channel.unusual
+    assert len(seqs) == len(set(seqs)), "a message is in two places"
+    return seqs
+
+
+# --- The run --------------------------------------------------------------------------------------------------------
+
+
+async def busy_run(world: World) -> None:
+    """Everything that touches a file."""
+    broker, ledger = world.broker, world.ledger
+    numbers = iter(range(10_000))
+
+    def body(size: int = 40) -> bytes:
+        return (b"message %d " % next(numbers)).ljust(size, b".")
+
+    async def publish(topic: str, count: int = 1, size: int = 40) -> None:
+        for _ in range(count):
+            one = body(size)
+            await world.publish(producer, pub(topic, one), topic, [one])
+
+    async def publish_batch(topic: str, count: int, size: int) -> None:
+        bodies = [body(size) for _ in range(count)]
+        ledger.batches.append((topic, bodies))
+        await world.publish(producer, encode_mpub(topic.encode(), bodies), topic, bodies)
+
+    await world.start()
+    producer = world.client()
+    # A backlog for the first channel; a batch of several records; several publishers in one turn.
+    await publish("t", 2)
+    await publish_batch("t", 40, 2_500)
+    a = await world.subscribe("t", "a")
+    others = [world.client() for _ in range(3)]
+    bodies = [body() for _ in others]
+    for other, one in zip(others, bodies, strict=True):
+        other.send(pub("t", one))
+    await world.settle()
+    assert [other.take() for other in others] == [[(FRAME_RESPONSE, b"OK")]] * 3
+    ledger.published("t", bodies)
+    one = body()
+    await world.publish(producer, dpub("t", 20_000, one), "t", [one])
+    # Answers: finished, put back at once, put back for later.
+    messages = await world.receive(a, "t", 6)
+    await world.finish(a, "t", "a", messages[:3])
+    a.requeue(messages[3])
+    a.requeue(messages[4], 90)
+    await world.settle()
+    await world.sync()
+    b = await world.subscribe("t", "b")
+    await publish("t", 3, 12_000)
+    # A paused topic keeps what is published; then it is emptied; then it goes on.
+    topic = broker.topics["t"]
+    topic.pause(True)
+    await publish("t", 2)
+    await world.sync()
+    topic.pause(False)
+    await world.settle()
+    topic.pause(True)
+    await world.settle()
+    lost = body()
+    await world.publish(producer, pub("t", lost), "t", [lost])
+    for channel in ("a", "b"):
+        ledger.finishing("t", channel, [lost])
+    topic.empty()
+    topic.pause(False)
+    await world.sync()
+    # A channel is emptied, paused, deleted.
+    messages = await world.receive(b, "t", 2)
+    await world.finish(b, "t", "b", messages[:1])
+    ledger.finishing("t", "b", list(ledger.owed["t", "b"]))
+    topic.channels["b"].empty()
+    await world.sync()
+    topic.channels["b"].pause(True)
+    await publish("t", 1)
+    await publish_batch("t", 30, 1_000)
+    ledger.dropping("t", "b")
+    topic.delete_channel("b")
+    await world.sync()
+    # A topic is deleted and made again; its seqs must not be used again.
+    await publish("u", 3, 400)
+    await world.subscribe("u", "c")
+    await publish("u", 2)
+    ledger.dropping("u")
+    broker.delete_topic("u")
+    await world.settle()
+    await publish("u", 2)
+    # All but the deferred ones are finished: segments go. Meanwhile the journal rolls.
+    while messages := await world.receive(a, "t", 15):
+        await world.finish(a, "t", "a", messages)
+        broker._housekeeping()
+    await world.sync()
+    await world.sync()
+    await publish("t", 2)
+    await world.subscribe("u", "c")
+    await publish("u", 2, 9_000)
+    await world.pass_time(21)
+    await world.receive(a, "t", 2)
+    await publish_batch("v", 5, 10)
+    broker._save_metadata()
+    await world.settle()
+
+
+@contextlib.asynccontextmanager
+async def frozen_time(clock: FakeClock) -> AsyncIterator[list[dict[str, Any]]]:
+    """The event loop's timers go by the test's clock, so that runs are the same; yields what callbacks raised."""
+    loop = asyncio.get_running_loop()
+    raised: list[dict[str, Any]] = []
+    real = loop.time
+    loop.set_exception_handler(lambda _, context: raised.append(context))
+    loop.time = lambda: clock.now() / 1e9  # type: ignore[method-assign]
+    try:
+        yield raised
+    finally:
+        # Else what died here waits for ever, with all that it holds.
+        left = asyncio.all_tasks() - {asyncio.current_task()}
+        for task in left:
+            task.cancel()
+        await asyncio.gather(*left, return_exceptions=True)
+        for handle in loop._scheduled:  # type: ignore[attr-defined]
+            handle.cancel()
+        loop.time = real  # type: ignore[method-assign]
+
+
+def unexpected(raised: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    return [context for context in raised if not isinstance(context.get("exception"), PowerLoss)]
+
+
+async def crash(
+    folder: Path, power_off_at: int | None, *, seed: int = 0, clean: bool = False, **options: Any
+) -> tuple[SimDisk, Ledger, FakeClock]:
+    """The run up to the n-th file call."""
+    clock = FakeClock()
+    disk = SimDisk(folder, seed=seed)
+    disk.power_off_at = power_off_at
+    world = World(disk, clock, Ledger(), **options)
+    async with frozen_time(clock) as raised:
+        try:
+            await busy_run(world)
+            await asyncio.shield(world.broker.stop())
+        except PowerLoss:
+            pass
+        finally:
+            died = disk.dead
+            disk.dead = True
+            with contextlib.suppress(PowerLoss):
+                world.broker.kill()
+            for _ in range(5):
+                await asyncio.sleep(0)
+    assert unexpected(raised) == []
+    assert died or clean, f"the run has only {disk.calls} calls"
+    collect_if_grown()
+    return disk, world.ledger, clock
+
+
+def check(found: Contents, ledger: Ledger) -> None:
+    held = {key: set(messages.values()) for key, messages in found.items()}
+    for topic, channel in ledger.channels if ledger.binding else ():
+        assert (topic, channel) in held, f"the channel {channel} of {topic} is lost"
+    for (topic, channel), owed in ledger.owed.items() if ledger.binding else ():
+        if channel is None:
+            # A channel that nobody was told of may have been made, and has the backlog then.
+            here = set().union(*(bodies for (name, _), bodies in held.items() if name == topic))
+        else:
+            here = held[topic, channel] | held[topic, None]
+        assert not owed - here, f"{len(owed - here)} messages of {topic}/{channel} are lost"
+    for topic, channel, body in ledger.gone:
+        assert body not in held.get((topic, channel), ()), f"{body[:12]!r} of {topic}/{channel} came back"
+    for topic, bodies in ledger.batches:
+        for (name, _), here in held.items():
+            if name == topic:
+                assert len(here & set(bodies)) in (0, len(bodies)), f"a part of a batch is in {topic}"
+
+
+async def inspect(disk: SimDisk, ledger: Ledger, clock: FakeClock, **options: Any) -> SimDisk:
+    """Start on what is left: all that was promised is there; publish more; stop; start again: the same is there."""
+    async with frozen_time(clock) as raised:
+        world = World(disk, clock, ledger, **options)
+        await world.start()
+        check(await world.contents(), ledger)
+        producer = world.client()
+        for name in [*world.broker.topics, "w"]:
+            body = b"after the crash, to %s" % name.encode()
+            if (name, None) not in ledger.owed or body not in ledger.owed[name, None]:
+                await world.publish(producer, pub(name, body), name, [])
+        before = await world.contents()
+        check(before, ledger)
+        await world.broker.stop()
+        assert disk.open_files == []
+        after_stop = disk.after_power_loss("none")
+        again = World(after_stop, clock, ledger, **options)
+        await again.start()
+        assert await again.contents() == before
+        await again.broker.stop()
+    assert unexpected(raised) == []
+    return after_stop
+
+
+# --- The tests ------------------------------------------------------------------------------------------------------
+
+
+def losses(n: int) -> list[int | str]:
+    kinds: list[int | str] = ["none", n, "all", n + 100_000, n + 200_000]
+    return kinds if EXHAUSTIVE else [kinds[n % len(kinds)]]
+
+
+async def try_every_call(
+    folder: Path, seed: int, left_over: Callable[[SimDisk, int | str], SimDisk], binding: bool = True, **options: Any
+) -> None:
+    """Crash at each call; start on what ``left_over`` says is left."""
+    whole, _, _ = await crash(folder, None, seed=seed, clean=True, **options)
+    for n in range(1, whole.calls + 1):
+        disk, ledger, clock = await crash(folder, n, seed=seed, **options)
+        ledger.binding = binding
+        for loss in losses(n):
+            try:
+                await inspect(left_over(disk, loss), _copy_ledger(ledger), rebooted(clock), **options)
+            except BaseException as exc:
+                exc.add_note(f"crash at call {n}, {disk.history[n - 1]}, what was not synced: {loss}")
+                raise
+
+
+def rebooted(clock: FakeClock) -> FakeClock:
+    copy = copy_of(clock)
+    copy.reboot(20)
+    return copy
+
+
+def copy_of(clock: FakeClock) -> FakeClock:
+    copy = FakeClock()
+    copy.__dict__.update(clock.__dict__)
+    return copy
+
+
+def _copy_ledger(ledger: Ledger) -> Ledger:
+    copy = Ledger()
+    copy.binding = ledger.binding
+    copy.owed = {key: set(bodies) for key, bodies in ledger.owed.items()}
+    copy.gone = set(ledger.gone)
+    copy.channels = set(ledger.channels)
+    copy.batches = list(ledger.batches)
+    copy.ids = dict(ledger.ids)
+    return copy
