@@ -677,7 +677,7 @@ async def test_a_certificate_is_replaced_without_a_restart(serve: Serve, certifi
 
 
 def test_nothing_heavy_is_imported_before_it_is_needed() -> None:
-    program = "import sys, flintmq.web; print('aiohttp' in sys.modules)"
+    program = "import sys, flintmq.http.site; print('aiohttp' in sys.modules)"
     paths = os.pathsep.join(filter(None, [str(Path(web.__file__).parents[2]), os.environ.get("PYTHONPATH", "")]))
     answer = subprocess.run(
         [sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True

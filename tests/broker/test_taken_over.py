@@ -120,7 +120,7 @@ async def test_a_crash_during_the_take_over_only_repeats_it(
             patch.setattr(takeover, "move_aside", crash)
         else:
             # Before the new folder gets its name; after the old files were moved.
-            patch.setattr(f"fakes.CountingDisk.{moment}", crash, raising=False)
+            patch.setattr(f"support.fakes.CountingDisk.{moment}", crash, raising=False)
         broker = daemon.Broker(data_path=str(data_path), disk=CountingDisk(), clock=FakeClock(), disk_reserve=0)
         with pytest.raises(Crash):
             await broker.start()
