@@ -66,9 +66,8 @@ def main() -> int:
     for mutant in chosen:
         begin = time.monotonic()
         alive, last = survives(mutant, arguments.seconds)
-        print(
-            f"{'SURVIVED' if alive else 'killed'}  {mutant.name}  {time.monotonic() - begin:.0f} s  {last}", flush=True
-        )
+        took = time.monotonic() - begin
+        say(f"{'SURVIVED' if alive else 'killed'}  {mutant.name}  {took:.0f} s  {last}")
         if alive:
             survivors.append(mutant.name)
     say(f"{len(chosen) - len(survivors)} of {len(chosen)} mutants killed")
