@@ -892,6 +892,8 @@ class Broker:
                 self.journal.note("side", topic.incarnation, topic.side.durable)
             if topic.settings.ttl:
                 topic.expiry.look()
+            if topic.log.memory.pinned:
+                topic.trim()
         self._free()
         self.store.tidy()
 

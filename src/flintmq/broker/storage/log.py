@@ -15,7 +15,7 @@ import os
 import sys
 from bisect import bisect_left, bisect_right
 from collections import OrderedDict, deque
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 from mmap import MAP_ANON, MAP_PRIVATE, mmap
@@ -24,6 +24,7 @@ from typing import Any
 
 from flintmq.broker.storage.disk import BACKGROUND, COMMIT, READ, SPARE, Clock, Disk
 from flintmq.broker.storage.keys import MOST_IN_SEGMENT, KeyBlock
+from flintmq.broker.storage.memory import Memory, Pinned, extra_of
 from flintmq.broker.storage.segment import (
     CONTINUES,
     DEFERRED,
@@ -314,19 +315,13 @@ class Log:
         self._arrived = arrived
         # Marks.
         self.end = self.written = self.durable = base
-        # In memory: blocks of consecutive seqs, oldest first, and their base seqs for bisection.
-        self.blocks: list[Block] = []
-        self._bases: list[int] = []
-        self.memory_count = 0
-        self.memory_bytes = 0
+        self.memory = Memory()
         #: What the store lets it hold beyond its limit.
         self._lent = 0
         self._block_size = SMALLEST_BLOCK
         # Deferred messages that channels have not seen yet: (seq, when due), in seq order.
         self.deferred: deque[tuple[int, int]] = deque()
-        # Extra bytes of records in memory: first seq, the seq after the last, bytes. And of those that were read back,
-        # by segment and chunk: up to which seq, and the same of each.
-        self._extras: deque[tuple[int, int, bytes]] = deque()
+        # Extra bytes of records that were read back, by segment and chunk: up to which seq, and those of each record.
         self._cold_extras: OrderedDict[tuple[Segment, int], tuple[int, list[tuple[int, int, bytes]]]] = OrderedDict()
         self._reading_extras: set[tuple[Segment, int]] = set()
         #: Seq and extra bytes of the records that a start found beyond what was known to be on the device.
@@ -376,7 +371,23 @@ class Log:
         """The lowest seq that can still be read."""
         if self.segments:
             return self.segments[0].base
-        return self._bases[0] if self._bases else self.end
+        blocks = self.memory.all_blocks()
+        return blocks[0].base if blocks else self.end
+
+    @property
+    def blocks(self) -> list[Block]:
+        """The blocks in memory that lead up to the end without a hole, oldest first."""
+        return self.memory.blocks
+
+    @property
+    def memory_count(self) -> int:
+        """Messages in memory."""
+        return self.memory.count(self.end)
+
+    @property
+    def memory_bytes(self) -> int:
+        """Bytes of the blocks in memory."""
+        return self.memory.bytes
 
     @property
     def oldest_sealed(self) -> Segment | None:
@@ -420,7 +431,7 @@ class Log:
         ``delay`` in ns defers them. With ``more`` the batch goes on in the next call. Nothing is written yet.
         """
         first = self.end
-        block = self.blocks[-1] if self.blocks else None
+        block = self.memory.active
         open_record = self._open_record
         need = stop - pos + (FRAME_OVERHEAD - 4) * count
         if (
@@ -435,12 +446,11 @@ class Log:
                 open_record.stop = block.used
                 open_record.count += count
                 self.end = first + count
-                self.memory_count += count
                 return first
             # The block's own table was full: very small messages. The rest goes the long way.
             open_record.stop = block.used
             open_record.count += done
-            self._advance(done)
+            self.end += done
             pos, count = block.pos, count - done
         record: Record | None = None
         flags = DEFERRED if delay else 0
@@ -460,10 +470,10 @@ class Log:
             continues = CONTINUES
             self._pending.append(record)
             if extra:
-                self._extras.append((self.end, self.end + done, extra))
+                self.memory.extras.append((self.end, self.end + done, extra))
             if delay:
                 self.deferred.extend((seq, started + delay) for seq in range(self.end, self.end + done))
-            self._advance(done)
+            self.end += done
             pos = block.pos
             count -= done
         if record is not None and not more:
@@ -480,8 +490,8 @@ class Log:
         Without ``settled`` nothing may be answered yet; ``budget`` is what may be taken before the loop goes on. If a
         write failed, what was not written is gone again.
         """
-        block = self.blocks[-1] if self.blocks and not self._in_group else None
-        if block is None:
+        block = self.memory.active
+        if block is None or self._in_group:
             return NO_BLOCK, False
         room = 0
         if block.size == LARGEST_BLOCK:
@@ -536,14 +546,14 @@ class Log:
             else:
                 record = self._open_record = Record(block, used, block.used, self.end, count)
                 self._pending.append(record)
-            self._advance(count)
+            self.end += count
         self.last_bytes = block.used - used
         return status, answer
 
     def _taken_in(self, segment: Segment, block: Block, start: int, count: int, intake: Intake, failed: bool) -> None:
         """The frames that were made, from ``start`` on, are in the file, less those of a write that failed."""
         seq, size = self.end, intake.wrote
-        self._advance(count)
+        self.end += count
         if failed:
             written = block.index(intake.unwritten) - (block.count - count)
             lost = Record(block, intake.unwritten, block.used, seq + written, count - written)
@@ -565,10 +575,6 @@ class Log:
                 OSError(intake.error, os.strerror(intake.error)),
             )
 
-    def _advance(self, count: int) -> None:
-        self.end += count
-        self.memory_count += count
-
     def _new_block(self, pos: int, data: bytearray) -> Block:
         need = FRAME_OVERHEAD + int.from_bytes(data[pos : pos + 4], "big")
         block = self._add_block(max(self._block_size, need))
@@ -577,27 +583,14 @@ class Log:
 
     def _add_block(self, size: int) -> Block:
         block = self._store.new_block(size, self.end)
-        self.blocks.append(block)
-        self._bases.append(block.base)
-        self.memory_bytes += block.size
+        self.memory.add(block)
         return block
 
     def _cut_back(self, seq: int) -> None:
         """Forget everything from ``seq`` on: it could not be written, and nobody has seen it."""
-        while self.blocks and self.blocks[-1].base >= seq:
-            block = self.blocks.pop()
-            self._bases.pop()
-            self.memory_count -= block.count
-            self.memory_bytes -= block.size
-        if self.blocks:
-            block = self.blocks[-1]
-            self.memory_count -= block.count
-            block.cut_back(seq - block.base)
-            self.memory_count += block.count
+        self.memory.cut_back(seq)
         while self.deferred and self.deferred[-1][0] >= seq:
             self.deferred.pop()
-        while self._extras and self._extras[-1][0] >= seq:
-            self._extras.pop()
         self._pending.clear()
         self._open_record = None
         self._in_group = False
@@ -633,7 +626,7 @@ class Log:
         """Durability ``memory``: write the oldest blocks so that they can leave the memory."""
         if self.folder is None or self._writing:
             return
-        count, size, records = self.memory_count, self.memory_bytes, 0
+        count, size, records = self.memory_count, self.memory.bytes, 0
         for block in self.blocks[:-1]:
             if count <= limit and size <= cap:
                 break
@@ -740,6 +733,9 @@ class Log:
             self._open_record = None
         for _ in range(records):
             record = self._pending.popleft()
+            if self.durability == "memory":
+                # It was answered and seen record by record, and the rest of its batch may never go to a file.
+                record.flags &= DEFERRED
             size = RECORD_HEADER + len(record.extra) + record.stop - record.start
             if segment is not None and (
                 record.seq != segment.end
@@ -1040,8 +1036,7 @@ class Log:
             self._store.forget_cold(segment)
             if not segment.pins:
                 self._store.close_file(segment)
-        self.blocks.clear()
-        self._bases.clear()
+        self.memory.clear()
         self._give_up_loan()
         self._give_up(-1, StorageError(f"LOG({self.name}): closed"))
 
@@ -1052,13 +1047,18 @@ class Log:
 
         DamageError says that it cannot be read, and up to where.
         """
-        bases = self._bases
-        i = bisect_right(bases, seq) - 1
+        memory = self.memory
+        i = bisect_right(memory.bases, seq) - 1
         if i >= 0:
-            block = self.blocks[i]
+            block = memory.blocks[i]
             if seq < block.base + block.count:
                 self.from_memory = True
                 return block
+        if memory.pinned:
+            pinned = memory.find_pinned(seq)
+            if pinned is not None:
+                self.from_memory = True
+                return pinned
         self.from_memory = False
         segment, chunk = self._place(seq)
         found = self._store.cold(segment, chunk)
@@ -1081,13 +1081,13 @@ class Log:
     def extra(self, seq: int) -> bytes | None:
         """The extra bytes of the record that ``seq`` is in. None: as with ``block``. DamageError likewise."""
         if self.in_memory(seq):
-            return _extra_of(self._extras, seq)
+            return self.memory.extra(seq)
         segment, chunk = self._place(seq)
         if not segment.extras:
             return b""
         known = self._cold_extras.get((segment, chunk))
         if known is not None and seq < known[0]:
-            return _extra_of(known[1], seq)
+            return extra_of(known[1], seq)
         self._read_extras(segment, chunk)
         return None
 
@@ -1128,7 +1128,7 @@ class Log:
         At once if memory knows it, else when a thread has read the place; the error, if there is one, says why it
         could not. ``time`` is in ns since 1970. If the clock was set back, the first place counts that reaches it.
         """
-        blocks = self._tail()
+        blocks = self.memory.all_blocks() if self.folder is None else [block for block in self.blocks if block.count]
         start = blocks[0].base if blocks else self.end
         # The chunk of the files that begins too early, right before one that does not or that is in memory.
         before: tuple[Segment, int] | None = None
@@ -1164,15 +1164,6 @@ class Log:
             then(start if seq is None else seq, error)
 
         self._disk.submit(work, done, READ)
-
-    def _tail(self) -> list[Block]:
-        """The blocks in memory that lead up to the end without a hole."""
-        i = len(self.blocks)
-        base = self.end
-        while i and self.blocks[i - 1].base + self.blocks[i - 1].count == base:
-            i -= 1
-            base = self.blocks[i].base
-        return [block for block in self.blocks[i:] if block.count]
 
     def _seq_in_memory(self, blocks: list[Block], time: int) -> int:
         i = bisect_left(blocks, time, key=lambda block: timestamp_of(block.view)) - 1
@@ -1309,8 +1300,7 @@ class Log:
                     self._read(self.segments[i], 0, self.segments[i].base)
 
     def in_memory(self, seq: int) -> bool:
-        i = bisect_right(self._bases, seq) - 1
-        return i >= 0 and seq < self.blocks[i].base + self.blocks[i].count
+        return self.memory.find(seq) is not None
 
     def _read(self, segment: Segment, chunk: int, seq: int) -> None:
         """Read the chunk, of which ``seq`` is wanted, in a thread."""
@@ -1406,56 +1396,80 @@ class Log:
         """Let blocks leave the memory: those nobody needs, and the oldest beyond ``limit`` messages or ``cap`` bytes.
 
         ``needed(first, stop)``: does anybody still want one of these? ``pinned``: is memory the only place to get it
-        from, because the one who wants it is ephemeral? ``awaited``: are these the next that a consumer gets? Then
-        they stay a little longer, if the store has memory to lend: a consumer that was held up for a moment would
-        have to read everything from files from there on.
+        from, because the one who wants it is ephemeral? Such a block stays behind, and newer ones leave. ``awaited``:
+        are these the next that a consumer gets? Then they stay a little longer, if the store has memory to lend: a
+        consumer that was held up for a moment would have to read everything from files from there on.
         """
-        blocks = self.blocks
-        drop = 0
-        lent = 0
-        keep: list[Block] = []
-        while drop < len(blocks):
-            block = blocks[drop]
+        memory = self.memory
+        if memory.pinned:
+            for block in memory.unpin(needed if self.folder is None else pinned):
+                self._store.give_back(block)
+        blocks = memory.blocks
+        count, size = memory.count(self.end), memory.bytes
+        drop = lent = 0
+        pins: list[Pinned] = []
+        for block in blocks:
             stop = block.base + block.count
-            wanted = needed(block.base, stop)
-            if wanted or (drop == len(blocks) - 1 and self.end > self.committed):
-                over = self.memory_count > limit or self.memory_bytes > cap
-                if not over or stop > self.written or self.folder is None or self._in_group:
+            last = block is memory.active
+            if needed(block.base, stop) or (last and self.end > self.committed):
+                if (count <= limit and size <= cap) or self._in_group:
                     break
-                size = self.memory_bytes
+                if self.folder is None:
+                    if last:
+                        break
+                    pins.append(self._pin_unwritten(block))
+                    drop += 1
+                    continue
+                if stop > self._whole:
+                    break
                 if limit and size <= cap and awaited(block.base, stop) and self._store.lend(self._lent, size):
                     self._lent = lent = size
                     break
                 if pinned(block.base, stop):
-                    keep.append(block)
+                    if last:
+                        # It is still being filled.
+                        break
+                    pins.append(Pinned(block))
                     drop += 1
                     continue
             elif stop > self.written:
                 # Nobody wants it and it never went to a file: durability `memory`. It need not go there any more.
                 if self.durability != "memory" or self._writing:
                     break
-                while self._pending and self._pending[0].seq < stop:
-                    if self._pending.popleft() is self._open_record:
-                        self._open_record = None
+                self._drop_pending(stop)
                 self.written = max(self.written, stop)
                 self.durable = max(self.durable, stop)
-            self.memory_count -= block.count
-            self.memory_bytes -= block.size
+            count -= block.count
+            size -= block.size
             self._store.give_back(block)
             drop += 1
         if self._lent > lent:
             self._give_up_loan()
         if drop:
-            blocks[:drop] = keep
-            self._bases[:drop] = [block.base for block in keep]
-            self._open_record = None if not blocks else self._open_record
+            memory.drop(drop, pins)
             if not blocks:
+                self._open_record = None
                 self._block_size = max(SMALLEST_BLOCK, self._block_size // 2)
-            if self._extras:
-                first = blocks[0].base if blocks else self.end
-                while self._extras and self._extras[0][1] <= first:
-                    self._extras.popleft()
             self._tell()
+
+    def _drop_pending(self, stop: int) -> list[Record]:
+        """Take the records before ``stop`` out of those that wait to be written."""
+        dropped: list[Record] = []
+        while self._pending and self._pending[0].seq < stop:
+            record = self._pending.popleft()
+            dropped.append(record)
+            if record is self._open_record:
+                self._open_record = None
+        return dropped
+
+    def _pin_unwritten(self, block: Block) -> Pinned:
+        """A block of a log without files stays behind; what its records say about its messages stays with it."""
+        delays: list[tuple[int, int]] = []
+        for record in self._drop_pending(block.base + block.count):
+            if record.flags & DEFERRED:
+                due = timestamp_of(record.block.view, record.start) + record.delay * 1_000_000
+                delays.extend((seq, due) for seq in range(record.seq, record.seq + record.count))
+        return Pinned(block, delays=delays)
 
     def _give_up_loan(self) -> None:
         self._store.lend(self._lent, 0)
@@ -1695,6 +1709,8 @@ class Log:
                     found[-1] = (found[-1][0], stop)
                 else:
                     found.append((first, stop))
+        if self.folder is None:
+            found.extend((pinned.block.base, pinned.block.base + pinned.block.count) for pinned in self.memory.pinned)
         if self.blocks:
             first = self.blocks[0].base
             if found and found[-1][1] >= first:
@@ -1759,6 +1775,7 @@ class Log:
                 for seq in range(max(first, begin), min(stop, begin + count)):
                     yield seq, timestamp + delay
         # And of those that are in no file yet.
+        yield from self.memory.delays(first, stop)
         start = max(0, bisect_right(self._pending, first, key=lambda record: record.seq) - 1)
         for record in islice(self._pending, start, None):
             if record.seq >= stop:
@@ -1785,9 +1802,3 @@ class Log:
                     continue
                 for seq in range(first, first + count):
                     yield seq, due
-
-
-def _extra_of(extras: Sequence[tuple[int, int, bytes]], seq: int) -> bytes:
-    """What is said of ``seq`` in an ascending list of (first, stop, bytes)."""
-    i = bisect_right(extras, seq, key=lambda row: row[0]) - 1
-    return extras[i][2] if i >= 0 and seq < extras[i][1] else b""

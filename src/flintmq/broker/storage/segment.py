@@ -158,13 +158,14 @@ class Segment:
                 yield a, b
 
     def note_key(self, extra: bytes, flags: int, seq: int, timestamp: int) -> None:
-        """A record with these extra bytes stands in it. All records of a group have the same key."""
+        """A record with these extra bytes stands in it. All records of a batch have the same key, which counts once."""
         digest = key_in(extra)
         if digest is None:
             return
         if self.keys is None:
             self.keys = KeyBlock()
-        if not (flags & CONTINUES and len(self.keys) and self.keys.last == digest):
+        again = len(self.keys) and self.keys.last == digest
+        if not (again and (flags & CONTINUES or self.keys.times[-1] == timestamp)):
             self.keys.add(digest, seq, timestamp)
             self.key_count = len(self.keys)
 
