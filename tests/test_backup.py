@@ -568,3 +568,23 @@ def test_few_descriptors_are_enough(tmp_path: Path) -> None:
     )  # fmt: skip
     assert (result.stdout, result.stderr) == ("150\n", "")
     assert time.time() > backup.verify(tmp_path / "copy").made
+
+
+@pytest.mark.parametrize("roll_at", [100, 2_345])
+async def test_a_copy_of_very_many_topics_is_restored_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, roll_at: int
+) -> None:
+    """Its journal is gone on with before a broker is there that could take a snapshot of anything."""
+    path = tmp_path / "data"
+    path.mkdir()
+    names = {f"topic-{i}" for i in range(150)}
+    async with Broker(data_path=path, disk_reserve=0) as broker:
+        for name in names:
+            broker.topic(name).channel("c")
+    await in_thread(lambda: backup.make(path, tmp_path / "backup"))
+    with monkeypatch.context() as patch:
+        patch.setattr(journal, "ROLL_AT", roll_at)
+        await in_thread(lambda: backup.restore(tmp_path / "backup", tmp_path / "copy"))
+    async with Broker(data_path=tmp_path / "copy", disk_reserve=0) as broker:
+        assert {topic.name for topic in broker.topics.values()} == names
+        assert all("c" in topic.channels for topic in broker.topics.values())

@@ -6,6 +6,7 @@ was left by the real daemon.
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections import Counter
 from pathlib import Path
@@ -14,6 +15,7 @@ import pytest
 from conftest import StartBroker
 
 from flintmq.broker import daemon, takeover
+from flintmq.broker.storage import journal
 from support.fakes import Client, CountingDisk, FakeClock, quiet
 
 CLEAN_STOP = Path(__file__).parent / "go_data" / "clean_stop"
@@ -143,3 +145,25 @@ async def test_new_messages_come_after_the_old_ones(data_path: Path, start_broke
         extra = found[topic, channel] - counter
         assert [body for body, _, _ in extra] == ([b"new"] if topic == names[0] else [])
         assert not counter - found[topic, channel]
+
+
+@pytest.mark.parametrize(
+    ("topics", "channels", "roll_at"), [(1, 700, 1_000), (37, 11, 4_321), (3, 2, 100), (250, 1, 8_192)]
+)
+async def test_a_data_path_whose_description_is_larger_than_a_journal_is_taken_over_whole(
+    tmp_path: Path, start_broker: StartBroker, monkeypatch: pytest.MonkeyPatch, topics: int, channels: int, roll_at: int
+) -> None:
+    """The importer's journal must hold all of it: there is nothing that a snapshot could be made of."""
+    wanted = {f"t{i}": {f"channel-{i}-{j}": j % 3 == 0 for j in range(channels)} for i in range(topics)}
+    go = [
+        {"name": name, "paused": False, "channels": [{"name": c, "paused": p} for c, p in chans.items()]}
+        for name, chans in wanted.items()
+    ]
+    (tmp_path / "nsqd.dat").write_text(json.dumps({"topics": go, "version": "1.3.0"}))
+    monkeypatch.setattr(journal, "ROLL_AT", roll_at)
+    for _ in range(2):
+        broker = await start_broker()
+        found = {t.name: {c.name: c.paused for c in t.channels.values()} for t in broker.topics.values()}
+        assert found == wanted
+        await quiet(broker)
+        await broker.stop()

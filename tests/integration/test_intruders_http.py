@@ -837,7 +837,7 @@ async def test_the_same_requests_work_with_the_right(certificates: Certificates,
             before = here.state()
             token = next(token for token, rights in RIGHTS.items() if route.right in {*rights, OPEN})
             async with Client.connect(here.broker.http_address) as client:
-                id = format_id(here.broker.prefix, here.broker.topics["kept"].log.first)
+                id = format_id(here.broker.options.id << 54, here.broker.topics["kept"].log.first)
                 client.send(request(route, bearer(token)).replace(AN_ID.encode(), id))
                 assert (await client.answer()).status == 200, route
             changed = here.state() != before

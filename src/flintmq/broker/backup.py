@@ -41,6 +41,7 @@ from flintmq.broker import takeover
 from flintmq.broker.daemon import FORMAT, RESTORING
 from flintmq.broker.delivery.topic import RESERVE
 from flintmq.broker.storage.disk import Disk, SystemClock
+from flintmq.broker.storage.ids import NODE_IDS
 from flintmq.broker.storage.journal import FILE_HEADER as JOURNAL_HEADER
 from flintmq.broker.storage.journal import NEVER, Journal, State, read_batches, read_head
 from flintmq.broker.storage.segment import (
@@ -152,6 +153,7 @@ class _Copy:
         #: Open segments by their path below the root.
         self._pins: dict[str, int] = {}
         self._done = self._total = 0
+        self._node_ids = b""
         self.manifest = Manifest(_VERSION, __version__, time.time(), node, 0, 0, [], [], [])
 
     def run(self) -> Manifest:
@@ -164,6 +166,9 @@ class _Copy:
             self._copy_topics(state)
             if state.clean and self._newest_journal() != journals:
                 # The journal says where each log ends, and they go on beyond it now.
+                raise _BeginAgain
+            if self._read_node_ids() != self._node_ids:
+                # The broker was started with another node id: some of what was copied has it.
                 raise _BeginAgain
             return self.manifest
         finally:
@@ -217,6 +222,17 @@ class _Copy:
         (folder / "topics").mkdir(mode=0o700)
         with _Output(self, "format.json") as out:
             out.write((self._root / "format.json").read_bytes())
+        self._node_ids = self._read_node_ids()
+        if self._node_ids:
+            with _Output(self, NODE_IDS) as out:
+                out.write(self._node_ids)
+
+    def _read_node_ids(self) -> bytes:
+        """The record of node ids; empty if there is none yet, and a start makes it from the messages."""
+        try:
+            return (self._root / NODE_IDS).read_bytes()
+        except FileNotFoundError:
+            return b""
 
     def _copy_keys(self) -> None:
         """The files with the keys of segments that are gone. What goes from here on is held, and has its own."""
@@ -429,7 +445,7 @@ def _journal(folder: Path) -> Journal:
     def fatal(error: BaseException) -> None:
         raise error
 
-    return Journal(Disk(), SystemClock(), folder, fatal=fatal, later=lambda work: work(), snapshot=lambda: iter(()))
+    return Journal(Disk(), SystemClock(), folder, fatal=fatal, later=lambda work: work(), snapshot=None)
 
 
 # --- Checking one -----------------------------------------------------------------------------------------------------

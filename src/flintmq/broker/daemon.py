@@ -7,6 +7,7 @@ topics' business.
 The data path holds, beside ``nsqd.dat`` for those who read it, one folder ``flintmq``:
 
     flintmq/format.json        format version, the node's random identity
+    flintmq/node-ids.json      which node ids the messages were published under (ids.py)
     flintmq/journal/           what happened (journal.py)
     flintmq/topics/NAME@N/     a topic's segment files (segment.py); N is its incarnation; ``side`` its side log;
                                keys of segments that are gone (keys.py)
@@ -47,6 +48,7 @@ from flintmq.broker.observe import stats
 from flintmq.broker.peers import Peers
 from flintmq.broker.settings import Settings
 from flintmq.broker.storage.disk import Clock, Disk, SystemClock
+from flintmq.broker.storage.ids import NodeIds
 from flintmq.broker.storage.journal import ANOTHER_BOOT, SIDE, Journal, TopicState
 from flintmq.broker.storage.log import Log, Store
 from flintmq.broker.storage.mover import copies
@@ -101,7 +103,6 @@ class Broker:
         self.options_changed: list[Callable[[], None]] = []
         self.clock: Clock = clock or SystemClock()
         self.disk = disk or Disk()
-        self.prefix = options.id << 54
         self.topology_aware = "topology-aware-consumption" in options.enable_experiment
         self.store = Store(
             self.disk,
@@ -112,6 +113,7 @@ class Broker:
             delay=lambda seconds, work: self._loop.call_later(seconds, work),
             recovered=self._recovered,
         )
+        self.node_ids = NodeIds(self.store, options.id)
         self.topics: dict[str, Topic] = {}
         self.peers = Peers(self)
         self.options_changed.append(lambda: self.peers.set_addresses(self.options.nsqlookupd_tcp_addresses))
@@ -576,11 +578,13 @@ class Broker:
         self._next_incarnation = state.next_incarnation
         self._next_channel = state.next_channel
         self.settings.restore(state)
+        self.node_ids.read(root)
         clean = state.clean
         opened = [self._open_topic(root, topic_state, clean) for topic_state in state.topics.values()]
         finish_moved(opened, state)
         for topic, topic_state in zip(opened, state.topics.values(), strict=True):
             self._restore_topic(topic, topic_state, state.boot == self.clock.boot_id())
+        self.node_ids.take_up(root, opened)
         known = {topic.folder for topic in opened}
         for name in self.disk.names(root / "topics"):
             if root / "topics" / name not in known and not name.endswith(LOST):

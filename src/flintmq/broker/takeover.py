@@ -425,10 +425,8 @@ class Importer:
         self._clock = clock
         self._options = options
         self._root = root
-        # It never rolls that far: nothing happens to messages while they are copied.
-        self._journal = Journal(
-            disk, clock, root / "journal", fatal=_raise, later=lambda work: work(), snapshot=lambda: iter(())
-        )
+        # However long it gets, it is one file: there is no broker yet that could take a snapshot.
+        self._journal = Journal(disk, clock, root / "journal", fatal=_raise, later=lambda work: work(), snapshot=None)
         self._journal.start(self._journal.recover())
         self._incarnation = 0
         self._channel = 0
@@ -465,6 +463,7 @@ class Importer:
         self._journal.note("durable", self._incarnation, main.end)
         self._journal.note("end", self._incarnation, main.end, side.end if side is not None else SIDE)
         self._disk.sync_folder(folder)
+        self._journal.flush()
 
     def finish(self) -> None:
         self._disk.sync_folder(self._root / "topics")

@@ -66,7 +66,7 @@ class Operator:
             self.broker.topic("t").channel("c")
         await self.client().publish_many("t", list(bodies))
         end = self.broker.topics["t"].log.end
-        return [f"{self.broker.prefix | seq:016x}" for seq in range(end - len(bodies), end)]
+        return [f"{self.broker.options.id << 54 | seq:016x}" for seq in range(end - len(bodies), end)]
 
     async def consumer(self, ready: int) -> Client:
         client = self.client()

@@ -10,6 +10,7 @@ import errno
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -542,3 +543,38 @@ def test_securing_puts_everything_on_the_device() -> None:
     again = Teller(teller.disk.after_kill(), teller.clock)
     again.journal.secure()
     assert again.recovered(again.disk.after_power_loss("none")) == dump(teller.state)
+
+
+def test_a_journal_that_cannot_roll_tries_again_less_and_less_often(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(journal_module, "ROLL_AT", 500)
+    teller = Teller()
+    first = teller.journal.size
+    tried: list[float] = []
+
+    def refuse(fd: int, size: int) -> None:
+        tried.append(teller.clock.now() / 1e9)
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(teller.disk, "allocate", refuse)
+        # 200 times a second for ten minutes of the clock, less where nothing can happen.
+        for _ in range(600):
+            for _ in range(5):
+                teller.note("floor", 1, 1, 1)
+                teller.journal.flush()
+                teller.clock.advance(0.2)
+        teller.run()
+    assert teller.journal.size > 500 > first
+    gaps = [later - earlier for earlier, later in pairwise(tried)]
+    assert 8 <= len(tried) <= 20, tried
+    assert gaps == sorted(gaps) and gaps[-1] <= 65
+    warnings = [record for record in caplog.records if "cannot begin a new file" in record.message]
+    assert len(warnings) == len(tried)
+    # Room again: it rolls at the next try.
+    teller.clock.advance(65)
+    teller.note("floor", 2, 1, 1)
+    teller.journal.flush()
+    teller.run()
+    assert teller.journal.size < 500

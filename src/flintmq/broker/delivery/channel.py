@@ -41,7 +41,7 @@ from flintmq.broker.storage.journal import NEVER, SIDE
 from flintmq.broker.storage.ranges import Ranges
 from flintmq.errors import DamageError, ProtocolError
 from flintmq.kernel import Block, Heap, Ring
-from flintmq.protocol.wire import format_id, is_ephemeral
+from flintmq.protocol.wire import is_ephemeral
 
 if TYPE_CHECKING:
     from flintmq.broker.delivery.topic import Topic
@@ -573,7 +573,7 @@ class Channel:
 
     def finish_run(self, session: Session, data: bytearray, pos: int, stop: int) -> int:
         """Apply consecutive FINs of the usual kind; where the first other command stands."""
-        pos = self.ring.finish_run(data, pos, stop, session.ident, self.broker.prefix)
+        pos = self.ring.finish_run(data, pos, stop, session.ident, self._prefix())
         if self.ring.finished:
             self._finished_run(session, self.ring.finished)
         return pos
@@ -581,10 +581,23 @@ class Channel:
     def finish_from_socket(self, session: Session, fd: int, data: bytearray) -> int:
         """The same for what is read from a plain socket now; ``ring.received`` says how much that was."""
         ring = self.ring
-        pos = ring.finish_from_socket(fd, data, session.ident, self.broker.prefix)
+        pos = ring.finish_from_socket(fd, data, session.ident, self._prefix())
         if ring.finished:
             self._finished_run(session, ring.finished)
         return pos
+
+    def _prefix(self) -> int:
+        """The node id of all messages in the ring, at its place in their ids."""
+        ids = self.topic.ids
+        if ids.single >= 0:
+            return ids.single
+        ring = self.ring
+        last = max(ring.lo, ring.hi - 1)
+        if ring.lo < ids.last_step(last):
+            # Messages of several node ids are in flight: those of the older ones are finished one by one.
+            for seq, _ in ring.held(ring.lo, ids.last_step(last)):
+                self._make_unusual(seq)
+        return ids.prefix(last)
 
     def _finished_run(self, session: Session, count: int) -> None:
         session.in_flight -= count
@@ -655,7 +668,7 @@ class Channel:
         owner = message.owner if message is not None else self.ring.owner(seq)
         if owner != session.ident:
             reason = "client does not own message" if owner else "ID not in flight"
-            text = format_id(self.broker.prefix, seq).decode()
+            text = self.topic.ids.text(seq).decode()
             raise ProtocolError(f"E_{verb}_FAILED", f"{verb} {text} failed {reason}", fatal=False)
         return message
 

@@ -110,6 +110,8 @@ class Topic:
         self.paused = False
         self.exiting = False
         self.folder = folder
+        #: Which node id its messages were published under.
+        self.ids = broker.node_ids.of(incarnation)
         #: Replaced, never changed.
         self.settings = broker.settings.topic(name)
         self.log = self._new_log(folder, base)

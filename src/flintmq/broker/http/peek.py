@@ -26,7 +26,7 @@ from flintmq.broker.storage.journal import SIDE
 from flintmq.errors import HttpError, NotFoundError, StorageError
 from flintmq.http.site import ADMIN, READ, Request, Route
 from flintmq.kernel import FRAME_OVERHEAD, Block
-from flintmq.protocol.wire import format_id, parse_id, valid_name
+from flintmq.protocol.wire import valid_name
 
 if TYPE_CHECKING:
     from flintmq.broker.daemon import Broker
@@ -205,7 +205,7 @@ async def _message(topic: Topic, reader: _Reader, found: _Found, shown: int) -> 
     # The frame says how often it will have been delivered with its first delivery here.
     attempts = int.from_bytes(frame[16:18], "big") - 1 if found.attempts is None else found.attempts
     return {
-        "id": format_id(topic.broker.prefix, found.seq).decode(),
+        "id": topic.ids.text(found.seq).decode(),
         "seq": found.seq,
         "timestamp": int.from_bytes(frame[8:16], "big"),
         "attempts": attempts,
@@ -220,7 +220,7 @@ async def _message(topic: Topic, reader: _Reader, found: _Found, shown: int) -> 
 def _unreadable(topic: Topic, found: _Found) -> dict[str, Any]:
     """A message that is there, and damaged in its file."""
     return {
-        "id": format_id(topic.broker.prefix, found.seq).decode(),
+        "id": topic.ids.text(found.seq).decode(),
         "seq": found.seq,
         "timestamp": 0,
         "attempts": found.attempts or 0,
@@ -338,7 +338,7 @@ def routes(broker: Broker) -> list[Route]:
             channel = _channel(broker, arguments)
             if "id" not in arguments:
                 raise HttpError(400, "MISSING_ARG_ID: say which message, by its id of 16 hex digits")
-            seq = parse_id(arguments["id"].encode("utf-8", "surrogateescape"), broker.prefix)
+            seq = channel.topic.ids.seq(arguments["id"].encode("utf-8", "surrogateescape"))
             wait = _delay(channel, arguments.get("delay", delay))
             if seq < 0 or not act(channel, seq, wait):
                 raise HttpError(404, "MESSAGE_NOT_FOUND: the channel has no such message; it may be finished")

@@ -40,7 +40,6 @@ from flintmq.protocol.wire import (
     encode_frame,
     go_quote,
     parse_base10,
-    parse_id,
     valid_key,
     valid_name,
 )
@@ -1144,7 +1143,7 @@ class Session(asyncio.BufferedProtocol):
             raise ProtocolError("E_INVALID", f"{verb} insufficient number of params")
         if len(params[1]) != 16:
             raise ProtocolError("E_INVALID", "invalid message ID")
-        return self.channel, parse_id(params[1], self.broker.prefix)
+        return self.channel, self.channel.topic.ids.seq(params[1])
 
     def _unknown(self, params: list[bytes], verb: str) -> ProtocolError:
         return ProtocolError(f"E_{verb}_FAILED", f"{verb} {_text(params[1])} failed ID not in flight", fatal=False)

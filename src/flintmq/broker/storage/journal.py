@@ -70,6 +70,9 @@ ANOTHER_BOOT = -1
 #: A new file is begun at this size.
 ROLL_AT = 8 << 20
 _SPACE = ROLL_AT + (1 << 20)
+#: Nanoseconds until a new file is tried again that could not be begun; doubled each time, up to the other one.
+FIRST_ROLL_DELAY = 1_000_000_000
+LONGEST_ROLL_DELAY = 64_000_000_000
 #: Channels whose state goes into a snapshot before the loop is handed back.
 _SLICE = 50
 
@@ -308,7 +311,7 @@ class Journal:
         *,
         fatal: Callable[[BaseException], None],
         later: Callable[[Callable[[], None]], Any],
-        snapshot: Callable[[], Iterator[tuple[Any, ...]]],
+        snapshot: Callable[[], Iterator[tuple[Any, ...]]] | None,
     ) -> None:
         self._disk = disk
         self._clock = clock
@@ -316,7 +319,7 @@ class Journal:
         self._fatal = fatal
         #: Runs a function in the next loop turn.
         self._later = later
-        #: Yields the notes that describe the whole broker, for a snapshot.
+        #: Yields the notes that describe the whole broker, for a snapshot. None: nobody can, so that it never rolls.
         self._snapshot = snapshot
         self._number = 0
         self._fd = -1
@@ -331,6 +334,9 @@ class Journal:
         self._syncing = False
         self._waiting: list[tuple[int, Callable[[], None]]] = []
         self._snapshotting = False
+        # A new file could not be begun: on the clock, when to try again, and how long to wait after that.
+        self._roll_after = 0
+        self._roll_delay = FIRST_ROLL_DELAY
         self.closed = False
 
     # --- Writing ---------------------------------------------------------------------------------------------------
@@ -389,8 +395,10 @@ class Journal:
             self._fatal(StorageError(f"cannot write the journal in {self._folder}: {exc}"))
             return
         self._written = self.noted
-        if self._offset >= ROLL_AT and not (self._snapshotting or self._syncing or self._disk.closing):
-            self._roll()
+        if self._offset >= ROLL_AT and self._snapshot is not None:
+            busy = self._snapshotting or self._syncing or self._disk.closing
+            if not busy and self._clock.now() >= self._roll_after:
+                self._roll()
 
     # --- Syncing ---------------------------------------------------------------------------------------------------
 
@@ -492,8 +500,14 @@ class Journal:
         except OSError as exc:
             # No room for a new file: go on in the old one, which still has some.
             self._number -= 1
-            logger.warning("JOURNAL: cannot begin a new file, going on with the old one - %s", exc)
+            seconds = self._roll_delay // 1_000_000_000
+            logger.warning(
+                "JOURNAL: cannot begin a new file, going on with the old one, trying again in %d s - %s", seconds, exc
+            )
+            self._roll_after = self._clock.now() + self._roll_delay
+            self._roll_delay = min(2 * self._roll_delay, LONGEST_ROLL_DELAY)
             return
+        self._roll_delay = FIRST_ROLL_DELAY
         # The old file must be whole before the new one counts.
         self._fd, self._salt, self._offset = fd, salt, FILE_HEADER
         self.note("open", self._clock.boot_id())
@@ -512,7 +526,7 @@ class Journal:
 
     def take_snapshot(self) -> None:
         """Write down the whole state, a slice per loop turn."""
-        if self._snapshotting or self.closed:
+        if self._snapshot is None or self._snapshotting or self.closed:
             return
         self._snapshotting = True
         number = self._number
@@ -544,6 +558,7 @@ class Journal:
 
         What was read back may be in the page cache only, and all that comes after builds on it.
         """
+        assert self._snapshot is not None
         notes = [("open", self._clock.boot_id()), *self._snapshot()]
         self._write_snapshot(self._number, [_entry(NOTE, msgspec.msgpack.encode(note)) for note in notes])
 

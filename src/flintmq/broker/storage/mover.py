@@ -22,7 +22,6 @@ from flintmq.broker.storage.journal import SIDE
 from flintmq.broker.storage.segment import Segment, timestamp_of
 from flintmq.errors import DamageError
 from flintmq.kernel import FRAME_OVERHEAD
-from flintmq.protocol.wire import format_id
 
 if TYPE_CHECKING:
     from flintmq.broker.delivery.channel import Channel
@@ -84,7 +83,7 @@ class Mover:
         side, place = self.place(seq)
         frame = side.frame(place)
         if frame is not None:
-            frame[18:34] = format_id(self._topic.broker.prefix, seq)
+            frame[18:34] = self._topic.ids.text(seq)
         return frame
 
     def extra(self, seq: int) -> bytes | None:
@@ -109,6 +108,11 @@ class Mover:
             kept = bisect_left(self._seqs, first)
             del self._seqs[kept:], self._places[kept:]
             self.below = first
+
+    @property
+    def first_copied(self) -> int:
+        """The lowest seq that exists as a copy alone."""
+        return self._seqs[0] if self._seqs else SIDE
 
     @property
     def first_place(self) -> int:
