@@ -6,8 +6,11 @@ was left by the real daemon.
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 import shutil
+import socket
 from collections import Counter
 from pathlib import Path
 
@@ -16,6 +19,7 @@ from conftest import StartBroker
 
 from flintmq.broker import daemon, takeover
 from flintmq.broker.storage import journal
+from flintmq.errors import StartError, StorageError
 from support.fakes import Client, CountingDisk, FakeClock, quiet
 
 CLEAN_STOP = Path(__file__).parent / "go_data" / "clean_stop"
@@ -127,9 +131,9 @@ async def test_a_crash_during_the_take_over_only_repeats_it(
         with pytest.raises(Crash):
             await broker.start()
         # The process is gone, and with it its lock.
-        broker._unlock()
+        broker._data_path.unlock()
         broker.disk.close()
-        broker.journal.close(clean=False)
+        broker.journal.close()
     broker = await start_broker(data_path=data_path)
     assert await consume_all(broker) == wanted
 
@@ -167,3 +171,45 @@ async def test_a_data_path_whose_description_is_larger_than_a_journal_is_taken_o
         assert found == wanted
         await quiet(broker)
         await broker.stop()
+
+
+def open_files(path: Path) -> set[str]:
+    """Files of the data path that this process holds."""
+    found = set()
+    for fd in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(OSError):
+            target = os.readlink(f"/proc/self/fd/{fd}")
+            if target.startswith(f"{path}"):
+                found.add(target)
+    return found
+
+
+@pytest.mark.skipif(not os.path.isdir("/proc/self/fd"), reason="needs /proc")
+@pytest.mark.parametrize("how", ["stop", "kill", "fatal", "failed start"])
+async def test_every_way_to_stop_gives_back_all_files_those_of_side_logs_included(
+    data_path: Path, start_broker: StartBroker, how: str
+) -> None:
+    wanted = expected(data_path)
+    broker = await start_broker(data_path=data_path)
+    sides = [topic.side for topic in broker.topics.values() if topic.side is not None]
+    assert sides and any("/side/" in name for name in open_files(data_path))
+    if how == "stop":
+        await broker.stop()
+    elif how == "kill":
+        broker.kill()
+    elif how == "fatal":
+        broker._fatal(StorageError("the disk is gone"))
+        assert all(side.closed for side in sides)
+        with pytest.raises(StorageError, match="the disk is gone"):
+            await broker.wait_closed()
+    else:
+        await broker.stop()
+        with socket.socket() as taken:
+            taken.bind(("127.0.0.1", 0))
+            taken.listen()
+            address = f"127.0.0.1:{taken.getsockname()[1]}"
+            with pytest.raises(StartError, match="failed - address already in use"):
+                await start_broker(data_path=data_path, tcp_address=address)
+    assert open_files(data_path) == set()
+    again = await start_broker(data_path=data_path)
+    assert await consume_all(again) == wanted

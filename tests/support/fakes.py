@@ -317,7 +317,7 @@ async def until(condition: Callable[[], T]) -> T:
 def _busy(broker: Broker) -> bool:
     disk = broker.disk
     assert isinstance(disk, CountingDisk)
-    return bool(disk.under_way or broker._flush_due or broker._turn or broker._pumps or broker.scan._rounds_under_way)
+    return bool(disk.under_way or broker.turns.busy or broker.scan._rounds_under_way)
 
 
 async def quiet(broker: Broker) -> None:

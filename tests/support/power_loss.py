@@ -109,7 +109,7 @@ class World:
             await asyncio.sleep(0)
             if self.disk.dead:
                 raise PowerLoss
-            busy = self.disk.under_way or self.broker._flush_due or self.broker._turn or self.broker._pumps
+            busy = self.disk.under_way or self.broker.turns.busy
             calm = 0 if busy else calm + 1
 
     async def pass_time(self, seconds: float) -> None:
@@ -284,7 +284,7 @@ async def busy_run(world: World) -> None:
     await world.pass_time(21)
     await world.receive(a, "t", 2)
     await publish_batch("v", 5, 10)
-    broker._save_metadata()
+    broker.upkeep.save_metadata()
     await world.settle()
 
 

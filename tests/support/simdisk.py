@@ -520,5 +520,5 @@ async def settled(broker: Broker) -> None:
     calm = 0
     while calm < 8:
         await asyncio.sleep(0)
-        busy = (disk.under_way and not disk._held) or broker._flush_due or broker._turn or broker._pumps
+        busy = (disk.under_way and not disk._held) or broker.turns.busy
         calm = 0 if busy else calm + 1

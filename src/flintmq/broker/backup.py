@@ -38,7 +38,7 @@ import msgspec
 
 from flintmq import __version__
 from flintmq.broker import takeover
-from flintmq.broker.daemon import FORMAT, RESTORING
+from flintmq.broker.data_path import FORMAT, RESTORING
 from flintmq.broker.delivery.topic import RESERVE
 from flintmq.broker.storage.disk import Disk, SystemClock
 from flintmq.broker.storage.ids import NODE_IDS
@@ -580,7 +580,7 @@ def _go_on_beyond(folder: Path, made: float) -> None:
     for topic in state.topics.values():
         journal.note("ceiling", topic.incarnation, topic.ceiling + used)
     journal.sync_now()
-    journal.close(clean=False)
+    journal.close()
 
 
 def _give_identity(root: Path) -> None:

@@ -467,7 +467,8 @@ class Importer:
 
     def finish(self) -> None:
         self._disk.sync_folder(self._root / "topics")
-        self._journal.close(clean=True)
+        self._journal.save(clean=True)
+        self._journal.close()
         self._disk.sync_folder(self._root / "journal")
 
     def _new_log(self, name: str, folder: Path, base: int) -> Log:

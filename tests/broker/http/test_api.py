@@ -400,7 +400,7 @@ async def test_publishers_wait_while_the_disk_is_behind(way: Way) -> None:
         assert (await client.post("/pub?topic=t", b"1")).status == 200
         broker.store.unsynced += PAUSE_AT
         client.send(request_of("POST", "/pub?topic=t", b"2") + request_of("POST", "/mpub?topic=t", b"3"))
-        await until(lambda: broker._stalled)
+        await until(lambda: broker.turns._stalled)
         assert stored(broker) == [b"1"]
         broker.store.synced(PAUSE_AT)
         assert [(await client.answer()).status for _ in range(2)] == [200, 200]

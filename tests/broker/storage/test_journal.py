@@ -309,7 +309,8 @@ def test_a_clean_stop_is_known_and_only_the_last_word_counts() -> None:
     teller = Teller()
     two_topics(teller)
     teller.note("end", 1, 777, SIDE)
-    teller.journal.close(clean=True)
+    teller.journal.save(clean=True)
+    teller.journal.close()
     disk = teller.disk.after_power_loss("none")
     state = reader(disk, teller.clock).recover()
     assert state.clean
@@ -518,7 +519,8 @@ def test_a_stop_does_not_begin_a_new_file(monkeypatch: pytest.MonkeyPatch) -> No
     two_topics(teller)
     teller.disk.close()
     monkeypatch.setattr(journal_module, "ROLL_AT", 100)
-    teller.journal.close(clean=True)
+    teller.journal.save(clean=True)
+    teller.journal.close()
     state = reader(teller.disk.after_power_loss("none"), teller.clock).recover()
     assert state.clean
     assert dump(state) == dump(teller.state)

@@ -680,7 +680,7 @@ async def drain(broker: Broker, channel: Channel) -> None:
     for _ in range(3):
         await quiet(broker)
         broker._sync()
-        await until(lambda: not broker._syncing)
+        await until(lambda: not broker.upkeep.freeing)
     await quiet(broker)
 
 

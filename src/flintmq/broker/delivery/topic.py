@@ -692,6 +692,20 @@ class Topic:
         self._commits.clear()
         self._open_commit = None
 
+    def halt(self) -> None:
+        """Take, write and deliver nothing from here on: the broker stops without saving anything."""
+        self.exiting = True
+        for storage in (self.log, self.side):
+            if storage is not None:
+                storage.closed = True
+
+    def abandon(self) -> None:
+        """Close all files and leave them as they are."""
+        self.exiting = True
+        for storage in (self.log, self.side):
+            if storage is not None:
+                storage.abandon()
+
     # --- Letting go ------------------------------------------------------------------------------------------------
 
     def trim(self) -> None:

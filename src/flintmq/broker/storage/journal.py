@@ -442,14 +442,20 @@ class Journal:
         self._disk.sync(self._fd)
         self._reached(self._written)
 
-    def close(self, *, clean: bool) -> None:
+    def save(self, *, clean: bool) -> None:
         """Write and sync everything; with ``clean`` the next start may trust that nothing came after it."""
-        if self.closed:
-            return
-        if clean:
-            self.note("clean")
+        if not self.closed:
+            if clean:
+                self.note("clean")
             self.flush()
             self._disk.sync(self._fd)
+
+    def halt(self) -> None:
+        """Write nothing from here on."""
+        self.closed = True
+
+    def close(self) -> None:
+        """Close the file. What was not saved is lost."""
         self.closed = True
         if self._fd >= 0:
             self._disk.close_file(self._fd)
@@ -533,7 +539,17 @@ class Journal:
         notes = self._snapshot()
         entries: list[bytes] = [_entry(NOTE, msgspec.msgpack.encode(("open", self._clock.boot_id())))]
 
+        def give_up(error: BaseException) -> None:
+            self._snapshotting = False
+            logger.error("JOURNAL: cannot write a snapshot, keeping the old files - %s", error)
+
         def slice_() -> None:
+            try:
+                write_slice()
+            except Exception as exc:
+                give_up(exc)
+
+        def write_slice() -> None:
             if self.closed or self._disk.closing:
                 return
             # What the slice says must not be newer than what the journal says: a channel's finished messages
@@ -549,7 +565,7 @@ class Journal:
         def done(_: None, error: BaseException | None) -> None:
             self._snapshotting = False
             if error is not None:
-                logger.error("JOURNAL: cannot write a snapshot, keeping the old files - %s", error)
+                give_up(error)
 
         slice_()
 

@@ -1,0 +1,161 @@
+"""Bring the topics back at a start: what the journal knows, on top of what is in the files.
+
+An Opening reads journal and logs, makes topics and channels of them, and says what the broker goes on with. Folders
+that the journal does not know are deleted, or set aside if they hold messages.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from flintmq.broker.data_path import LOST, remove_tree
+from flintmq.broker.delivery.channel import Channel
+from flintmq.broker.delivery.dead_letters import finish_moved
+from flintmq.broker.delivery.topic import Topic
+from flintmq.broker.storage.journal import ANOTHER_BOOT, SIDE, State, TopicState
+from flintmq.broker.storage.log import Log
+from flintmq.broker.storage.mover import copies
+
+if TYPE_CHECKING:
+    from flintmq.broker.daemon import Broker
+
+__all__ = ["Opening"]
+
+logger = logging.getLogger(__name__)
+
+
+class Opening:
+    def __init__(self, broker: Broker, root: Path) -> None:
+        self._broker = broker
+        self._root = root
+
+    def run(self, state: State) -> None:
+        """Open every topic of the journal's state, then begin a new journal. Nobody is served before it returns."""
+        broker, root = self._broker, self._root
+        disk, journal, clean = broker.disk, broker.journal, state.clean
+        same_boot = state.boot == broker.clock.boot_id()
+        broker.node_ids.read(root)
+        opened = [self._open_topic(topic_state, clean) for topic_state in state.topics.values()]
+        finish_moved(opened, state)
+        for topic, topic_state in zip(opened, state.topics.values(), strict=True):
+            self._restore_topic(topic, topic_state, same_boot)
+        broker.node_ids.take_up(root, opened)
+        known = {topic.folder for topic in opened}
+        for name in disk.names(root / "topics"):
+            if root / "topics" / name not in known and not name.endswith(LOST):
+                self._clear_away(root / "topics" / name, state.next_incarnation)
+        if not clean:
+            # What is called durable from here on must be: a folder's own entry too.
+            disk.sync_folder(root / "topics")
+        journal.start(state)
+        for topic in broker.topics.values():
+            # The old ceiling was durable; after an unclean stop the log goes on there, so a new one is needed.
+            topic.grant(topic.ceiling, 0)
+            if clean:
+                # Otherwise the snapshot says so, together with what follows from it.
+                journal.note("durable", topic.incarnation, topic.log.durable)
+            # Ephemeral channels are gone: where the topic stands still now, the next start must know.
+            topic.note_frozen()
+            broker.turn(topic)
+        journal.sync_now()
+        if clean:
+            # In slices, when the loop runs: what older files say is said again in one, and they can go.
+            broker.later(journal.take_snapshot)
+        else:
+            journal.secure()
+
+    def _clear_away(self, folder: Path, next_incarnation: int) -> None:
+        """A topic's folder that the journal does not know.
+
+        It was deleted; or it was made right before a crash, and nothing in it was ever answered for. If there are
+        messages in one that was never heard of, though, it is the journal that is not whole: then they are set aside.
+        """
+        incarnation = folder.name.rpartition("@")[2]
+        heard_of = incarnation.isdigit() and int(incarnation) < next_incarnation
+        if heard_of or not any(name.endswith(".seg") for name in self._broker.disk.names(folder)):
+            remove_tree(self._broker.disk, folder)
+            return
+        lost = folder.with_name(folder.name + LOST)
+        logger.error("NSQ: the journal does not know %s, it is set aside as %s", folder.name, lost)
+        self._broker.disk.rename(folder, lost)
+
+    def _open_topic(self, state: TopicState, clean: bool) -> Topic:
+        disk, root = self._broker.disk, self._root
+        folder = root / "topics" / f"{state.name}@{state.incarnation}"
+        if not disk.exists(folder):
+            disk.make_folder(folder)
+            disk.sync_folder(root / "topics")
+        topic = Topic(self._broker, state.name, state.incarnation, state.base, folder)
+        after = None if clean and state.end is not None else state.ceiling
+        topic.log.recover(state.durable, after)
+        if after is None and state.end is not None:
+            # Messages that were finished before they were ever written leave no trace but the end.
+            topic.log.end = topic.log.written = topic.log.durable = max(topic.log.end, state.end)
+        topic.restore_keys()
+        topic.ceiling = state.ceiling
+        topic.paused = state.paused
+        topic.readers.restore(state.readers)
+        if disk.exists(folder / "side"):
+            topic.side = topic._new_log(folder / "side", SIDE)
+            topic.side.recover(state.side_end, None)
+            topic.side.end = topic.side.written = topic.side.durable = max(topic.side.end, state.side_end)
+        self._broker.topics[topic.name] = topic
+        return topic
+
+    def _restore_topic(self, topic: Topic, state: TopicState, same_boot: bool) -> None:
+        spans = topic.log.spans()
+        end = topic.log.end
+        topic.pumped = end if state.frozen is None else min(state.frozen, end)
+        if state.frozen is not None:
+            # A gap right behind the mark is no backlog.
+            behind = [first for first, stop in spans if stop > topic.pumped]
+            topic.pumped = max(topic.pumped, behind[0]) if behind else end
+            topic.gaps.extend(_between(spans, topic.pumped, end))
+        addressed = side_spans(topic.side) if topic.side is not None else {}
+        copied = topic.mover.restore(copies(topic.side)) if topic.side is not None else []
+        now, wall = self._broker.clock.now(), self._broker.clock.wall()
+        for channel_state in state.channels.values():
+            channel = Channel(topic, channel_state.name, channel_state.id, topic.pumped)
+            channel.paused = channel_state.paused
+            mine = [*copied, *_before(spans, topic.pumped), *addressed.get(channel_state.id, [])]
+            back = channel_state.back
+            for seq, (attempts, due, due_wall) in back.items():
+                if due == ANOTHER_BOOT or (due and not same_boot):
+                    back[seq] = (attempts, now + due_wall - wall, due_wall)
+            topic.channels[channel.name] = channel
+            # Gone through anew for each: a list of a million of them would take more memory than all else.
+            channel.restore(channel_state.outstanding.within(mine), back, topic.log.deferrals(topic.pumped))
+        deferrals = topic.log.deferrals(topic.pumped)
+        topic.log.deferred.extend((seq, due) for seq, due in deferrals if seq >= topic.pumped)
+
+
+def side_spans(side: Log) -> dict[int, list[tuple[int, int]]]:
+    """Which seqs of a side log are for which channel."""
+    found: dict[int, list[tuple[int, int]]] = {}
+    for first, count, extra in side.addressed():
+        # 0 is nobody in particular: the copy of an old message.
+        spans = found.setdefault(int.from_bytes(extra[:4], "big"), [])
+        if spans and spans[-1][1] == first:
+            spans[-1] = (spans[-1][0], first + count)
+        else:
+            spans.append((first, first + count))
+    return found
+
+
+def _before(spans: list[tuple[int, int]], stop: int) -> Iterator[tuple[int, int]]:
+    for first, last in spans:
+        if first < stop:
+            yield first, min(last, stop)
+
+
+def _between(spans: list[tuple[int, int]], first: int, stop: int) -> Iterator[tuple[int, int]]:
+    """What of ``first`` … ``stop - 1`` no span holds."""
+    for start, end in spans:
+        if first < start:
+            yield first, start
+        first = max(first, end)
+    if first < stop:
+        yield first, stop
