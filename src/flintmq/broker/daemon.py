@@ -21,7 +21,6 @@ import asyncio
 import contextlib
 import dataclasses
 import errno
-import fcntl
 import functools
 import logging
 import os
@@ -47,7 +46,7 @@ from flintmq.broker.net.session import FinishLane, Lane, Session
 from flintmq.broker.observe import stats
 from flintmq.broker.peers import Peers
 from flintmq.broker.settings import Settings
-from flintmq.broker.storage.disk import Clock, Disk, SystemClock
+from flintmq.broker.storage.disk import Clock, Disk
 from flintmq.broker.storage.ids import NodeIds
 from flintmq.broker.storage.journal import ANOTHER_BOOT, SIDE, Journal, TopicState
 from flintmq.broker.storage.log import Log, Store
@@ -101,8 +100,9 @@ class Broker:
         self.options = options
         #: Called after ``options`` was replaced.
         self.options_changed: list[Callable[[], None]] = []
-        self.clock: Clock = clock or SystemClock()
         self.disk = disk or Disk()
+        self.system = self.disk.system
+        self.clock: Clock = clock or self.system.clock
         self.topology_aware = "topology-aware-consumption" in options.enable_experiment
         self.store = Store(
             self.disk,
@@ -166,6 +166,8 @@ class Broker:
         # For the statistics.
         self.connection_count = 0
         self.refused_count = 0
+        #: Messages published, and finished, through lanes.
+        self.lane_published = self.lane_finished = 0
         self.free_bytes = 0
         self.pauses = stats.Pauses()
         self._statsd = stats.Statsd(self)
@@ -258,13 +260,13 @@ class Broker:
 
     def _lock_path(self) -> None:
         try:
-            fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+            fd = self.system.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
         except OSError as exc:
             raise StartError(f"failed to lock data-path: open {self.path}: {_reason(exc)}") from exc
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self.system.lock(fd)
         except OSError as exc:
-            os.close(fd)
+            self.system.close(fd)
             raise StartError(
                 f"failed to lock data-path: cannot flock directory {self.path} - {_reason(exc)} "
                 "(possibly in use by another instance of nsqd)"
@@ -273,7 +275,7 @@ class Broker:
 
     async def _listen(self) -> None:
         if sockets.available():
-            self._poller = sockets.Poller(self._loop, self._turned)
+            self._poller = sockets.Poller(self._loop, self._turned, self.system)
         sock, self._bound = self._bind(self.options.tcp_address)
         if self._poller is not None:
             self._poller.listen(sock, self._new_session)
@@ -493,7 +495,7 @@ class Broker:
         """The last thing that every way to stop does."""
         self.pauses.stop()
         if self._lock >= 0:
-            os.close(self._lock)
+            self.system.close(self._lock)
             self._lock = -1
 
     def _fatal(self, error: BaseException) -> None:
