@@ -16,7 +16,7 @@ if os.environ.get("FLINTMQ_PURE") != "1":
                 Extension(
                     "flintmq.kernel",
                     ["src/flintmq/kernel.py"],
-                    depends=["src/flintmq/checksum.h", "src/flintmq/native.pxd"],
+                    depends=["src/flintmq/calls.h", "src/flintmq/checksum.h", "src/flintmq/native.pxd"],
                     include_dirs=["src/flintmq"],
                     extra_compile_args=["-O3"],
                 )

@@ -15,6 +15,7 @@ SOURCE = Path(__file__).resolve().parent.parent / "src" / "flintmq"
 # those may import.
 ARROWS: dict[str, set[str]] = {
     "errors": set(),
+    "system": set(),
     "addresses": {"errors"},
     "kernel": set(),
     "protocol": {"errors", "addresses", "kernel"},
@@ -30,7 +31,7 @@ ARROWS: dict[str, set[str]] = {
     "spark.log_mode": {"spark.shipped"},
     "spark.spool_mode": {"spark.shipped"},
     "spark": {"client", "cluster", "spark.log_mode", "spark.spool_mode"},
-    "broker.storage": {"protocol", "http", "options"},
+    "broker.storage": {"system", "protocol", "http", "options"},
     "broker.settings": {"broker.storage"},
     "broker.limits": {"broker.storage"},
     "broker.delivery": {"broker.settings", "broker.limits"},

@@ -8,7 +8,9 @@ import importlib.machinery
 import importlib.util
 import os
 import random
+import shutil
 import socket
+import subprocess
 import sys
 from array import array
 from collections.abc import Iterator
@@ -1010,3 +1012,177 @@ def test_a_frame_that_cannot_be_has_no_columns(kernel: Any, size: int, kind: int
 def test_columns_outside_the_buffer_are_refused(kernel: Any, pos: int, stop: int, rows: int, size: int) -> None:
     with pytest.raises(ValueError, match="does not lie in the buffer"):
         kernel.frame_columns(b"abc", pos, stop, rows, size)
+
+
+# --- The table of system calls ----------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def replaced(kernel: Any) -> Iterator[Any]:
+    """A table in the place of libc: it writes down its calls, and its answers can be told beforehand."""
+
+    class Recorder(kernel.Calls):  # type: ignore[name-defined,misc]
+        def __init__(self) -> None:
+            super().__init__()
+            self.made: list[tuple[Any, ...]] = []
+            self.answers: dict[str, Any] = {}
+
+        def _answer(self, name: str, real: Any) -> Any:
+            answer = self.answers.get(name)
+            if isinstance(answer, BaseException):
+                raise answer
+            return real() if answer is None else answer
+
+        def recv(self, fd: int, view: memoryview) -> int:
+            self.made.append(("recv", fd, len(view)))
+            return int(self._answer("recv", lambda: kernel.Calls.recv(self, fd, view)))
+
+        def send(self, fd: int, view: bytes | memoryview) -> int:
+            self.made.append(("send", fd, bytes(view)))
+            return int(self._answer("send", lambda: kernel.Calls.send(self, fd, view)))
+
+        def pwritev(self, fd: int, parts: list[bytes | memoryview], offset: int) -> int:
+            self.made.append(("pwritev", fd, b"".join(parts), offset))
+            return int(self._answer("pwritev", lambda: kernel.Calls.pwritev(self, fd, parts, offset)))
+
+    table = Recorder()
+    assert kernel.replace_calls(table) is None
+    yield table
+    assert kernel.replace_calls(None) is table
+
+
+@pytest.fixture
+def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
+    here, there = socket.socketpair()
+    here.setblocking(False)
+    there.setblocking(False)
+    with here, there:
+        yield here, there
+
+
+def taken(kernel: Any, here: socket.socket, file: int, block: Any) -> tuple[int, Any]:
+    intake = kernel.Intake(bytearray(1 << 12), b"PUB t", b"OK", 1 << 10, 0)
+    status = intake.run(block, [here.fileno()], [0], 0, PREFIX | BASE, 1, 1 << 10, 1, 0, file, 7, 99, PREFIX, True)
+    return status, intake
+
+
+def test_publishes_go_through_the_table(
+    kernel: Any, replaced: Any, pair: tuple[socket.socket, socket.socket], tmp_path: Path
+) -> None:
+    here, there = pair
+    there.send(b"PUB t\n\0\0\0\x05hello")
+    with open(tmp_path / "file", "wb") as file:
+        block = kernel.Block(1 << 10, BASE)
+        status, intake = taken(kernel, here, file.fileno(), block)
+        assert status == kernel.FULL and intake.wrote == 44 + block.used
+        record = (tmp_path / "file").read_bytes()[7:]
+        assert replaced.made == [
+            ("recv", here.fileno(), 1 << 12),
+            ("pwritev", file.fileno(), record, 7),
+            ("send", here.fileno(), b"OK"),
+        ]
+    assert there.recv(100) == b"OK"
+    assert [entry.seq for entry in read_records(record, 99, 0, 7, True)] == [BASE]
+
+
+def test_deliveries_and_finishes_go_through_the_table(
+    kernel: Any, replaced: Any, pair: tuple[socket.socket, socket.socket]
+) -> None:
+    here, there = pair
+    block, ring = filled(kernel, [b"a", b"bc"]), kernel.Ring()
+    assert ring.send_run(block, BASE, 10, 1 << 20, 5, here.fileno()) == 2
+    frames = there.recv(1000)
+    assert frames == bytes(block.view[: block.used]) and ring.sent == len(frames)
+    there.send(b"FIN %016x\n" % (PREFIX | BASE))
+    data = bytearray(100)
+    assert ring.finish_from_socket(here.fileno(), data, 5, PREFIX) == 21
+    assert ring.finish_from_socket(here.fileno(), data, 5, PREFIX) == 0 and ring.received == kernel.NOTHING
+    assert kernel.send_each([here.fileno()], b"all") == []
+    assert replaced.made == [
+        ("send", here.fileno(), frames),
+        ("recv", here.fileno(), 100),
+        ("recv", here.fileno(), 100),
+        ("send", here.fileno(), b"all"),
+    ]
+
+
+@pytest.mark.parametrize("error", [errno.EAGAIN, errno.EINTR, errno.ECONNRESET, errno.EBADF])
+def test_errors_of_the_table_are_errors_of_the_socket(
+    kernel: Any, replaced: Any, pair: tuple[socket.socket, socket.socket], error: int
+) -> None:
+    replaced.answers = {"recv": -error, "send": -error}
+    here, _ = pair
+    nothing = error in (errno.EAGAIN, errno.EINTR)
+    status, intake = taken(kernel, here, -1, kernel.Block(1 << 10, BASE))
+    assert (status, intake.size) == (kernel.ALL if nothing else kernel.OTHER, -error)
+    ring = kernel.Ring()
+    assert ring.finish_from_socket(here.fileno(), bytearray(100), 5, PREFIX) == 0
+    assert ring.received == (kernel.NOTHING if nothing else -error)
+    assert kernel.send_each([here.fileno()], b"all") == [(0, 0)]
+    assert ring.send_run(filled(kernel, [b"a"]), BASE, 1, 100, 5, here.fileno()) == 1 and ring.sent == 0
+
+
+@pytest.mark.parametrize(("answer", "error"), [(-errno.EIO, errno.EIO), (20, errno.ENOSPC), (0, errno.ENOSPC)])
+def test_a_write_that_the_table_fails_or_cuts_short_is_not_answered(
+    kernel: Any, replaced: Any, pair: tuple[socket.socket, socket.socket], answer: int, error: int
+) -> None:
+    here, there = pair
+    there.send(b"PUB t\n\0\0\0\x05hello")
+    replaced.answers = {"pwritev": answer}
+    status, intake = taken(kernel, here, 1 << 20, kernel.Block(1 << 10, BASE))
+    assert (status, intake.error, intake.unanswered, intake.wrote) == (kernel.FAILED, error, [0], 0)
+    assert [call[0] for call in replaced.made] == ["recv", "pwritev"]
+
+
+@pytest.mark.parametrize("name", ["recv", "send", "pwritev"])
+def test_what_an_entry_raises_is_recorded_and_counts_as_an_error(
+    kernel: Any, replaced: Any, pair: tuple[socket.socket, socket.socket], name: str
+) -> None:
+    here, there = pair
+    there.send(b"PUB t\n\0\0\0\x05hello")
+    failure = KeyboardInterrupt(name)
+    replaced.answers = {"pwritev": 44 + 34 + 5, name: failure}
+    status, intake = taken(kernel, here, 1 << 20, kernel.Block(1 << 10, BASE))
+    assert replaced.failures == [failure]
+    expected = {"recv": (kernel.OTHER, -errno.EIO), "send": (kernel.FULL, 15), "pwritev": (kernel.FAILED, 15)}
+    assert (status, intake.size) == expected[name]
+    assert intake.left == ([(0, 0)] if name == "send" else [])
+
+
+def test_without_a_table_calls_go_to_libc(
+    kernel: Any, replaced: Any, pair: tuple[socket.socket, socket.socket]
+) -> None:
+    here, there = pair
+    assert kernel.replace_calls(None) is replaced
+    assert kernel.send_each([here.fileno()], b"all") == []
+    assert there.recv(100) == b"all" and replaced.made == []
+    kernel.replace_calls(replaced)
+
+
+#: The module with the table of system calls.
+TABLE_OWNER = "kernel"
+EXTENSIONS = sorted(Path(flintmq.__file__).parent.rglob("*.so"))
+
+
+@pytest.mark.skipif(not EXTENSIONS, reason="the kernel was not compiled")
+@pytest.mark.skipif(shutil.which("nm") is None, reason="no nm")
+def test_only_the_extension_with_the_table_makes_system_calls() -> None:
+    """The table is a static struct: an extension that called libc by itself, or had its own copy, would escape it."""
+    makes_calls = []
+    for path in EXTENSIONS:
+        found = subprocess.run(["nm", "-D", "-u", path], capture_output=True, text=True, check=True).stdout
+        symbols = {line.split()[-1].partition("@")[0] for line in found.splitlines()}
+        if symbols & {
+            "recv",
+            "recvfrom",
+            "send",
+            "sendto",
+            "sendmsg",
+            "write",
+            "writev",
+            "pwrite64",
+            "pwritev",
+            "pwritev64",
+        }:
+            makes_calls.append(path.name.partition(".")[0])
+    assert makes_calls == [TABLE_OWNER]

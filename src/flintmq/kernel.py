@@ -16,22 +16,23 @@ from struct import Struct
 import cython
 
 if cython.compiled:
+    from cython.cimports.cpython.buffer import PyBUF_READ, PyBUF_WRITE
     from cython.cimports.cpython.bytearray import PyByteArray_FromStringAndSize
     from cython.cimports.cpython.bytes import PyBytes_FromStringAndSize
+    from cython.cimports.cpython.memoryview import PyMemoryView_FromMemory
     from cython.cimports.flintmq.native import (
         MSG_DONTWAIT,
         MSG_NOSIGNAL,
+        calls,
         flintmq_crc32c,
         iovec,
+        libc_calls,
         madvise,
-        pwritev,
-        recv,
-        send,
     )
-    from cython.cimports.libc.errno import EAGAIN, EINTR, ENOSPC, errno
+    from cython.cimports.libc.errno import EAGAIN, EINTR, EIO, ENOSPC
     from cython.cimports.libc.string import memchr, memcmp, memcpy, memset
 else:
-    from errno import ENOSPC
+    from errno import EAGAIN, EINTR, EIO, ENOSPC
 
     import google_crc32c
 
@@ -94,6 +95,145 @@ def _wr32(p: cython.p_uchar, v: cython.uint) -> cython.void:
     p[3] = v & 255
 
 
+class Calls:
+    """The kernel's system calls, made from Python: what the interpreted form uses, and what tests derive theirs from.
+
+    An entry returns a count or minus the error number. It must not keep the buffers it is given. An exception in one
+    cannot be raised through C: it is handed to ``failed``, and the caller sees EIO.
+    """
+
+    def __init__(self):
+        #: What entries raised.
+        self.failures: list = []
+
+    def recv(self, fd, view):
+        """Read from a non-blocking socket into ``view``; 0 at the end of the stream."""
+        try:
+            return os.readv(fd, [view])
+        except OSError as exc:
+            return -(exc.errno or EIO)
+
+    def send(self, fd, view):
+        """Write what the non-blocking socket takes of ``view``."""
+        try:
+            return os.write(fd, view)
+        except OSError as exc:
+            return -(exc.errno or EIO)
+
+    def pwritev(self, fd, parts, offset):
+        """Write the buffers ``parts`` to a file at ``offset``."""
+        try:
+            return os.pwritev(fd, parts, offset)
+        except OSError as exc:
+            return -(exc.errno or EIO)
+
+    def failed(self, error: BaseException) -> None:
+        """Record what an entry raised."""
+        self.failures.append(error)
+
+
+# The table that stands in the place of libc; None: none does.
+_table: object = None
+
+if cython.compiled:
+
+    @cython.cfunc
+    @cython.with_gil
+    @cython.exceptval(check=False)
+    def _table_recv(fd: cython.int, buf: cython.p_void, size: cython.size_t, flags: cython.int) -> cython.Py_ssize_t:
+        table = _table
+        try:
+            return table.recv(fd, PyMemoryView_FromMemory(cython.cast(cython.p_char, buf), size, PyBUF_WRITE))
+        except BaseException as exc:
+            table.failed(exc)
+            return -EIO
+
+    @cython.cfunc
+    @cython.with_gil
+    @cython.exceptval(check=False)
+    def _table_send(
+        fd: cython.int, buf: cython.pointer(cython.const[cython.void]), size: cython.size_t, flags: cython.int
+    ) -> cython.Py_ssize_t:
+        table = _table
+        try:
+            return table.send(fd, PyMemoryView_FromMemory(cython.cast(cython.p_char, buf), size, PyBUF_READ))
+        except BaseException as exc:
+            table.failed(exc)
+            return -EIO
+
+    @cython.cfunc
+    @cython.with_gil
+    @cython.exceptval(check=False)
+    def _table_pwritev(
+        fd: cython.int, parts: cython.pointer(cython.const[iovec]), count: cython.int, offset: cython.longlong
+    ) -> cython.Py_ssize_t:
+        table = _table
+        i: cython.int
+        try:
+            views: list = []
+            for i in range(count):
+                views.append(  # noqa: PERF401  # Cython makes no comprehension over pointers
+                    PyMemoryView_FromMemory(cython.cast(cython.p_char, parts[i].iov_base), parts[i].iov_len, PyBUF_READ)
+                )
+            return table.pwritev(fd, views, offset)
+        except BaseException as exc:
+            table.failed(exc)
+            return -EIO
+
+else:
+
+    class _Guarded:
+        """A table as the compiled form sees it: an entry that raises counts as EIO, and is recorded."""
+
+        def __init__(self, table):
+            self._table = table
+
+        def recv(self, fd, view):
+            try:
+                return self._table.recv(fd, view)
+            except BaseException as exc:
+                self._table.failed(exc)
+                return -EIO
+
+        def send(self, fd, view):
+            try:
+                return self._table.send(fd, view)
+            except BaseException as exc:
+                self._table.failed(exc)
+                return -EIO
+
+        def pwritev(self, fd, parts, offset):
+            try:
+                return self._table.pwritev(fd, parts, offset)
+            except BaseException as exc:
+                self._table.failed(exc)
+                return -EIO
+
+    calls = Calls()
+
+
+def replace_calls(table: object) -> object:
+    """Have every system call of the kernel go to ``table``, a Calls; None: to libc. Return the one before.
+
+    For tests and simulations. There is one table per process: the descriptor tells whose call it is.
+    """
+    global _table, calls
+    before = _table
+    _table = table
+    if cython.compiled:
+        if table is None:
+            calls.recv = libc_calls.recv
+            calls.send = libc_calls.send
+            calls.pwritev = libc_calls.pwritev
+        else:
+            calls.recv = _table_recv
+            calls.send = _table_send
+            calls.pwritev = _table_pwritev
+    else:
+        calls = Calls() if table is None else _Guarded(table)
+    return before
+
+
 def send_each(fds: list, frame: bytes) -> list:
     """Send ``frame`` to each of these sockets; the positions of those that did not take all of it, with what they took.
 
@@ -108,17 +248,14 @@ def send_each(fds: list, frame: bytes) -> list:
         p: cython.p_uchar = frame
         for i in range(len(fds)):
             fd = fds[i]
-            n = send(fd, p, size, MSG_DONTWAIT | MSG_NOSIGNAL)
+            n = calls.send(fd, p, size, MSG_DONTWAIT | MSG_NOSIGNAL)
             if n < size:
                 left.append((i, n if n > 0 else 0))
     else:
         for i, fd in enumerate(fds):
-            try:
-                n = os.write(fd, frame)
-            except OSError:
-                n = 0
+            n = calls.send(fd, frame)
             if n < size:
-                left.append((i, n))
+                left.append((i, max(n, 0)))
     return left
 
 
@@ -836,16 +973,13 @@ class Intake:
             q: cython.p_uchar = self._line
             head: cython.Py_ssize_t = len(self._line)
             at: cython.Py_ssize_t = head
-            n: cython.Py_ssize_t = recv(fd, p, len(self._data), MSG_DONTWAIT)
+            n: cython.Py_ssize_t = calls.recv(fd, p, len(self._data), MSG_DONTWAIT)
             count: cython.longlong = 1
             left: cython.longlong
             size: cython.longlong
             self.size = n
             if n <= 0:
-                if n < 0 and (errno == EAGAIN or errno == EINTR):
-                    return 0
-                self.size = -errno if n < 0 else 0
-                return -1
+                return 0 if n == -EAGAIN or n == -EINTR else -1
             if n < head + 12 and (self._max_body or n < head + 5):
                 return -1
             if memcmp(p, q, head) != 0:
@@ -903,10 +1037,10 @@ class Intake:
             parts[1].iov_base = block._bytes + start
             parts[1].iov_len = size
             with cython.nogil:
-                n = pwritev(file, cython.address(parts[0]), 2, offset)
+                n = calls.pwritev(file, cython.address(parts[0]), 2, offset)
             if n != size + _RECORD_HEADER:
                 # Short: the disk is full, or nearly.
-                self.error = errno if n < 0 else ENOSPC
+                self.error = -n if n < 0 else ENOSPC
                 return self.error
             self.wrote += n
             return 0
@@ -917,7 +1051,7 @@ class Intake:
             size: cython.Py_ssize_t = len(self._ok)
             n: cython.Py_ssize_t
             for i in self.unanswered:
-                n = send(fds[i], p, size, MSG_DONTWAIT | MSG_NOSIGNAL)
+                n = calls.send(fds[i], p, size, MSG_DONTWAIT | MSG_NOSIGNAL)
                 if n < size:
                     self.left.append((i, n if n > 0 else 0))
             self.unanswered = []
@@ -928,13 +1062,9 @@ class Intake:
         def _take(self, block, fd, ident, timestamp):
             data = self._data
             line = self._line
-            try:
-                n = self.size = os.readv(fd, [data])
-            except (BlockingIOError, InterruptedError):
-                return 0
-            except OSError as exc:
-                self.size = -(exc.errno or 1)
-                return -1
+            n = self.size = calls.recv(fd, memoryview(data))
+            if n <= 0:
+                return 0 if n in (-EAGAIN, -EINTR) else -1
             at = len(line)
             if n < at + (12 if self._max_body else 5) or data[:at] != line:
                 return -1
@@ -962,25 +1092,18 @@ class Intake:
             size = block.used - start
             head = _record.pack(salt, size, count, seq, 0, 0, 0, 0, block.checksum(salt, start, block.used))
             head += _u32.pack(google_crc32c.extend(salt, head))
-            try:
-                n = os.pwritev(file, [head, block.view[start : block.used]], offset)
-            except OSError as exc:
-                self.error = exc.errno or 1
-                return self.error
+            n = calls.pwritev(file, [head, block.view[start : block.used]], offset)
             if n != size + _RECORD_HEADER:
-                self.error = ENOSPC
+                self.error = -n if n < 0 else ENOSPC
                 return self.error
             self.wrote += n
             return 0
 
         def _answer(self, fds):
             for i in self.unanswered:
-                try:
-                    n = os.write(fds[i], self._ok)
-                except OSError:
-                    n = 0
+                n = calls.send(fds[i], self._ok)
                 if n < len(self._ok):
-                    self.left.append((i, n))
+                    self.left.append((i, max(n, 0)))
             self.unanswered = []
 
 
@@ -1089,12 +1212,9 @@ class Ring:
         self.deliver(first, count, owner)
         if fd >= 0:
             if cython.compiled:
-                n = send(fd, block._bytes + block.start, block.stop - block.start, MSG_DONTWAIT | MSG_NOSIGNAL)
+                n = calls.send(fd, block._bytes + block.start, block.stop - block.start, MSG_DONTWAIT | MSG_NOSIGNAL)
             else:
-                try:
-                    n = os.write(fd, block.view[block.start : block.stop])
-                except OSError:
-                    n = 0
+                n = calls.send(fd, block.view[block.start : block.stop])
         # A broken connection took nothing: that is noticed when the rest is sent.
         self.sent = n if n > 0 else 0
         return count
@@ -1278,16 +1398,11 @@ class Ring:
         self.finished = 0
         if cython.compiled:
             p: cython.p_uchar = data
-            n = recv(fd, p, len(data), MSG_DONTWAIT)
-            if n < 0:
-                n = _nothing if errno == EAGAIN or errno == EINTR else -errno
+            n = calls.recv(fd, p, len(data), MSG_DONTWAIT)
         else:
-            try:
-                n = os.readv(fd, [data])
-            except (BlockingIOError, InterruptedError):
-                n = _nothing
-            except OSError as exc:
-                n = -(exc.errno or 1)
+            n = calls.recv(fd, memoryview(data))
+        if n == -EAGAIN or n == -EINTR:
+            n = _nothing
         self.received = n
         return self.finish_run(data, 0, n, owner, prefix) if n > 0 else 0
 

@@ -1,110 +1,134 @@
-"""A disk in memory that can lose power, be full, and fail: what the storage tests put in the place of the real one.
+"""A machine in memory that can lose power, be full, and fail: it stands under the broker's table of system calls.
 
-A SimDisk keeps two versions of everything: what programs see, and what is on the device. Only a sync brings a file's
+A SimSystem keeps two versions of every file: what programs see, and what is on the device. Only a sync brings a file's
 bytes, or a folder's entries, from the one to the other. ``after_power_loss`` gives the disk that the next start finds:
 what was synced, and of the rest whatever a device may have got round to, page by page and entry by entry, in any
 order. ``after_kill`` gives the one after kill -9: everything that was written is there, and still not on the device.
 
-Every file call is counted and may be the last one. Submitted work runs on the event loop some turns later, in an order
-that a seed decides, so that a run with the same seed makes the same calls.
+Every call is counted and may be the last one, the kernel's own included: its table is replaced by one that finds a
+simulated file by its descriptor. Sockets are real; those that a broker accepted through a SimSystem belong to it, so
+that recv and send count, can fail, and have no effect once the power is gone.
+
+A SimDisk is a Disk on a SimSystem whose threads are simulated, too: submitted work runs on the event loop some turns
+later, in an order that a seed decides, so that a run with the same seed makes the same calls.
 """
 
 from __future__ import annotations
 
 import asyncio
 import errno
+import gc
 import os
 import random
+import socket
 import threading
+import weakref
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from flintmq import kernel
 from flintmq.broker.daemon import Broker
 from flintmq.broker.storage.disk import BACKGROUND, Disk
+from flintmq.system import Buffer, System
 
-__all__ = ["PowerLoss", "SimDisk", "settled"]
+__all__ = ["PowerLoss", "SimDisk", "SimSystem", "settled"]
 
 PAGE = 4096
 SECTOR = 512
-
-Buffer = bytes | bytearray | memoryview
+#: A simulated descriptor is the system's number times this, plus the lowest free slot.
+SLOTS = 1 << 20
 
 
 class PowerLoss(BaseException):
     """The power is gone: no file call works any more. Not an error that a program could handle."""
 
 
+class _Bytes:
+    """A file's bytes. Zeros at the end, as ``fallocate`` makes them, are only counted."""
+
+    def __init__(self, data: bytes | bytearray = b"") -> None:
+        self.data = bytearray(data)
+        self.size = len(data)
+
+    def change(self, offset: int, data: bytes | None) -> None:
+        """Write ``data`` at ``offset``; None: ``offset`` is the new size."""
+        if data is None:
+            del self.data[offset:]
+            self.size = offset
+            return
+        if len(self.data) < offset:
+            self.data.extend(bytes(offset - len(self.data)))
+        self.data[offset : offset + len(data)] = data
+        self.size = max(self.size, offset + len(data))
+
+    def part(self, start: int, stop: int) -> bytes:
+        """The bytes ``start`` … ``stop - 1``, as far as there are so many."""
+        part = bytes(self.data[start:stop])
+        return part + bytes(max(0, min(stop, self.size) - start - len(part)))
+
+    def copy(self) -> _Bytes:
+        copy = _Bytes(self.data)
+        copy.size = self.size
+        return copy
+
+
 class _File:
     """Bytes as programs see them, as they were at the last sync, and the changes in between."""
 
-    def __init__(self, content: bytes = b"") -> None:
-        self.content = bytearray(content)
-        self.synced = bytes(content)
+    def __init__(self, content: _Bytes | None = None) -> None:
+        self.content = content or _Bytes()
+        self.synced = self.content.copy()
         # (offset, bytes) of a write; (size, None) of a change of the size.
         self.changes: list[tuple[int, bytes | None]] = []
 
-    def write(self, data: bytes, offset: int) -> None:
-        _apply(self.content, (offset, data))
+    def change(self, offset: int, data: bytes | None) -> None:
+        self.content.change(offset, data)
         self.changes.append((offset, data))
 
-    def resize(self, size: int) -> None:
-        _apply(self.content, (size, None))
-        self.changes.append((size, None))
-
     def sync(self) -> None:
-        self.synced = bytes(self.content)
+        for change in self.changes:
+            self.synced.change(*change)
         self.changes.clear()
 
     def copy(self) -> _File:
         copy = _File()
-        copy.content, copy.synced, copy.changes = bytearray(self.content), self.synced, list(self.changes)
+        copy.content, copy.synced, copy.changes = self.content.copy(), self.synced.copy(), list(self.changes)
         return copy
 
-    def survivor(self, choice: random.Random | None, everything: bool) -> bytes:
-        """What a device may hold of it when the power goes."""
+    def survivor(self, choice: random.Random | None, everything: bool) -> _File:
+        """The file as a device may hold it when the power goes."""
         if everything:
-            return bytes(self.content)
+            return _File(self.content.copy())
         if choice is None or not self.changes:
-            return self.synced
+            return _File(self.synced.copy())
         versions = self._versions()
-        size = len(versions[choice.randrange(len(versions))])
-        result = bytearray(size)
-        for start in range(0, size, PAGE):
-            stop = min(start + PAGE, size)
-            page = _part(versions[choice.randrange(len(versions))], start, stop)
+        result = _Bytes()
+        result.size = versions[choice.randrange(len(versions))].size
+        for start in range(0, min(result.size, max(len(version.data) for version in versions)), PAGE):
+            stop = min(start + PAGE, result.size)
+            page = _padded(versions[choice.randrange(len(versions))], start, stop)
             if choice.random() < 0.2:
                 # A torn page: its first sectors are of one version, the others of another.
                 cut = choice.randrange(0, PAGE, SECTOR)
-                page = page[:cut] + _part(versions[choice.randrange(len(versions))], start, stop)[cut:]
-            result[start:stop] = page
-        return bytes(result)
+                page = page[:cut] + _padded(versions[choice.randrange(len(versions))], start, stop)[cut:]
+            result.data[start:stop] = page
+        return _File(result)
 
-    def _versions(self) -> list[bytes]:
-        versions = [self.synced]
-        current = bytearray(self.synced)
-        for change in self.changes:
-            _apply(current, change)
-            versions.append(bytes(current))
+    def _versions(self) -> list[_Bytes]:
         # Of many versions a few tell the story: the oldest, the newest, and some between.
-        return versions if len(versions) <= 8 else [*versions[:: len(versions) // 6], versions[-1]]
+        step = max(1, len(self.changes) // 6)
+        versions = [self.synced.copy()]
+        current = self.synced.copy()
+        for number, change in enumerate(self.changes, 1):
+            current.change(*change)
+            if number % step == 0 or number == len(self.changes):
+                versions.append(current.copy())
+        return versions
 
 
-def _apply(content: bytearray, change: tuple[int, bytes | None]) -> None:
-    offset, data = change
-    if data is None:
-        if offset < len(content):
-            del content[offset:]
-        else:
-            content.extend(bytes(offset - len(content)))
-    else:
-        if len(content) < offset:
-            content.extend(bytes(offset - len(content)))
-        content[offset : offset + len(data)] = data
-
-
-def _part(content: bytes, start: int, stop: int) -> bytes:
-    part = content[start:stop]
+def _padded(content: _Bytes, start: int, stop: int) -> bytes:
+    part = content.part(start, stop)
     return part + bytes(stop - start - len(part))
 
 
@@ -149,11 +173,7 @@ class _Folder:
                     _step(entries, step)
         result = _Folder()
         for name, node in sorted(entries.items()):
-            result.entries[name] = (
-                node.survivor(choice, everything)
-                if isinstance(node, _Folder)
-                else _File(node.survivor(choice, everything))
-            )
+            result.entries[name] = node.survivor(choice, everything)
         result.synced = dict(result.entries)
         return result
 
@@ -175,38 +195,38 @@ class _Fault:
         self.short = short
 
 
-class SimDisk(Disk):
-    """A file system in memory. Only paths below ``root`` exist; ``root`` itself always does."""
+class SimSystem(System):
+    """The system calls of a simulated machine. Only paths below ``root`` exist; ``root`` itself always does."""
 
-    def __init__(self, root: Path, *, seed: int = 0, inline: bool = False) -> None:
+    def __init__(self, root: Path) -> None:
         super().__init__()
         self.root = root
-        self.seed = seed
-        self._tree = _Folder()
-        self._open_files: dict[int, tuple[_File, Path]] = {}
-        self._next_fd = 1_000
+        self.tree = _Folder()
+        #: By slot: what is open there.
+        self._open: dict[int, tuple[_File | _Folder, Path]] = {}
+        self._locked: set[Path] = set()
         # Faults.
         self.calls = 0
         self.power_off_at: int | None = None
         self.dead = False
         self.history: list[tuple[str, str]] = []
         self._faults: list[_Fault] = []
+        #: A write that stopped half-way: its file, where it would go on, and the error that it meets there.
+        self._broken: tuple[_File, int, int] | None = None
         self.capacity: int | None = None
-        #: At most so many files may be open at once.
+        #: At most so many files and folders may be open at once.
         self.most_files: int | None = None
-        # Work: run at once when it is submitted, or some turns later.
-        self._inline = inline
-        self._random = random.Random(seed)
-        self._queue: list[tuple[int, int, Callable[[], Any], Callable[[Any, BaseException | None], None]]] = []
-        self._loop_thread = 0
-        self._held = False
-        #: Submitted, and its ``done`` not yet called.
-        self.under_way = 0
+        #: Writes that the kernel made by itself.
+        self.kernel_writes = 0
+        self._base = _TABLE.enter(self) * SLOTS
 
     # --- Faults ----------------------------------------------------------------------------------------------------
 
     def fail(self, kind: str, error: int, *, times: int = 1, path: str = "", short: int = 0) -> None:
-        """The next ``times`` calls of this kind on paths with ``path`` in them fail; a write after ``short`` bytes."""
+        """The next ``times`` calls of this kind on paths with ``path`` in them fail.
+
+        A write fails after ``short`` bytes; a send takes that many, and fails only if it is none.
+        """
         self._faults.append(_Fault(kind, error, times, path, short))
 
     def heal(self) -> None:
@@ -215,7 +235,7 @@ class SimDisk(Disk):
 
     @property
     def used(self) -> int:
-        return sum(len(file.content) for file in self._files(self._tree))
+        return sum(file.content.size for file in self._files(self.tree))
 
     def _files(self, folder: _Folder) -> list[_File]:
         found: list[_File] = []
@@ -232,7 +252,7 @@ class SimDisk(Disk):
         if self.calls == self.power_off_at:
             self.dead = True
             return True
-        if kind != "write":
+        if kind not in ("write", "send"):
             fault = self._fault(kind, path)
             if fault is not None:
                 raise OSError(fault.error, os.strerror(fault.error), str(path))
@@ -245,18 +265,356 @@ class SimDisk(Disk):
                 return fault
         return None
 
+    # --- Files -----------------------------------------------------------------------------------------------------
+
+    def _folder(self, path: Path) -> _Folder:
+        node: _File | _Folder = self.tree
+        try:
+            parts = path.relative_to(self.root).parts
+        except ValueError:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path)) from None
+        for part in parts:
+            if not isinstance(node, _Folder):
+                raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
+            if part not in node.entries:
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+            node = node.entries[part]
+        if not isinstance(node, _Folder):
+            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
+        return node
+
+    def _node(self, path: Path) -> _File | _Folder:
+        if path == self.root:
+            return self.tree
+        folder = self._folder(path.parent)
+        if path.name not in folder.entries:
+            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+        return folder.entries[path.name]
+
+    def _change(self, path: Path, step: dict[str, _File | _Folder | None], last: bool) -> None:
+        self._folder(path.parent).change(step)
+        if last:
+            raise PowerLoss
+
+    def _opened(self, fd: int) -> tuple[_File | _Folder, Path]:
+        try:
+            return self._open[fd - self._base]
+        except KeyError:
+            raise OSError(errno.EBADF, os.strerror(errno.EBADF)) from None
+
+    def _file(self, fd: int) -> tuple[_File, Path]:
+        node, path = self._opened(fd)
+        if isinstance(node, _Folder):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        return node, path
+
+    def open(self, path: Path, flags: int, mode: int = 0o600) -> int:
+        create, folder = bool(flags & os.O_CREAT), bool(flags & os.O_DIRECTORY)
+        last = self._call("create" if create else "open_folder" if folder else "open", path)
+        if self.most_files is not None and len(self._open) >= self.most_files:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), str(path))
+        node: _File | _Folder
+        if create:
+            if path.name in self._folder(path.parent).entries:
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
+            node = _File()
+            self._change(path, {path.name: node}, last)
+        else:
+            if last:
+                raise PowerLoss
+            node = self._folder(path) if folder else self._node(path)
+            if isinstance(node, _Folder) and not folder:
+                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        # The lowest free number, at once, as on Linux: one that was closed too early is another file's soon.
+        slot = next(number for number in range(len(self._open) + 1) if number not in self._open)
+        self._open[slot] = (node, path)
+        return self._base + slot
+
+    def close(self, fd: int) -> None:
+        if not self.dead:
+            _, path = self._opened(fd)
+            del self._open[fd - self._base]
+            self._locked.discard(path)
+
+    @property
+    def open_files(self) -> list[str]:
+        """The names of the files that are open: none, once a broker has stopped."""
+        return sorted(path.name for _, path in self._open.values())
+
+    def path_of(self, fd: int) -> Path:
+        return self._opened(fd)[1]
+
+    def lock(self, fd: int) -> None:
+        path = self.path_of(fd)
+        if self._call("lock", path):
+            raise PowerLoss
+        if path in self._locked:
+            raise BlockingIOError(errno.EWOULDBLOCK, os.strerror(errno.EWOULDBLOCK), str(path))
+        self._locked.add(path)
+
+    def pwritev(self, fd: int, buffers: Sequence[Buffer], offset: int) -> int:
+        file, path = self._file(fd)
+        last = self._call("write", path)
+        broken, self._broken = self._broken, None
+        if not last and broken is not None and broken[:2] == (file, offset):
+            raise OSError(broken[2], os.strerror(broken[2]), str(path))
+        data = b"".join(buffers)
+        fault = None if last else self._fault("write", path)
+        room = len(data)
+        if self.capacity is not None:
+            growth = max(0, offset + len(data) - file.content.size)
+            room = max(0, room - max(0, self.used + growth - self.capacity))
+        if fault is not None:
+            room = min(room, fault.short)
+        if room:
+            file.change(offset, data[:room])
+        if last:
+            raise PowerLoss
+        if room == len(data):
+            return room
+        error = fault.error if fault is not None else errno.ENOSPC
+        if not room:
+            raise OSError(error, os.strerror(error), str(path))
+        self._broken = (file, offset + room, error)
+        return room
+
+    def pread(self, fd: int, size: int, offset: int) -> bytes:
+        file, path = self._file(fd)
+        if self._call("read", path):
+            raise PowerLoss
+        return file.content.part(offset, offset + size)
+
+    def ftruncate(self, fd: int, size: int) -> None:
+        file, path = self._file(fd)
+        last = self._call("truncate", path)
+        file.change(size, None)
+        if last:
+            raise PowerLoss
+
+    def fallocate(self, fd: int, size: int) -> None:
+        file, path = self._file(fd)
+        last = self._call("allocate", path)
+        growth = size - file.content.size
+        if self.capacity is not None and self.used + growth > self.capacity:
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        if growth > 0:
+            file.change(size, None)
+        if last:
+            raise PowerLoss
+
+    def fdatasync(self, fd: int) -> None:
+        node, path = self._opened(fd)
+        if self._call("sync_folder" if isinstance(node, _Folder) else "sync", path):
+            raise PowerLoss
+        node.sync()
+
+    fsync = fdatasync
+
+    def size(self, fd: int) -> int:
+        file, path = self._file(fd)
+        if self._call("size", path):
+            raise PowerLoss
+        return file.content.size
+
+    # --- Names -----------------------------------------------------------------------------------------------------
+
+    def mkdir(self, path: Path) -> None:
+        last = self._call("make_folder", path)
+        if path.name in self._folder(path.parent).entries:
+            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
+        self._change(path, {path.name: _Folder()}, last)
+
+    def exists(self, path: Path) -> bool:
+        if self._call("exists", path):
+            raise PowerLoss
+        try:
+            self._node(path)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        return True
+
+    def listdir(self, path: Path) -> list[str]:
+        if self._call("names", path):
+            raise PowerLoss
+        return list(self._folder(path).entries)
+
+    def rename(self, old: Path, new: Path) -> None:
+        last = self._call("rename", new)
+        assert old.parent == new.parent, "a rename is one step only within a folder"
+        self._change(new, {old.name: None, new.name: self._node(old)}, last)
+
+    def unlink(self, path: Path) -> None:
+        last = self._call("remove", path)
+        if isinstance(self._node(path), _Folder):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        self._change(path, {path.name: None}, last)
+
+    def rmdir(self, path: Path) -> None:
+        last = self._call("remove_folder", path)
+        if self._folder(path).entries:
+            raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), str(path))
+        self._change(path, {path.name: None}, last)
+
+    def free(self, path: Path) -> int:
+        if self.dead:
+            raise PowerLoss
+        return 1 << 40 if self.capacity is None else max(0, self.capacity - self.used)
+
+    # --- Sockets ---------------------------------------------------------------------------------------------------
+
+    def accept(self, listener: socket.socket) -> socket.socket:
+        sock = super().accept(listener)
+        _TABLE.accepted(self, sock)
+        return sock
+
+    def recv(self, fd: int, view: memoryview) -> int:
+        """For the kernel's table: a count, or minus the error number."""
+        if self._call("recv", _SOCKET):
+            raise PowerLoss
+        return _LIBC.recv(fd, view)
+
+    def send(self, fd: int, view: bytes | memoryview) -> int:
+        if self._call("send", _SOCKET):
+            raise PowerLoss
+        fault = self._fault("send", _SOCKET)
+        if fault is None:
+            return _LIBC.send(fd, view)
+        return _LIBC.send(fd, view[: fault.short]) if fault.short else -fault.error
+
+
+class _Table(kernel.Calls):
+    """The kernel's system calls, handed to the simulated system that the descriptor belongs to; else to the real one.
+
+    It is in place as long as there is a simulated system.
+    """
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._systems: weakref.WeakValueDictionary[int, SimSystem] = weakref.WeakValueDictionary()
+        self._sockets: dict[int, weakref.ref[SimSystem]] = {}
+
+    def enter(self, system: SimSystem) -> int:
+        """Return the system's number."""
+        kernel.replace_calls(self)
+        # A descriptor has 31 bits.
+        if len(self._systems) > SLOTS >> 10:
+            gc.collect()
+        number = next(number for number in range(1, 1 << 11) if number not in self._systems)
+        self._systems[number] = system
+        weakref.finalize(system, self._left)
+        return number
+
+    def _left(self) -> None:
+        if not self._systems:
+            kernel.replace_calls(None)
+            self._sockets.clear()
+
+    def accepted(self, system: SimSystem, sock: socket.socket) -> None:
+        self._sockets[sock.fileno()] = weakref.ref(system)
+
+    def _owner(self, fd: int) -> SimSystem | None:
+        found = self._sockets.get(fd)
+        return None if found is None else found()
+
+    def recv(self, fd: int, view: memoryview) -> int:
+        owner = self._owner(fd)
+        return super().recv(fd, view) if owner is None else _result(lambda: owner.recv(fd, view))
+
+    def send(self, fd: int, view: bytes | memoryview) -> int:
+        owner = self._owner(fd)
+        return super().send(fd, view) if owner is None else _result(lambda: owner.send(fd, view))
+
+    def pwritev(self, fd: int, parts: list[bytes | memoryview], offset: int) -> int:
+        if fd < SLOTS:
+            return super().pwritev(fd, parts, offset)
+        system = self._systems[fd // SLOTS]
+        system.kernel_writes += 1
+        return _result(lambda: system.pwritev(fd, parts, offset))
+
+
+def _result(call: Callable[[], int]) -> int:
+    """What a call comes to in the kernel's table; when the power is gone it has no effect."""
+    try:
+        return call()
+    except OSError as exc:
+        return -(exc.errno or errno.EIO)
+    except PowerLoss:
+        return -errno.EIO
+
+
+_SOCKET = Path("socket")
+_LIBC = kernel.Calls()
+_TABLE = _Table()
+
+
+def _of_system(name: str) -> Any:
+    def get(disk: SimDisk) -> Any:
+        return getattr(disk.system, name)
+
+    def put(disk: SimDisk, value: Any) -> None:
+        setattr(disk.system, name, value)
+
+    return property(get, put)
+
+
+class SimDisk(Disk):
+    """A Disk on a simulated system, whose work is done on the event loop; and all that tests want of both."""
+
+    system: SimSystem
+
+    def __init__(self, root: Path, *, seed: int = 0, inline: bool = False) -> None:
+        super().__init__(SimSystem(root))
+        self.root = root
+        self.seed = seed
+        # Work: run at once when it is submitted, or some turns later.
+        self._inline = inline
+        self._random = random.Random(seed)
+        self._queue: list[tuple[int, int, Callable[[], Any], Callable[[Any, BaseException | None], None]]] = []
+        self._loop_thread = 0
+        self._held = False
+        #: Submitted, and its ``done`` not yet called.
+        self.under_way = 0
+
+    # --- The system ------------------------------------------------------------------------------------------------
+
+    calls = _of_system("calls")
+    power_off_at = _of_system("power_off_at")
+    dead = _of_system("dead")
+    history = _of_system("history")
+    capacity = _of_system("capacity")
+    most_files = _of_system("most_files")
+    used = _of_system("used")
+    open_files = _of_system("open_files")
+    fail = _of_system("fail")
+    heal = _of_system("heal")
+    path_of = _of_system("path_of")
+
     def after_power_loss(self, choice: int | str) -> SimDisk:
         """The disk that the next start finds. ``choice``: "none" or "all" of what was not synced, or a seed."""
         after = SimDisk(self.root, seed=self.seed, inline=self._inline)
         picker = random.Random(choice) if isinstance(choice, int) else None
-        after._tree = self._tree.survivor(picker, choice == "all")
+        after.system.tree = self.system.tree.survivor(picker, choice == "all")
         return after
 
     def after_kill(self) -> SimDisk:
         """The disk after kill -9: all that was written can be read; what was not synced may still be lost later."""
         after = SimDisk(self.root, seed=self.seed, inline=self._inline)
-        after._tree = self._tree.copy({})
+        after.system.tree = self.system.tree.copy({})
         return after
+
+    def content(self, path: Path) -> bytes:
+        node = self.system._node(path)
+        assert isinstance(node, _File)
+        return node.content.part(0, node.content.size)
+
+    def replace(self, path: Path, content: bytes) -> None:
+        """Put other bytes into a file, behind everybody's back; they are on the device."""
+        folder = self.system._folder(path.parent)
+        folder.entries[path.name] = folder.synced[path.name] = _File(_Bytes(content))
+
+    def paths(self, folder: Path, suffix: str = "") -> list[Path]:
+        """The files of a folder, in order."""
+        return sorted(folder / name for name in self.system._folder(folder).entries if name.endswith(suffix))
 
     # --- Work ------------------------------------------------------------------------------------------------------
 
@@ -332,185 +690,6 @@ class SimDisk(Disk):
         while self._queue:
             _, _, work, done = self._queue.pop(0)
             self._finish(work, done, 0)
-
-    # --- Files -----------------------------------------------------------------------------------------------------
-
-    def _folder(self, path: Path) -> _Folder:
-        node: _File | _Folder = self._tree
-        try:
-            parts = path.relative_to(self.root).parts
-        except ValueError:
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path)) from None
-        for part in parts:
-            if not isinstance(node, _Folder):
-                raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
-            if part not in node.entries:
-                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
-            node = node.entries[part]
-        if not isinstance(node, _Folder):
-            raise NotADirectoryError(errno.ENOTDIR, os.strerror(errno.ENOTDIR), str(path))
-        return node
-
-    def _node(self, path: Path) -> _File | _Folder:
-        folder = self._folder(path.parent)
-        if path.name not in folder.entries:
-            raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
-        return folder.entries[path.name]
-
-    def _change(self, path: Path, step: dict[str, _File | _Folder | None], last: bool) -> None:
-        self._folder(path.parent).change(step)
-        if last:
-            raise PowerLoss
-
-    def open(self, path: Path, *, create: bool = False) -> int:
-        last = self._call("create" if create else "open", path)
-        if self.most_files is not None and len(self._open_files) >= self.most_files:
-            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), str(path))
-        if create:
-            if path.name in self._folder(path.parent).entries:
-                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
-            file = _File()
-            self._change(path, {path.name: file}, last)
-        else:
-            if last:
-                raise PowerLoss
-            node = self._node(path)
-            if isinstance(node, _Folder):
-                raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-            file = node
-        self._next_fd += 1
-        self._open_files[self._next_fd] = (file, path)
-        return self._next_fd
-
-    def close_file(self, fd: int) -> None:
-        if not self.dead:
-            del self._open_files[fd]
-
-    @property
-    def open_files(self) -> list[str]:
-        """The names of the files that are open: none, once a broker has stopped."""
-        return sorted(path.name for _, path in self._open_files.values())
-
-    def write(self, fd: int, buffers: Sequence[Buffer], offset: int) -> int:
-        file, path = self._open_files[fd]
-        last = self._call("write", path)
-        data = b"".join(buffers)
-        fault = None if last else self._fault("write", path)
-        room = len(data)
-        if self.capacity is not None:
-            growth = max(0, offset + len(data) - len(file.content))
-            room -= max(0, self.used + growth - self.capacity)
-        if fault is not None:
-            room = min(room, fault.short)
-        if room > 0:
-            file.write(data[:room], offset)
-        if last:
-            raise PowerLoss
-        if room < len(data):
-            error = fault.error if fault is not None else errno.ENOSPC
-            raise OSError(error, os.strerror(error), str(path))
-        return len(data)
-
-    def read(self, fd: int, size: int, offset: int) -> bytes:
-        file, path = self._open_files[fd]
-        if self._call("read", path):
-            raise PowerLoss
-        return bytes(file.content[offset : offset + size])
-
-    def truncate(self, fd: int, size: int) -> None:
-        file, path = self._open_files[fd]
-        last = self._call("truncate", path)
-        file.resize(size)
-        if last:
-            raise PowerLoss
-
-    def allocate(self, fd: int, size: int) -> None:
-        file, path = self._open_files[fd]
-        last = self._call("allocate", path)
-        growth = size - len(file.content)
-        if self.capacity is not None and self.used + growth > self.capacity:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
-        if growth > 0:
-            file.resize(size)
-        if last:
-            raise PowerLoss
-
-    def sync(self, fd: int) -> None:
-        file, path = self._open_files[fd]
-        if self._call("sync", path):
-            raise PowerLoss
-        file.sync()
-
-    def size(self, fd: int) -> int:
-        file, path = self._open_files[fd]
-        if self._call("size", path):
-            raise PowerLoss
-        return len(file.content)
-
-    # --- Folders ---------------------------------------------------------------------------------------------------
-
-    def make_folder(self, path: Path) -> None:
-        last = self._call("make_folder", path)
-        if path.name in self._folder(path.parent).entries:
-            raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
-        self._change(path, {path.name: _Folder()}, last)
-
-    def exists(self, path: Path) -> bool:
-        if self._call("exists", path):
-            raise PowerLoss
-        try:
-            self._node(path)
-        except FileNotFoundError:
-            return False
-        return True
-
-    def names(self, path: Path) -> list[str]:
-        if self._call("names", path):
-            raise PowerLoss
-        return sorted(self._folder(path).entries)
-
-    def rename(self, old: Path, new: Path) -> None:
-        last = self._call("rename", new)
-        assert old.parent == new.parent, "a rename is one step only within a folder"
-        self._change(new, {old.name: None, new.name: self._node(old)}, last)
-
-    def remove(self, path: Path) -> None:
-        last = self._call("remove", path)
-        if isinstance(self._node(path), _Folder):
-            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
-        self._change(path, {path.name: None}, last)
-
-    def remove_folder(self, path: Path) -> None:
-        last = self._call("remove_folder", path)
-        if self._folder(path).entries:
-            raise OSError(errno.ENOTEMPTY, os.strerror(errno.ENOTEMPTY), str(path))
-        self._change(path, {path.name: None}, last)
-
-    def sync_folder(self, path: Path) -> None:
-        folder = self._folder(path)
-        if self._call("sync_folder", path):
-            raise PowerLoss
-        folder.sync()
-
-    def free(self, path: Path) -> int:
-        if self.dead:
-            raise PowerLoss
-        return 1 << 40 if self.capacity is None else max(0, self.capacity - self.used)
-
-    # --- For tests -------------------------------------------------------------------------------------------------
-
-    def content(self, path: Path) -> bytes:
-        node = self._node(path)
-        assert isinstance(node, _File)
-        return bytes(node.content)
-
-    def replace(self, path: Path, content: bytes) -> None:
-        """Put other bytes into a file, behind everybody's back; they are on the device."""
-        self._folder(path.parent).entries[path.name] = self._folder(path.parent).synced[path.name] = _File(content)
-
-    def paths(self, folder: Path, suffix: str = "") -> list[Path]:
-        """The files of a folder, in order."""
-        return sorted(folder / name for name in self._folder(folder).entries if name.endswith(suffix))
 
 
 async def settled(broker: Broker) -> None:

@@ -33,7 +33,7 @@ from flintmq.broker.observe import stats
 from flintmq.broker.opening import Opening
 from flintmq.broker.peers import Peers
 from flintmq.broker.settings import Settings
-from flintmq.broker.storage.disk import Clock, Disk, SystemClock
+from flintmq.broker.storage.disk import Clock, Disk
 from flintmq.broker.storage.ids import NodeIds
 from flintmq.broker.storage.journal import SIDE, Journal
 from flintmq.broker.storage.log import Store
@@ -81,8 +81,9 @@ class Broker:
         self.options_changed: list[Callable[[], None]] = [self._options_changed]
         #: Called by ``reload``: each reads again what it keeps in memory of a file, such as certificates.
         self.reloaders: list[Callable[[], None]] = [self.reload_certificates]
-        self.clock: Clock = clock or SystemClock()
         self.disk = disk or Disk()
+        self.system = self.disk.system
+        self.clock: Clock = clock or self.system.clock
         self.path = Path(options.data_path or os.getcwd())
         self.topology_aware = "topology-aware-consumption" in options.enable_experiment
         # Parts. Others call some of their methods straight, as if they were the broker's own.
@@ -144,6 +145,8 @@ class Broker:
         self.started = 0
         self.connection_count = 0
         self.refused_count = 0
+        #: Messages published, and finished, through lanes.
+        self.lane_published = self.lane_finished = 0
         self.free_bytes = 0
         self.pauses = stats.Pauses()
         self._statsd = stats.Statsd(self)
@@ -245,7 +248,7 @@ class Broker:
 
     async def _listen(self) -> None:
         if sockets.available():
-            self._poller = sockets.Poller(self._loop, self.turns.end)
+            self._poller = sockets.Poller(self._loop, self.turns.end, self.system)
             self.turns.follow(self._poller)
         sock, self._bound = self._bind(self.options.tcp_address)
         if self._poller is not None:

@@ -15,7 +15,6 @@ Beside them is ``nsqd.dat``, for those who read it (upkeep.py). What is inside t
 from __future__ import annotations
 
 import errno
-import fcntl
 import logging
 import os
 import secrets
@@ -54,13 +53,13 @@ class DataPath:
     def lock(self) -> None:
         """Keep others out. StartError if somebody is in."""
         try:
-            fd = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC)
+            fd = self._disk.system.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
         except OSError as exc:
             raise StartError(f"failed to lock data-path: open {self.path}: {reason(exc)}") from exc
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            self._disk.system.lock(fd)
         except OSError as exc:
-            os.close(fd)
+            self._disk.system.close(fd)
             raise StartError(
                 f"failed to lock data-path: cannot flock directory {self.path} - {reason(exc)} "
                 "(possibly in use by another instance of nsqd)"
@@ -69,7 +68,7 @@ class DataPath:
 
     def unlock(self) -> None:
         if self._lock >= 0:
-            os.close(self._lock)
+            self._disk.system.close(self._lock)
             self._lock = -1
 
     def open(self, options: NsqdOptions, clock: Clock) -> bytes:

@@ -666,7 +666,7 @@ async def test_a_huge_batch_with_a_failed_slice_is_refused_whole(
 
     def failing(fd: int, buffers: Any, offset: int) -> int:
         nonlocal writes
-        if disk._open_files[fd][1].suffix == ".seg":
+        if disk.path_of(fd).suffix == ".seg":
             writes += 1
             if writes == slice_ + 1:
                 disk.fail("write", errno.EIO, short=100)

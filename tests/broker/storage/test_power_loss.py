@@ -1,4 +1,4 @@
-"""Power loss and kill -9 at any file call: what was promised is still there afterwards."""
+"""Power loss and kill -9 at any system call: what was promised is still there afterwards."""
 
 from __future__ import annotations
 
@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 from flintmq.broker.storage import journal as journal_module
+from flintmq.broker.storage import log as log_module
 from support.fakes import FakeClock
 from support.power_loss import (
     EXHAUSTIVE,
@@ -15,6 +16,8 @@ from support.power_loss import (
     Ledger,
     World,
     crash,
+    crash_points,
+    crashed,
     frozen_time,
     inspect,
     losses,
@@ -25,8 +28,10 @@ from support.simdisk import SimDisk
 
 
 @pytest.fixture(autouse=True)
-def small_journals(monkeypatch: pytest.MonkeyPatch) -> None:
+def small_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Journals roll; and small segments have room for what a lane writes."""
     monkeypatch.setattr(journal_module, "ROLL_AT", 500)
+    monkeypatch.setattr(log_module, "TAKE_AT_ONCE", 2_000)
 
 
 async def test_the_run_does_what_it_is_meant_to(tmp_path: Path) -> None:
@@ -39,6 +44,24 @@ async def test_the_run_does_what_it_is_meant_to(tmp_path: Path) -> None:
     assert sum(name.startswith("snapshot") for name in created) > 1, "snapshots must be taken"
     assert any(kind == "remove" and name.endswith(".seg") for kind, name in disk.history), "segments must be freed"
     await inspect(disk.after_power_loss("none"), ledger, clock, durability="fsync")
+
+
+@pytest.mark.parametrize("durability", ["os", "fsync", "memory"])
+async def test_most_publishes_and_finishes_of_the_run_go_through_the_lanes(tmp_path: Path, durability: str) -> None:
+    """Else the crashes would say little about the path that nearly every message takes."""
+    disk, world, _ = await crashed(tmp_path, None, clean=True, durability=durability)
+    broker = world.broker
+    assert disk.system.kernel_writes > 10 or durability != "os", "the kernel writes by itself"
+    assert world.published > 200 and world.finished > 200
+    assert broker.lane_published > world.published / 2
+    assert broker.lane_finished > world.finished / 2
+
+
+async def test_two_runs_make_the_same_calls(tmp_path: Path) -> None:
+    """So that the n-th call of one is the n-th call of the other, and every one is tried."""
+    runs = [await crash(tmp_path, None, clean=True, seed=5, durability="os") for _ in range(2)]
+    first, second = ([kind for kind, _ in disk.history] for disk, _, _ in runs)
+    assert [kind for kind in first if kind != "recv"] == [kind for kind in second if kind != "recv"]
 
 
 @pytest.mark.timeout(1800)
@@ -71,8 +94,8 @@ async def test_what_a_start_after_a_kill_offers_survives_the_next_power_loss(tmp
         return found
 
     whole, _, _ = await crash(tmp_path, None, clean=True, durability="os")
-    for n in range(1, whole.calls + 1, 1 if EXHAUSTIVE else 3):
-        killed, ledger, clock = await crash(tmp_path, n, durability="os")
+    for n in crash_points(whole)[:: 1 if EXHAUSTIVE else 3]:
+        killed, ledger, clock = await crash(tmp_path, n, clean=True, durability="os")
         async with frozen_time(clock) as raised:
             disk = killed.after_kill()
             before = await started(disk, ledger, clock)

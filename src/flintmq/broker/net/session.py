@@ -1273,6 +1273,7 @@ class Lane:
             for i in intake.unanswered:
                 short[i][0].refused(commit.error)
             commit = None
+        self._broker.lane_published += sum(counts)
         for i, count in enumerate(counts):
             if count:
                 session, transport = short[i]
@@ -1319,12 +1320,14 @@ class FinishLane:
         ring = channel.ring
         data = self._broker.receive_buffer
         now = self._broker.now()
+        finished = 0
         for session, transport in arrived:
             if not session.open_to_finish:
                 transport.receive()
                 continue
             pos = channel.finish_from_socket(session, transport.fd, data)
             size = ring.received
+            finished += ring.finished
             if size > 0:
                 if pos:
                     session.finished(now)
@@ -1335,6 +1338,7 @@ class FinishLane:
                 transport.ended()
             elif size != NOTHING:
                 transport.fail(OSError(-size, "the connection is broken"))
+        self._broker.lane_finished += finished
         self._broker.answered(channel)
 
 

@@ -17,6 +17,8 @@ import socket
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
+from flintmq.system import System
+
 __all__ = ["Poller", "SocketTransport", "available"]
 
 logger = logging.getLogger(__name__)
@@ -242,10 +244,11 @@ class SocketTransport(asyncio.Transport):
 
 
 class Poller:
-    def __init__(self, loop: asyncio.AbstractEventLoop, turned: Callable[[], None]) -> None:
+    def __init__(self, loop: asyncio.AbstractEventLoop, turned: Callable[[], None], system: System) -> None:
         self.loop = loop
+        self._system = system
         self._turned = turned
-        self.epoll = select.epoll()
+        self.epoll = system.epoll()
         self._transports: dict[int, SocketTransport] = {}
         self._listeners: dict[int, tuple[socket.socket, Callable[[], Receiver]]] = {}
         #: Inside a turn: what becomes due is done at its end.
@@ -311,7 +314,7 @@ class Poller:
     def _accept(self, listener: socket.socket, factory: Callable[[], Receiver]) -> None:
         for _ in range(_ACCEPT_AT_ONCE):
             try:
-                sock, _ = listener.accept()
+                sock = self._system.accept(listener)
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
             except OSError as exc:

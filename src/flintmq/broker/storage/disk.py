@@ -1,7 +1,9 @@
-"""Every file call of log and journal, and the broker's only threads.
+"""Files as log and journal use them, and the broker's only threads.
 
-All storage goes through a Disk, so that a test can put another one in its place: one that fails, one that is full, one
-that loses power after the n-th call. It knows nothing of what the bytes mean.
+A Disk turns system calls into whole operations: a write that goes on where a short one stopped, a synced folder.
+It makes them through a ``System``, so that a test can put another one underneath: one that fails, one that is full, one
+that loses power after the n-th call. The kernel writes to the same descriptors. A Disk knows nothing of what the bytes
+mean.
 
 Work that may wait for the device (syncs, reads of what is no longer in memory, writes when the kernel throttles) is
 handed to a few threads with ``submit``; the answer comes back on the event loop. Commits go before everything else.
@@ -15,11 +17,12 @@ import heapq
 import os
 import sys
 import threading
-import time
 from array import array
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
+
+from flintmq.system import Buffer, Clock, System, SystemClock
 
 __all__ = [
     "BACKGROUND",
@@ -42,8 +45,6 @@ COMMIT, READ, BACKGROUND, FETCH, SPARE = 0, 1, 2, 3, 4
 _MOST_BUFFERS = 1000
 _THREADS = 4
 
-Buffer = bytes | bytearray | memoryview
-
 
 def pack_numbers(values: array[int] | bytes) -> bytes:
     """64-bit numbers as they stand in a file: little-endian, on every machine."""
@@ -61,41 +62,11 @@ def unpack_numbers(data: bytes) -> array[int]:
     return values
 
 
-class Clock(Protocol):
-    """Time is passed in, so that tests can move it. Both are in nanoseconds."""
-
-    def now(self) -> int:
-        """Time since the machine started, sleep included: never steps back. Deadlines and delays count on it."""
-
-    def wall(self) -> int:
-        """Time since 1970: what a message's timestamp says. May step."""
-
-    def boot_id(self) -> bytes:
-        """16 bytes that are the same as long as ``now()`` counts from the same moment."""
-
-
-class SystemClock:
-    def __init__(self) -> None:
-        # Called for every run and every publish: attributes, so that nothing stands between them and the system call.
-        self.now: Callable[[], int] = functools.partial(
-            time.clock_gettime_ns, getattr(time, "CLOCK_BOOTTIME", time.CLOCK_MONOTONIC)
-        )
-        self.wall: Callable[[], int] = time.time_ns
-        try:
-            text = Path("/proc/sys/kernel/random/boot_id").read_text().strip().replace("-", "")
-            self._boot = bytes.fromhex(text)
-        except (OSError, ValueError):
-            # Unknown: then every start counts as a new boot, and delays go by the wall clock.
-            self._boot = os.urandom(16)
-
-    def boot_id(self) -> bytes:
-        return self._boot
-
-
 class Disk:
-    """The real file system. Errors are plain ``OSError``."""
+    """Files and folders, and threads for what may wait. Errors are plain ``OSError``."""
 
-    def __init__(self) -> None:
+    def __init__(self, system: System | None = None) -> None:
+        self.system = system or System()
         self._post: Callable[[Callable[[], None]], Any] | None = None
         self._work: list[tuple[int, int, Callable[[], Any], Callable[[Any, BaseException | None], None]]] = []
         self._order = 0
@@ -179,93 +150,88 @@ class Disk:
 
     # --- Files -----------------------------------------------------------------------------------------------------
 
-    @property
-    def direct(self) -> bool:
-        """May files be written to without calling ``write``? Not where somebody has put another one in its place."""
-        return type(self).write is Disk.write
-
     def open(self, path: Path, *, create: bool = False) -> int:
-        flags = os.O_RDWR | os.O_CLOEXEC | (os.O_CREAT | os.O_EXCL if create else 0)
-        return os.open(path, flags, 0o600)
+        return self.system.open(path, os.O_RDWR | (os.O_CREAT | os.O_EXCL if create else 0))
 
     def close_file(self, fd: int) -> None:
-        os.close(fd)
+        self.system.close(fd)
 
     def write(self, fd: int, buffers: Sequence[Buffer], offset: int) -> int:
         """Write all of it at ``offset``; how many bytes. On an error some may have been written: cut the file back."""
-        if len(buffers) == 2:
-            # A lone record: its header and its frames.
-            size = len(buffers[0]) + len(buffers[1])
-            if os.pwritev(fd, buffers, offset) == size:
-                return size
+        pwritev = self.system.pwritev
         total = 0
         for i in range(0, len(buffers), _MOST_BUFFERS):
-            some = list(buffers[i : i + _MOST_BUFFERS])
+            some = buffers[i : i + _MOST_BUFFERS]
             left = sum(map(len, some))
             while left:
-                n = os.pwritev(fd, some, offset + total)
+                n = pwritev(fd, some, offset + total)
                 total += n
                 left -= n
                 if left:
-                    # Cut off what went out and go on: a signal or a nearly full disk makes writes short.
-                    while n >= len(some[0]):
-                        n -= len(some.pop(0))
-                    some[0] = memoryview(some[0])[n:]
+                    some = _rest(some, n)
         return total
 
     def read(self, fd: int, size: int, offset: int) -> bytes:
-        data = os.pread(fd, size, offset)
+        pread = self.system.pread
+        data = pread(fd, size, offset)
         while data and len(data) < size:
-            more = os.pread(fd, size - len(data), offset + len(data))
+            more = pread(fd, size - len(data), offset + len(data))
             if not more:
                 break
             data += more
         return data
 
     def truncate(self, fd: int, size: int) -> None:
-        os.ftruncate(fd, size)
+        self.system.ftruncate(fd, size)
 
     def allocate(self, fd: int, size: int) -> None:
         """Make sure that ``size`` bytes can be written even when the disk is full, where the system offers that."""
-        if hasattr(os, "posix_fallocate"):
-            os.posix_fallocate(fd, 0, size)
+        self.system.fallocate(fd, size)
 
     def sync(self, fd: int) -> None:
-        """Returns when the file's bytes are on the device."""
-        (os.fdatasync if hasattr(os, "fdatasync") else os.fsync)(fd)
+        """Return when the file's bytes are on the device."""
+        self.system.fdatasync(fd)
 
     def size(self, fd: int) -> int:
-        return os.fstat(fd).st_size
+        return self.system.size(fd)
 
     # --- Folders ---------------------------------------------------------------------------------------------------
 
     def make_folder(self, path: Path) -> None:
-        path.mkdir(mode=0o700)
+        self.system.mkdir(path)
 
     def exists(self, path: Path) -> bool:
-        return path.exists()
+        return self.system.exists(path)
 
     def names(self, path: Path) -> list[str]:
-        return sorted(os.listdir(path))
+        return sorted(self.system.listdir(path))
 
     def rename(self, old: Path, new: Path) -> None:
-        os.replace(old, new)
+        self.system.rename(old, new)
 
     def remove(self, path: Path) -> None:
-        os.unlink(path)
+        self.system.unlink(path)
 
     def remove_folder(self, path: Path) -> None:
-        os.rmdir(path)
+        self.system.rmdir(path)
 
     def sync_folder(self, path: Path) -> None:
-        """Returns when the folder's entries are on the device: creations, renames, removals."""
-        fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        """Return when the folder's entries are on the device: creations, renames, removals."""
+        fd = self.system.open(path, os.O_RDONLY | os.O_DIRECTORY)
         try:
-            os.fsync(fd)
+            self.system.fsync(fd)
         finally:
-            os.close(fd)
+            self.system.close(fd)
 
     def free(self, path: Path) -> int:
-        """Free bytes on the file system that ``path`` is on."""
-        stat = os.statvfs(path)
-        return stat.f_bavail * stat.f_frsize
+        """Return the free bytes of the file system that ``path`` is on."""
+        return self.system.free(path)
+
+
+def _rest(buffers: Sequence[Buffer], n: int) -> list[Buffer]:
+    """Return what is left of the buffers after their first ``n`` bytes: a full disk or a signal makes writes short."""
+    rest = list(buffers)
+    while n >= len(rest[0]):
+        n -= len(rest.pop(0))
+    rest[0] = memoryview(rest[0])[n:]
+    return rest

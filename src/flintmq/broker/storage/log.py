@@ -332,7 +332,6 @@ class Log:
         self._in_group = False
         #: Bytes of frames that the last take_in() made.
         self.last_bytes = 0
-        self._direct = store.disk.direct
         # Is the last record that was laid out, or the last one written (where the group starts), in a group whose end
         # is still to come?
         self._group_planned = False
@@ -511,7 +510,6 @@ class Log:
                 or self._group_planned
                 or self._group_written is not None
                 or segment.end != self.end
-                or not self._direct
             ):
                 answer = False
             else:
