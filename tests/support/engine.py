@@ -1,0 +1,658 @@
+"""A broker under mixed load on real sockets, with a ledger of what it owes to whom; everything is drawn from a seed.
+
+An Engine runs one broker in this process and drives it over TCP and HTTP: publishers of every kind on several topics,
+durable and ephemeral, fast, slow and lagging consumers, small memory and small files, timeouts, clean restarts and kills,
+another node id, full disks and missing descriptors. Sockets, the poller and its lanes are the real ones; files and the
+clock are replaceable. The Ledger judges every delivery as it arrives, and at the end what is still owed.
+
+A failing seed runs again with ``python -m support.engine SEED`` in the folder of the tests.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import random
+import struct
+import sys
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from flintmq.broker.daemon import Broker
+from flintmq.broker.storage import journal as journal_module
+from flintmq.protocol.wire import FRAME_ERROR, FRAME_MESSAGE, HEARTBEAT, FrameDecoder, decode_message
+from support.fakes import SECOND, CountingDisk, FakeClock
+
+DURABLE_TOPICS = ("orders", "audit", "logs")
+EPHEMERAL_TOPIC = "live#ephemeral"
+CHANNELS = ("fast", "slow", "lag")
+EPHEMERAL_CHANNEL = "tail#ephemeral"
+MSG_TIMEOUT = 10.5
+#: Seconds that a condition may take to come true; only failures take that long.
+PATIENCE = 20.0
+
+
+class Violation(AssertionError):
+    """The broker broke a promise."""
+
+
+class FaultyDisk(CountingDisk):
+    """The real disk, whose calls fail while a fault is on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        #: Error number by kind of call: "open", "write".
+        self.faults: dict[str, int] = {}
+        self.failures: Counter[str] = Counter()
+
+    def _check(self, kind: str) -> None:
+        error = self.faults.get(kind)
+        if error:
+            self.failures[errno.errorcode[error]] += 1
+            raise OSError(error, "injected")
+
+    def open(self, path: Path, *, create: bool = False) -> int:
+        self._check("open")
+        return super().open(path, create=create)
+
+    def write(self, fd: int, buffers: Any, offset: int) -> int:
+        self._check("write")
+        return super().write(fd, buffers, offset)
+
+
+@dataclass
+class ChannelBook:
+    """What one durable channel owes its consumers."""
+
+    #: Bodies that must still be delivered and finished.
+    owed: set[bytes] = field(default_factory=set)
+    #: Bodies that were finished, and whose FIN a clean stop has recorded.
+    done: set[bytes] = field(default_factory=set)
+    #: Bodies that were finished since.
+    finished: set[bytes] = field(default_factory=set)
+
+
+class Ledger:
+    """Promises of the broker. Bodies are unique: they begin with topic and number."""
+
+    def __init__(self) -> None:
+        self.channels: dict[tuple[str, str], ChannelBook] = {}
+        #: Bodies that were sent: the answer was OK, an error, or none.
+        self.acknowledged: set[bytes] = set()
+        self.refused: set[bytes] = set()
+        self.ids: dict[tuple[str, bytes], bytes] = {}
+        self.counts: Counter[str] = Counter()
+
+    def published(self, topic: str, bodies: list[bytes]) -> None:
+        self.acknowledged.update(bodies)
+        self.counts["published"] += len(bodies)
+        for (name, _), book in self.channels.items():
+            if name == topic:
+                book.owed.update(bodies)
+
+    def delivered(self, topic: str, channel: str, id: bytes, attempts: int, body: bytes) -> None:
+        self.counts["delivered"] += 1
+        if not body.startswith(topic.encode() + b" "):
+            raise Violation(f"{topic}/{channel} was sent a message of another topic: {body[:60]!r}")
+        known = self.ids.setdefault((topic, id), body)
+        if known != body:
+            raise Violation(f"id {id!r} of {topic} stands for {known[:40]!r} and for {body[:40]!r}")
+        if body in self.refused:
+            raise Violation(f"{topic}/{channel} was sent {body[:40]!r}, whose publish was refused")
+        if attempts < 1:
+            raise Violation(f"{body[:40]!r} came with attempts {attempts}")
+        book = self.channels.get((topic, channel))
+        if book is not None and body in book.done:
+            raise Violation(f"{topic}/{channel} was sent {body[:40]!r} again, which was finished before a clean stop")
+
+    def finished(self, topic: str, channel: str, body: bytes) -> None:
+        self.counts["finished"] += 1
+        book = self.channels.get((topic, channel))
+        if book is not None:
+            book.owed.discard(body)
+            book.finished.add(body)
+
+    def stopped(self, clean: bool) -> None:
+        for book in self.channels.values():
+            if clean:
+                book.done |= book.finished
+            book.finished.clear()
+
+    def forgive(self) -> None:
+        """Durability ``memory`` and a kill: messages that were only in memory are gone."""
+        for book in self.channels.values():
+            book.owed.clear()
+
+
+class Peer(asyncio.Protocol):
+    """One TCP connection to the broker."""
+
+    def __init__(self) -> None:
+        self.transport: asyncio.Transport | None = None
+        self.decoder = FrameDecoder()
+        self.answers: list[tuple[int, bytes]] = []
+        self.closed = False
+        self.received = 0
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self.transport = transport
+        transport.write(b"  V2")
+
+    def data_received(self, data: bytes) -> None:
+        self.received += len(data)
+        for kind, payload in self.decoder.feed(data):
+            if kind == FRAME_MESSAGE:
+                self.message(payload)
+            elif payload == HEARTBEAT:
+                self.send(b"NOP\n")
+            else:
+                self.answers.append((kind, payload))
+
+    def message(self, payload: bytes) -> None:
+        raise Violation("a publisher was sent a message")
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.closed = True
+
+    def send(self, data: bytes) -> None:
+        assert self.transport is not None
+        self.transport.write(data)
+
+    def close(self) -> None:
+        self.closed = True
+        if self.transport is not None:
+            self.transport.abort()
+
+
+class Consumer(Peer):
+    """A consumer of one channel. ``held``: messages it was sent and has not answered."""
+
+    def __init__(self, engine: Engine, topic: str, channel: str) -> None:
+        super().__init__()
+        self.engine = engine
+        self.topic = topic
+        self.channel = channel
+        #: Body and deadline by id.
+        self.held: dict[bytes, tuple[bytes, int]] = {}
+        self.most_ready = 0
+
+    def data_received(self, data: bytes) -> None:
+        super().data_received(data)
+        for kind, payload in self.answers:
+            if kind == FRAME_ERROR and not self.closed:
+                self.engine.violations.append(f"{self.topic}/{self.channel} was answered with {payload!r}")
+        self.answers = [answer for answer in self.answers if answer[0] != FRAME_ERROR]
+
+    def message(self, payload: bytes) -> None:
+        message = decode_message(payload)
+        body = bytes(message.body)
+        try:
+            self.engine.ledger.delivered(self.topic, self.channel, message.id, message.attempts, body)
+            self.held[message.id] = (body, self.engine.clock.now() + round(MSG_TIMEOUT * SECOND))
+            if len(self.held) > self.most_ready:
+                raise Violation(f"{len(self.held)} messages are in flight, RDY was {self.most_ready} at most")
+        except Violation as exc:
+            self.engine.violations.append(str(exc))
+
+    def ready(self, count: int) -> None:
+        self.most_ready = max(self.most_ready, count)
+        self.send(b"RDY %d\n" % count)
+
+    def finish(self, ids: list[bytes]) -> None:
+        self.send(b"".join(b"FIN %s\n" % id for id in ids))
+        for id in ids:
+            self.engine.ledger.finished(self.topic, self.channel, self.held.pop(id)[0])
+
+    def requeue(self, id: bytes, milliseconds: int) -> None:
+        self.send(b"REQ %s %d\n" % (id, milliseconds))
+        self.held.pop(id)
+
+    def touch(self, id: bytes) -> None:
+        self.send(b"TOUCH %s\n" % id)
+        self.held[id] = (self.held[id][0], self.engine.clock.now() + round(MSG_TIMEOUT * SECOND))
+
+    def expire(self, now: int) -> None:
+        """Forget messages whose time is over: the broker may send them to anybody."""
+        self.held = {id: entry for id, entry in self.held.items() if entry[1] > now}
+
+
+class HttpPeer(asyncio.Protocol):
+    """One keep-alive HTTP connection; requests are answered one by one."""
+
+    def __init__(self) -> None:
+        self.transport: asyncio.Transport | None = None
+        self.buffer = bytearray()
+        self.statuses: list[int] = []
+        self.closed = False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        assert isinstance(transport, asyncio.Transport)
+        self.transport = transport
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self.closed = True
+
+    def data_received(self, data: bytes) -> None:
+        self.buffer += data
+        while (end := self.buffer.find(b"\r\n\r\n")) >= 0:
+            head = bytes(self.buffer[:end]).lower()
+            length = int(head.partition(b"content-length:")[2].split(b"\r\n")[0] or 0)
+            if len(self.buffer) < end + 4 + length:
+                return
+            del self.buffer[: end + 4 + length]
+            self.statuses.append(int(head.split(b" ", 2)[1]))
+
+    def post(self, path: str, body: bytes) -> None:
+        assert self.transport is not None
+        head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
+        self.transport.write(head.encode() + body)
+
+    def close(self) -> None:
+        self.closed = True
+        if self.transport is not None:
+            self.transport.abort()
+
+
+class Engine:
+    """One seed. ``run`` raises Violation, with everything that was found, if the broker broke a promise."""
+
+    def __init__(self, seed: int, path: Path, *, steps: int = 60) -> None:
+        self.random = random.Random(seed)
+        self.seed = seed
+        self.path = path
+        self.steps = steps
+        self.clock = FakeClock()
+        self.ledger = Ledger()
+        self.violations: list[str] = []
+        self.raised: list[dict[str, Any]] = []
+        self.consumers: list[Consumer] = []
+        self.publishers: list[Peer] = []
+        self.web: list[HttpPeer] = []
+        self.number = 0
+        self.history: list[str] = []
+        self.lane_counts: Counter[str] = Counter()
+        choose = self.random.choice
+        self.options: dict[str, Any] = {
+            "mem_queue_size": choose([0, 1, 7, 50, 500, 10_000]),
+            "mem_queue_bytes": choose([4 << 10, 50_000, 1 << 20, 64 << 20]),
+            "max_bytes_per_file": choose([2_000, 30_000, 300_000, 100 << 20]),
+            "durability": choose(["os", "os", "fsync", "memory"]),
+            "sync_every": choose([1, 50, 2500]),
+            "id": self.random.randrange(1024),
+            "msg_timeout": round(MSG_TIMEOUT * SECOND),
+            "disk_reserve": 0,
+        }
+        self.sizes = choose([(1, 40), (1, 3_000), (100, 9_000), (1, 70_000)])
+        # One topic gets most of the traffic, which one differs.
+        names = [*DURABLE_TOPICS, EPHEMERAL_TOPIC]
+        self.random.shuffle(names)
+        self.traffic = dict(zip(names, (6, 2, 1, 1), strict=True))
+
+    # --- The broker --------------------------------------------------------------------------------------------------
+
+    async def start(self) -> None:
+        self.disk = FaultyDisk()
+        self.broker = Broker(
+            clock=self.clock, disk=self.disk, data_path=self.path, http_address="127.0.0.1:0", **self.options
+        )
+        await self.broker.start()
+
+    async def stop(self, how: str) -> None:
+        self.disk.faults.clear()
+        if how == "clean":
+            await self.settle()
+        self._count_lanes()
+        for peer in (*self.consumers, *self.publishers, *self.web):
+            peer.close()
+        self.consumers.clear()
+        self.publishers.clear()
+        self.web.clear()
+        if how == "clean":
+            await self.broker.stop()
+            self.ledger.stopped(True)
+        else:
+            self.broker.kill()
+            await asyncio.sleep(0)
+            if self.options["durability"] == "memory":
+                self.ledger.forgive()
+            self.ledger.stopped(False)
+        for _ in range(3):
+            await asyncio.sleep(0)
+
+    def _count_lanes(self) -> None:
+        self.lane_counts["published"] += getattr(self.broker, "lane_published", 0)
+        self.lane_counts["finished"] += getattr(self.broker, "lane_finished", 0)
+
+    async def settle(self) -> None:
+        """Wait until nothing moves any more: no thread works, and no byte arrives."""
+        calm = 0
+        deadline = time.monotonic() + PATIENCE
+        before = -1
+        while calm < 4:
+            await asyncio.sleep(0)
+            now = sum(peer.received for peer in (*self.consumers, *self.publishers))
+            busy = self.disk.under_way or now != before
+            calm = 0 if busy else calm + 1
+            before = now
+            if busy:
+                await asyncio.sleep(0.0005)
+            if time.monotonic() > deadline:
+                raise Violation("the broker does not come to rest")
+
+    async def until(self, condition: Callable[[], Any], what: str) -> None:
+        deadline = time.monotonic() + PATIENCE
+        while not condition():
+            if time.monotonic() > deadline:
+                raise Violation(f"waited in vain for {what}")
+            await asyncio.sleep(0 if time.monotonic() < deadline - PATIENCE + 0.05 else 0.001)
+
+    # --- Peers -------------------------------------------------------------------------------------------------------
+
+    async def connect(self, make: Callable[[], Any], address: str) -> Any:
+        host, _, port = address.rpartition(":")
+        _, peer = await asyncio.get_running_loop().create_connection(make, host, int(port))
+        return peer
+
+    async def publisher(self) -> Peer:
+        self.publishers = [peer for peer in self.publishers if not peer.closed]
+        if len(self.publishers) < 4:
+            self.publishers.append(await self.connect(Peer, self.broker.tcp_address))
+        return self.random.choice(self.publishers)
+
+    async def subscribe(self, topic: str, channel: str, ready: int) -> Consumer | None:
+        consumer: Consumer = await self.connect(lambda: Consumer(self, topic, channel), self.broker.tcp_address)
+        consumer.most_ready = ready
+        consumer.send(f"SUB {topic} {channel}\nRDY {ready}\n".encode())
+        await self.until(lambda: consumer.answers or consumer.closed, f"SUB {topic} {channel}")
+        if consumer.closed:
+            return None
+        self.consumers.append(consumer)
+        return consumer
+
+    # --- Steps -------------------------------------------------------------------------------------------------------
+
+    def body(self, topic: str) -> bytes:
+        self.number += 1
+        low, high = self.sizes
+        head = b"%s %d " % (topic.encode(), self.number)
+        return head + b"x" * max(0, self.random.randint(low, high) - len(head))
+
+    def topic(self) -> str:
+        return self.random.choices(list(self.traffic), list(self.traffic.values()))[0]
+
+    async def publish(self) -> None:
+        """Several publishers send to one topic, each one command at a time."""
+        topic, rounds, batch = self.topic(), self.random.randint(1, 8), self.random.choice([1, 1, 3, 40])
+        peers = [await self.publisher() for _ in range(self.random.randint(1, 3))]
+        peers = list(dict.fromkeys(peers))
+        for _ in range(rounds):
+            sent = []
+            for peer in peers:
+                bodies = [self.body(topic) for _ in range(batch)]
+                peer.answers.clear()
+                peer.send(_mpub(topic, bodies) if batch > 1 else _pub(topic, bodies[0]))
+                sent.append((peer, bodies))
+            for peer, bodies in sent:
+                await self.until(lambda peer=peer: peer.answers or peer.closed, "the answer of a publish")
+                self._answered(topic, peer, bodies)
+            peers = [peer for peer in peers if not peer.closed]
+
+    def _answered(self, topic: str, peer: Peer, bodies: list[bytes]) -> None:
+        if not peer.answers:
+            return
+        kind, payload = peer.answers[0]
+        if kind == FRAME_ERROR:
+            self.ledger.refused.update(bodies)
+            self.ledger.counts["refused"] += len(bodies)
+            if not self.disk.failures:
+                self.violations.append(f"a publish was refused without a fault: {payload!r}")
+        else:
+            self.ledger.published(topic, bodies)
+
+    async def publish_deferred(self) -> None:
+        topic = self.topic()
+        peer = await self.publisher()
+        body = self.body(topic)
+        peer.answers.clear()
+        milliseconds = self.random.choice([0, 500, 5_500, 60_500])
+        peer.send(b"DPUB %s %d\n" % (topic.encode(), milliseconds) + struct.pack(">I", len(body)) + body)
+        await self.until(lambda: peer.answers or peer.closed, "the answer of DPUB")
+        self._answered(topic, peer, [body])
+
+    async def publish_over_http(self) -> None:
+        topic, batch = self.topic(), self.random.choice([1, 1, 5, 30])
+        self.web = [peer for peer in self.web if not peer.closed]
+        if not self.web:
+            self.web.append(await self.connect(HttpPeer, self.broker.http_address))
+        peer = self.web[0]
+        for _ in range(self.random.randint(1, 6)):
+            bodies = [self.body(topic) for _ in range(batch)]
+            before = len(peer.statuses)
+            name = topic.replace("#", "%23")
+            if batch == 1:
+                peer.post(f"/pub?topic={name}", bodies[0])
+            else:
+                peer.post(f"/mpub?topic={name}&binary=true", _records(bodies))
+            await self.until(lambda before=before: len(peer.statuses) > before or peer.closed, "an HTTP answer")
+            if len(peer.statuses) == before:
+                return
+            if peer.statuses[-1] == 200:
+                self.ledger.published(topic, bodies)
+            else:
+                self.ledger.refused.update(bodies)
+                if not self.disk.failures:
+                    self.violations.append(f"/pub was answered with {peer.statuses[-1]} without a fault")
+
+    async def consume(self) -> None:
+        """A new consumer; the lagging channel's hold what they get."""
+        topic = self.topic()
+        channel = self.random.choice([*CHANNELS, EPHEMERAL_CHANNEL, EPHEMERAL_CHANNEL])
+        await self.subscribe(topic, channel, self.random.choice([1, 1, 2, 10, 300]))
+
+    def _open_consumers(self) -> list[Consumer]:
+        self.consumers = [consumer for consumer in self.consumers if not consumer.closed]
+        return self.consumers
+
+    async def answer(self) -> None:
+        """Consumers finish some of what they hold, most of all the fast ones."""
+        for consumer in self._open_consumers():
+            ids = list(consumer.held)
+            if consumer.channel == "lag" or not ids:
+                continue
+            if consumer.channel == EPHEMERAL_CHANNEL and self.random.random() < 0.7:
+                continue
+            if consumer.channel == "slow":
+                ids = ids[:1]
+            elif self.random.random() < 0.3:
+                self.random.shuffle(ids)
+                ids = ids[: len(ids) // 2 + 1]
+            consumer.finish(ids)
+
+    async def work_hard(self) -> None:
+        """The fast consumers finish everything they are sent, for a while."""
+        for _ in range(10):
+            for consumer in self._open_consumers():
+                if consumer.channel == "fast" and consumer.held:
+                    consumer.finish(list(consumer.held))
+            await asyncio.sleep(0)
+
+    async def give_back(self) -> None:
+        for consumer in self._open_consumers():
+            if consumer.held and self.random.random() < 0.5:
+                consumer.requeue(self.random.choice(list(consumer.held)), self.random.choice([0, 0, 700, 30_500]))
+
+    async def touch(self) -> None:
+        for consumer in self._open_consumers():
+            if consumer.held:
+                consumer.touch(self.random.choice(list(consumer.held)))
+
+    async def change_ready(self) -> None:
+        for consumer in self._open_consumers():
+            if self.random.random() < 0.5:
+                consumer.ready(self.random.choice([0, 1, 5, 50, 300]))
+
+    async def leave(self) -> None:
+        # Not with answers under way: a connection that ends with unread bytes takes those with it.
+        await self.settle()
+        consumers = self._open_consumers()
+        if consumers:
+            self.random.choice(consumers).close()
+
+    async def pass_time(self) -> None:
+        await self.advance(self.random.choice([0.1, 1, 6, MSG_TIMEOUT + 1]))
+
+    async def advance(self, seconds: float) -> None:
+        await self.settle()
+        self.clock.advance(seconds)
+        for consumer in self.consumers:
+            consumer.expire(self.clock.now())
+        self.broker.scan.tick(self.clock.now)
+        await self.settle()
+
+    async def housekeeping(self) -> None:
+        await self.settle()
+        self.broker._sync()
+        await self.settle()
+
+    async def restart(self) -> None:
+        how = self.random.choice(["clean", "kill"])
+        await self.stop(how)
+        self.clock.advance(self.random.choice([0.001, 1, 100]))
+        if self.random.random() < 0.5:
+            self.options["id"] = self.random.randrange(1024)
+        await self.start()
+
+    async def full_disk(self) -> None:
+        """Writes fail for a while."""
+        self.disk.faults["write"] = self.random.choice([errno.ENOSPC, errno.EIO])
+        await self.publish()
+        await self.work_hard()
+        self.disk.faults.clear()
+
+    async def no_descriptors(self) -> None:
+        """Files cannot be opened for a while; new connections still can."""
+        self.disk.faults["open"] = errno.EMFILE
+        for step in self.random.sample([self.publish, self.answer, self.work_hard, self.housekeeping], 2):
+            await step()
+        self.disk.faults.clear()
+
+    def _weighted(self) -> list[tuple[Callable[[], Awaitable[None]], int]]:
+        return [
+            (self.publish, 30),
+            (self.publish_deferred, 4),
+            (self.publish_over_http, 8),
+            (self.consume, 12),
+            (self.answer, 25),
+            (self.work_hard, 12),
+            (self.give_back, 4),
+            (self.touch, 3),
+            (self.change_ready, 4),
+            (self.leave, 3),
+            (self.pass_time, 3),
+            (self.housekeeping, 6),
+            (self.restart, 2),
+            (self.full_disk, 1),
+            (self.no_descriptors, 2),
+        ]
+
+    # --- The run -----------------------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        asyncio.get_running_loop().set_exception_handler(lambda _, context: self.raised.append(context))
+        await self.start()
+        for topic in DURABLE_TOPICS:
+            for channel in CHANNELS:
+                self.ledger.channels[topic, channel] = ChannelBook()
+                consumer = await self.subscribe(topic, channel, 0)
+                assert consumer is not None
+        steps, weights = zip(*self._weighted(), strict=True)
+        try:
+            for _ in range(self.steps):
+                step = self.random.choices(steps, weights)[0]
+                self.history.append(step.__name__)
+                await step()
+                self.check()
+            await self.drain()
+        finally:
+            self._count_lanes()
+            with contextlib.suppress(Exception):
+                for peer in (*self.consumers, *self.publishers, *self.web):
+                    peer.close()
+                await self.broker.stop()
+        self.check()
+
+    def check(self) -> None:
+        if self.violations or self.raised:
+            raised = [f"{context.get('message')}: {context.get('exception')!r}" for context in self.raised]
+            raise Violation("\n".join([*self.violations[:5], *raised[:5]]))
+
+    async def drain(self) -> None:
+        """Everything that is owed must arrive now."""
+        self.disk.faults.clear()
+        await self.settle()
+        for consumer in self.consumers:
+            consumer.close()
+        self.consumers.clear()
+        for topic, channel in self.ledger.channels:
+            assert await self.subscribe(topic, channel, 500) is not None
+        deadline = time.monotonic() + PATIENCE
+        while any(book.owed for book in self.ledger.channels.values()):
+            progress = sum(consumer.received for consumer in self.consumers)
+            for consumer in self.consumers:
+                if consumer.held:
+                    consumer.finish(list(consumer.held))
+            await self.settle()
+            self.check()
+            if sum(consumer.received for consumer in self.consumers) == progress:
+                # Deferred, or in flight on a connection that is gone.
+                await self.advance(61)
+            if time.monotonic() > deadline:
+                left = {f"{t}/{c}": len(book.owed) for (t, c), book in self.ledger.channels.items() if book.owed}
+                some = next(iter(next(book.owed for book in self.ledger.channels.values() if book.owed)))
+                raise Violation(f"never delivered: {left}, for example {some[:40]!r}")
+
+
+def _pub(topic: str, body: bytes) -> bytes:
+    return b"PUB %s\n" % topic.encode() + struct.pack(">I", len(body)) + body
+
+
+def _records(bodies: list[bytes]) -> bytes:
+    return struct.pack(">I", len(bodies)) + b"".join(struct.pack(">I", len(body)) + body for body in bodies)
+
+
+def _mpub(topic: str, bodies: list[bytes]) -> bytes:
+    records = _records(bodies)
+    return b"MPUB %s\n" % topic.encode() + struct.pack(">I", len(records)) + records
+
+
+def run_seed(seed: int, *, steps: int = 60) -> Engine:
+    """Run one seed in an event loop of its own; Violation if the broker broke a promise."""
+    roll_at = journal_module.ROLL_AT
+    # Journals roll often, so that snapshots are taken in every state.
+    journal_module.ROLL_AT = 3_000
+    try:
+        with tempfile.TemporaryDirectory(prefix="flintmq-engine-") as folder:
+            engine = Engine(seed, Path(folder), steps=steps)
+            try:
+                asyncio.run(engine.run())
+            except Violation as exc:
+                steps_taken = " ".join(engine.history)
+                raise Violation(f"seed {seed}, {engine.options}, sizes {engine.sizes}: {exc}\n{steps_taken}") from exc
+            return engine
+    finally:
+        journal_module.ROLL_AT = roll_at
+
+
+if __name__ == "__main__":
+    for number in map(int, sys.argv[1:]):
+        begin = time.monotonic()
+        ended = run_seed(number)
+        seconds = time.monotonic() - begin
+        sys.stdout.write(f"{number}: {seconds:.1f} s {dict(ended.ledger.counts)} {dict(ended.lane_counts)}\n")
