@@ -20,14 +20,15 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from flintmq import __version__, logs
 from flintmq.errors import BackupError, FlintError, OptionError, StartError, StorageError
-from flintmq.options import NsqdOptions, NsqlookupdOptions, Options, help_text, read_flags, resolve
+from flintmq.options import NsqdOptions, NsqlookupdOptions, Options, changes, help_text, read_flags, resolve
 
 if TYPE_CHECKING:
     from flintmq.broker.backup import Manifest
@@ -100,7 +101,7 @@ DaemonOptions = TypeVar("DaemonOptions", NsqdOptions, NsqlookupdOptions)
 def _daemon(
     options_class: type[DaemonOptions],
     argv: Sequence[str] | None,
-    serve: Callable[[DaemonOptions], Coroutine[Any, Any, int]],
+    serve: Callable[[DaemonOptions, Callable[[], None]], Coroutine[Any, Any, int]],
 ) -> int:
     """Read the flags of a daemon as NSQ's own does, and run it to its end."""
     program = options_class.program
@@ -119,12 +120,15 @@ def _daemon(
 
     # Until the file is read, only flags can say how log lines look.
     logs.setup(flags.get("log-prefix", f"[{program}] "), "info", flags.get("log-format", "text"), program)
+    warnings: list[str] = []
     try:
-        options = resolve(options_class, flags)
+        options = resolve(options_class, flags, warnings.append)
     except OptionError as exc:
         logger.critical("%s", exc)
         return 1
     logs.setup(options.log_prefix, options.log_level, options.log_format, program)
+    for warning in warnings:
+        logger.warning("%s", warning)
     try:
         options.validate()
         loop_factory = _event_loop(options.event_loop)
@@ -136,7 +140,7 @@ def _daemon(
     if isinstance(options, NsqdOptions):
         logger.info("ID: %d", options.id)
     try:
-        return _run(serve(options), loop_factory)
+        return _run(serve(options, partial(_report_changes, options, flags)), loop_factory)
     except (StartError, OptionError) as exc:
         # Go's daemons name the step that failed, and for all but loading something the step is their constructor.
         if str(exc).startswith("failed to load "):
@@ -144,6 +148,18 @@ def _daemon(
         else:
             logger.critical("failed to instantiate %s - %s", program, exc)
         return 1
+
+
+def _report_changes(options: Options, flags: Mapping[str, Any]) -> None:
+    """Read the config file again, and name the keys in it that a reload does not apply."""
+    try:
+        wanted = resolve(type(options), flags, lambda warning: logger.warning("CONFIG: %s", warning))
+        wanted.validate()
+    except OptionError as exc:
+        logger.error("CONFIG: %s", exc)
+        return
+    for change in changes(options, wanted):
+        logger.warning("CONFIG: %s", change)
 
 
 def _up(argv: Sequence[str]) -> int:
@@ -344,26 +360,40 @@ async def _serve_all(options: NsqdOptions, lookupd_options: NsqlookupdOptions) -
 
     async with Lookupd(lookupd_options) as lookupd:
         options = replace(options, nsqlookupd_tcp_addresses=(lookupd.tcp_address,))
-        return await _serve(options, lambda broker, options: _welcome(broker, options, lookupd.http_address))
+        return await _serve(
+            options,
+            announce=lambda broker, options: _welcome(broker, options, lookupd.http_address),
+        )
 
 
-async def _serve_lookupd(options: NsqlookupdOptions) -> int:
+async def _serve_lookupd(options: NsqlookupdOptions, report_changes: Callable[[], None]) -> int:
     """Run an nsqlookupd until a signal asks for its end."""
     from flintmq.lookup.daemon import Lookupd
 
+    def reload() -> None:
+        lookupd.reload()
+        report_changes()
+
+    # Before the start: a signal must not end what is half started.
+    lookupd = Lookupd(options)
     asked_to_stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, asked_to_stop.set)
-    async with Lookupd(options) as lookupd:
-        loop.add_signal_handler(signal.SIGHUP, lookupd.reload)
+    loop.add_signal_handler(signal.SIGHUP, reload)
+    async with lookupd:
         gc.collect()
         gc.freeze()
         await asked_to_stop.wait()
     return 0
 
 
-async def _serve(options: NsqdOptions, announce: Callable[[Broker, NsqdOptions], None] | None = None) -> int:
+async def _serve(
+    options: NsqdOptions,
+    report_changes: Callable[[], None] | None = None,
+    *,
+    announce: Callable[[Broker, NsqdOptions], None] | None = None,
+) -> int:
     """Run a broker until a signal asks for its end, or until it cannot go on."""
     from flintmq.broker.daemon import Broker
 
@@ -381,6 +411,8 @@ async def _serve(options: NsqdOptions, announce: Callable[[Broker, NsqdOptions],
         if started.is_set():
             _tell_systemd(f"RELOADING=1\nMONOTONIC_USEC={time.monotonic_ns() // 1000}")
             broker.reload()
+            if report_changes is not None:
+                report_changes()
             _tell_systemd("READY=1")
 
     loop = asyncio.get_running_loop()
