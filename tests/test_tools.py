@@ -229,7 +229,7 @@ def test_a_topic_without_channels_has_none_to_choose_from(run: Run, node: sync.N
 def test_what_is_no_address_is_named(run: Run) -> None:
     status, _, err = run("peek", "t", address="nowhere")
     assert status == 1
-    assert '"nowhere" is no HTTP address of an nsqd' in err
+    assert '"nowhere" is not an HTTP address of an nsqd' in err
 
 
 @pytest.fixture(scope="module")

@@ -21,6 +21,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import flintmq
+from flintmq import addresses
 from flintmq.broker.data_path import DataPath, reason, remove_tree
 from flintmq.broker.delivery.channel import Channel
 from flintmq.broker.delivery.scan import Scan
@@ -30,6 +31,7 @@ from flintmq.broker.limits import Connections
 from flintmq.broker.net import sockets
 from flintmq.broker.net.session import FinishLane, Lane, Session
 from flintmq.broker.observe import stats
+from flintmq.broker.observe.statsd import Statsd
 from flintmq.broker.opening import Opening
 from flintmq.broker.peers import Peers
 from flintmq.broker.settings import Settings
@@ -149,7 +151,7 @@ class Broker:
         self.lane_published = self.lane_finished = 0
         self.free_bytes = 0
         self.pauses = stats.Pauses()
-        self._statsd = stats.Statsd(self)
+        self._statsd = Statsd(self)
 
     # --- Start and stop --------------------------------------------------------------------------------------------
 
@@ -281,14 +283,8 @@ class Broker:
 
     def _bind(self, address: str) -> tuple[socket.socket, str]:
         """A listening socket, and where it really is."""
-        try:
-            sock = _bind(address)
-        except (OSError, ValueError) as exc:
-            raise StartError(f"listen ({address}) failed - {reason(exc)}") from exc
-        name = sock.getsockname()
-        if isinstance(name, str):
-            return sock, name
-        return sock, f"[{name[0]}]:{name[1]}" if ":" in name[0] else f"{name[0]}:{name[1]}"
+        sock = addresses.bind(address)
+        return sock, addresses.text_of(sock.getsockname())
 
     def _new_session(self) -> Session:
         return Session(self)
@@ -300,7 +296,7 @@ class Broker:
     @property
     def http_port(self) -> int:
         """Where others reach our HTTP port; 0 if it is not served, or not on a port."""
-        return self.options.broadcast_http_port or split_address(self.http_address)[1] if self.http_address else 0
+        return self.options.broadcast_http_port or addresses.port_of(self.http_address) if self.http_address else 0
 
     @property
     def tcp_address(self) -> str:
@@ -422,7 +418,7 @@ class Broker:
             await asyncio.sleep(0)
         self._close_poller()
         for bound in (self._bound, self._http_bound):
-            if bound and split_address(bound)[0] is None:
+            if bound and addresses.split(bound, listening=True).path:
                 with contextlib.suppress(OSError):
                     os.unlink(bound)
 
@@ -703,35 +699,3 @@ class Broker:
         self.journal.flush()
         if topic.settings.durability == "fsync":
             await self.synced()
-
-
-def _bind(address: str) -> socket.socket:
-    host, port = split_address(address)
-    if host is None:
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        where: Any = address
-    else:
-        # An empty host is every address, as in Go.
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        if host:
-            family, _, _, _, where = socket.getaddrinfo(host, port, family=family, type=socket.SOCK_STREAM)[0]
-        else:
-            where = ("", port)
-        sock = socket.socket(family, socket.SOCK_STREAM)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        sock.setblocking(False)
-        sock.bind(where)
-        sock.listen(1024)
-    except BaseException:
-        sock.close()
-        raise
-    return sock
-
-
-def split_address(address: str) -> tuple[str | None, int]:
-    """``host:port`` taken apart; the host is None if it is the path of a unix socket instead."""
-    host, colon, port = address.rpartition(":")
-    if not colon or not port.isdigit() or "/" in port:
-        return None, 0
-    return host.removeprefix("[").removesuffix("]"), int(port)
