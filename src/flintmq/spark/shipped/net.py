@@ -20,7 +20,7 @@ from functools import partial
 from typing import Any, NamedTuple
 from urllib.parse import quote, urlencode, urlsplit
 
-from flintmq import addresses
+from flintmq.addresses import join, split
 from flintmq.errors import ConnectError, HttpError, ProtocolError
 from flintmq.spark.shipped.options import Network
 
@@ -67,7 +67,7 @@ class Connection:
         self._deflate: Any = None
         try:
             self._socket: socket.socket = socket.create_connection(
-                addresses.split(address)[:2], timeout=timeout or network.timeout
+                split(address)[:2], timeout=timeout or network.timeout
             )
         except OSError as exc:
             raise ConnectError(f"nsqd {address} cannot be reached: {exc}") from exc
@@ -102,7 +102,7 @@ class Connection:
             if not self.features.get("tls_v1"):
                 raise ConnectError(f"nsqd {self.address} has no TLS: take nsq.tls away, or set it up there")
             context = _tls_context(network)
-            self._socket = context.wrap_socket(self._socket, server_hostname=addresses.split(self.address).host)
+            self._socket = context.wrap_socket(self._socket, server_hostname=split(self.address).host)
             self._answer("TLS")
         if network.deflate and self.features.get("deflate"):
             self._inflate = zlib.decompressobj(-15)
@@ -397,14 +397,14 @@ class Cluster:
                 continue
             for entry in answer.get("producers") or []:
                 host = entry.get("broadcast_address") or entry.get("hostname") or ""
-                tcp = addresses.join(host, entry.get("tcp_port") or 0)
+                tcp = join(host, entry.get("tcp_port") or 0)
                 hidden = entry.get("tombstones") or []
                 topics = tuple(
                     topic
                     for number, topic in enumerate(entry.get("topics") or [])
                     if not (number < len(hidden) and hidden[number])
                 )
-                producer = found.setdefault(tcp, Broker(tcp, addresses.join(host, entry.get("http_port") or 0)))
+                producer = found.setdefault(tcp, Broker(tcp, join(host, entry.get("http_port") or 0)))
                 producer.topics = tuple(dict.fromkeys([*producer.topics, *topics]))
         if len(failures) == len(self._network.lookupds):
             raise ConnectError(f"no nsqlookupd answered: {'; '.join(failures)}")
@@ -423,11 +423,11 @@ class Cluster:
         connection = Connection(address, self._network, timeout=self._timeout)
         about = connection.flintmq
         connection.close()
-        host = addresses.split(address).host
+        host = split(address).host
         port = about.get("http_port")
         return Broker(
             tcp=address,
-            http=addresses.join(host, port) if isinstance(port, int) and port else "",
+            http=join(host, port) if isinstance(port, int) and port else "",
             node=str(about.get("node") or address),
             has_log=bool(about.get("log")),
             has_keys=bool(about.get("keys")),
@@ -438,7 +438,7 @@ class Cluster:
         found = info.get("flintmq")
         about = found if isinstance(found, dict) else {}
         host = urlsplit(http_url(address)).hostname or ""
-        tcp = addresses.join(host, info.get("tcp_port") or 0)
+        tcp = join(host, info.get("tcp_port") or 0)
         return Broker(
             tcp=tcp,
             http=address,
