@@ -607,4 +607,4 @@ def test_up_that_cannot_make_its_folder_says_so(tmp_path):
     (tmp_path / "file").write_text("")
     result = run("up", "--data-path", str(tmp_path / "file" / "data"))
     assert result.returncode == 1
-    assert result.stderr.startswith(b"flintmq up: cannot make the directory ")
+    assert result.stderr.startswith(b"flintmq up: cannot create the directory ")

@@ -156,8 +156,8 @@ def test_a_reader_that_goes_away_is_no_error(topic: str, nsqd: Nsqd) -> None:
     ("tool", "argv", "reason"),
     [
         ("peek", ("no.such/topic/x",), "is not TOPIC or TOPIC/CHANNEL"),
-        ("peek", ("t", "--finish", "x"), "say of which channel"),
-        ("peek", ("t", "--state", "deferred"), "say of which channel"),
+        ("peek", ("t", "--finish", "x"), "write TOPIC/CHANNEL"),
+        ("peek", ("t", "--state", "deferred"), "write TOPIC/CHANNEL"),
         ("peek", ("t/c", "--defer", "x"), "--defer needs --delay"),
         ("peek", ("t/c", "--delay", "1s"), "--delay needs --requeue or --defer"),
         ("peek", ("t/c", "--requeue", "x", "--delay=-1s"), "--delay must not be negative"),
