@@ -25,7 +25,8 @@ import msgspec
 
 from flintmq.addresses import http_url
 from flintmq.errors import ConnectError, HttpError
-from flintmq.protocol.wire import SEQ_MASK, FrameDecoder, decode_message
+from flintmq.protocol.seqs import seq_of
+from flintmq.protocol.wire import FrameDecoder, decode_message
 
 if TYPE_CHECKING:
     import ssl
@@ -415,7 +416,7 @@ class NodeClient:
                     async for chunk in fetch:
                         for _, frame in decoder.feed(chunk):
                             message = decode_message(frame)
-                            seq = int(message.id, 16) & SEQ_MASK
+                            seq = seq_of(message.id)
                             start = seq + 1
                             yield LogMessage(seq, message.timestamp, message.id.decode(), message.body)
                 except ConnectError:

@@ -23,7 +23,8 @@ from flintmq.broker.http.peek import cursor_of, peek_topic
 from flintmq.broker.observe import prometheus
 from flintmq.broker.storage import journal as journal_module
 from flintmq.broker.storage.journal import NEVER, SIDE
-from flintmq.protocol.wire import SEQ_MASK, Message, valid_name
+from flintmq.protocol.seqs import SEQ_MASK
+from flintmq.protocol.wire import Message, valid_name
 from support.fakes import SECOND, Client, FakeClock, pass_time, quiet, until
 from support.garbage import collect_if_grown
 from support.http_client import HttpClient

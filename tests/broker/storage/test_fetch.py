@@ -18,7 +18,8 @@ from flintmq.broker.http.log import time_of
 from flintmq.broker.storage import fetch as fetch_module
 from flintmq.broker.storage.segment import FILE_HEADER, RECORD_HEADER
 from flintmq.http import site as web
-from flintmq.protocol.wire import FRAME_MESSAGE, SEQ_MASK, FrameDecoder, decode_message
+from flintmq.protocol.seqs import SEQ_MASK
+from flintmq.protocol.wire import FRAME_MESSAGE, FrameDecoder, decode_message
 from support.fakes import SECOND, Client, FakeClock, quiet, until
 from support.http_client import Answer, HttpClient, request_of
 from support.simdisk import SimDisk, settled

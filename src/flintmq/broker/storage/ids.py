@@ -23,7 +23,7 @@ import msgspec
 
 from flintmq.broker.storage.journal import SIDE
 from flintmq.broker.storage.segment import Entry, read_records
-from flintmq.protocol.wire import format_id, parse_id
+from flintmq.protocol.seqs import SEQ_BITS, format_id, parse_id
 
 if TYPE_CHECKING:
     from flintmq.broker.storage.log import Log, Store
@@ -35,8 +35,6 @@ logger = logging.getLogger(__name__)
 
 #: The record's file, in the folder ``flintmq``.
 NODE_IDS = "node-ids.json"
-#: Bits of an id that are its seq.
-SEQ_BITS = 54
 
 #: From a seq on, this node id was used.
 Step = tuple[int, int]
