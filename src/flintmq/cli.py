@@ -52,6 +52,7 @@ usage: flintmq COMMAND [ARGUMENTS]
   settings      what a topic or channel does differently; show it, change it
   backup        copy the data path of a broker, while it runs
   restore       make a data path from a backup
+  recover       list what a broker set aside after damage, and publish its messages again
   pipeline      archive, measure, replay or query topics with Spark
 
 flintmq COMMAND --help tells more; flintmq --version prints the version."""
@@ -69,6 +70,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         **{name: _tool(name) for name in ("peek", "seek", "log", "redrive", "settings")},
         "backup": _backup,
         "restore": _restore,
+        "recover": _recover,
         "pipeline": _pipeline,
     }
     if command in commands:
@@ -463,6 +465,13 @@ def _tool(name: str) -> Callable[[Sequence[str]], int]:
         return status
 
     return run
+
+
+def _recover(argv: Sequence[str]) -> int:
+    from flintmq.broker import leftovers
+    from flintmq.tools import recover
+
+    return recover.main(argv, leftovers.find)
 
 
 def _pipeline(argv: Sequence[str]) -> int:
