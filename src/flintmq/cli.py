@@ -67,7 +67,7 @@ def _tools() -> dict[str, str]:
     """Return the commands that are modules of `flintmq.tools`, each with its line of help."""
     from flintmq import tools
 
-    names = sorted(module.name for module in pkgutil.iter_modules(tools.__path__))
+    names = sorted(module.name for module in pkgutil.iter_modules(tools.__path__) if module.name not in _COMMANDS)
     return {name: importlib.import_module(f"flintmq.tools.{name}").ABOUT for name in names}
 
 
@@ -487,6 +487,13 @@ def _event_loop(name: str) -> Callable[[], asyncio.AbstractEventLoop] | None:
     return factory
 
 
+def _recover(argv: Sequence[str]) -> int:
+    from flintmq.broker import leftovers
+    from flintmq.tools import recover
+
+    return recover.main(argv, leftovers.find)
+
+
 def _pipeline(argv: Sequence[str]) -> int:
     from flintmq.spark import pipelines
 
@@ -505,12 +512,13 @@ def _own_version() -> str:
     return f"flintmq {__version__} {'compiled' if COMPILED else 'interpreted'}"
 
 
-#: The commands that are not modules of `flintmq.tools`.
+#: The commands that are not modules of `flintmq.tools`, or need more than its layer may import.
 _COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "up": (_up, "the whole platform in one process, on this machine only"),
     "nsqd": (nsqd, "the broker, with the flags of NSQ's nsqd"),
     "nsqlookupd": (nsqlookupd, "where consumers find brokers, with the flags of NSQ's nsqlookupd"),
     "backup": (_backup, "copy the data path of a broker, while it runs"),
     "restore": (_restore, "create a data path from a backup"),
+    "recover": (_recover, "list what a broker set aside after damage, and publish its messages again"),
     "pipeline": (_pipeline, "archive, measure, replay or query topics with Spark"),
 }

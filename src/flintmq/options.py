@@ -443,6 +443,11 @@ class NsqdOptions(Options):
     durability: str = option(
         DURABILITY, "os", "what the OK of a publish means: memory (kept in memory), os (written), fsync (on the disk)"
     )
+    accept_damaged_journal: bool = option(
+        BOOL,
+        False,
+        "start although the journal is damaged, with what can be read of it; unknown topics are set aside as .lost",
+    )
     mem_queue_size: int = option(INT, 10_000, "messages kept in memory per topic", minimum=0)
     mem_queue_bytes: int = option(INT, 256 << 20, "bytes of messages kept in memory per topic, at most", minimum=0)
     cold_cache_bytes: int = option(

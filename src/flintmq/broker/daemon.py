@@ -37,7 +37,7 @@ from flintmq.broker.peers import Peers
 from flintmq.broker.settings import Settings
 from flintmq.broker.storage.disk import Clock, Disk
 from flintmq.broker.storage.ids import NodeIds
-from flintmq.broker.storage.journal import SIDE, Journal
+from flintmq.broker.storage.journal import SIDE, Journal, State
 from flintmq.broker.storage.log import Store
 from flintmq.broker.turn import Turn
 from flintmq.broker.upkeep import SPACE_INTERVAL, Upkeep
@@ -213,12 +213,15 @@ class Broker:
     def _open(self) -> None:
         """Open the data path: everything in it is back when this returns."""
         self.node = self._data_path.open(self.options, self.clock)
-        state = self.journal.recover()
-        self._floor = state.floor
-        self._next_incarnation = state.next_incarnation
-        self._next_channel = state.next_channel
+        state = self.journal.recover(accept=self.options.accept_damaged_journal)
         self.settings.restore(state)
         Opening(self, self._data_path.root).run(state)
+
+    def resume(self, state: State, next_incarnation: int, next_channel: int) -> None:
+        """Go on with these numbers; called by the opening, before the journal is begun."""
+        self._floor = state.floor
+        self._next_incarnation = next_incarnation
+        self._next_channel = next_channel
 
     def _set_up_security(self) -> None:
         if self.options.tls_cert:
