@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import os
 import random
+import re
+import signal
+import socket
+import sys
 from pathlib import Path
 
 import pytest
 from conftest import StartBroker
 
 from flintmq.broker.storage import log as log_module
+from flintmq.protocol.wire import FrameDecoder, encode_command
 from support.fakes import Client, CountingDisk, FakeClock, pub, quiet, until
 from support.simdisk import SimDisk, settled
 
@@ -119,3 +125,69 @@ async def test_no_descriptor_for_a_folder_is_no_failed_sync(
     consumer.send(b"SUB t c\nRDY 1\n")
     await settled(broker)
     assert consumer.bodies == [b"one"]
+
+
+@pytest.mark.parametrize("durability", ["fsync", "os"])
+async def test_connections_that_take_all_descriptors_stop_nothing_else(tmp_path: Path, durability: str) -> None:
+    """A process with few of them, and a client that opens connections for as long as it can."""
+    code = (
+        "import resource, sys; resource.setrlimit(resource.RLIMIT_NOFILE, (64, 64));"
+        "from flintmq.cli import main; sys.exit(main(sys.argv[1:]))"
+    )
+    broker = await asyncio.create_subprocess_exec(
+        sys.executable,
+        "-c",
+        code,
+        "nsqd",
+        f"--data-path={tmp_path}",
+        f"--durability={durability}",
+        "--tcp-address=127.0.0.1:0",
+        "--http-address=",
+        "--https-address=",
+        "--sync-timeout=100ms",
+        stderr=asyncio.subprocess.PIPE,
+    )
+    taken: list[socket.socket] = []
+    try:
+        assert broker.stderr is not None
+        async with asyncio.timeout(60):
+            while not (found := re.search(rb"TCP: listening on (\S+):(\d+)", await broker.stderr.readline())):
+                pass
+        draining = asyncio.create_task(broker.stderr.read())
+        address = found[1].decode(), int(found[2])
+        reader, writer = await asyncio.open_connection(*address)
+        decoder = FrameDecoder()
+        writer.write(b"  V2")
+
+        async def ask(command: bytes) -> bytes:
+            writer.write(command)
+            async with asyncio.timeout(30):
+                while True:
+                    data = await reader.read(1 << 16)
+                    assert data, "the broker has closed the connection"
+                    for _, answer in decoder.feed(data):
+                        if answer != b"_heartbeat_":
+                            return answer
+
+        assert await ask(encode_command(b"PUB", b"before", body=b"x")) == b"OK"
+        for _ in range(100):
+            one = socket.socket()
+            one.setblocking(False)
+            one.connect_ex(address)
+            taken.append(one)
+        for number in range(12):
+            topic = b"t%d" % (number % 6)
+            assert await ask(encode_command(b"PUB", topic, body=b"%d" % number)) == b"OK"
+        assert broker.returncode is None
+        for number in range(6):
+            assert await ask(encode_command(b"PUB", b"t%d" % number, body=b"more")) == b"OK"
+        writer.close()
+    finally:
+        for one in taken:
+            one.close()
+        if broker.returncode is None:
+            broker.send_signal(signal.SIGTERM)
+        async with asyncio.timeout(60):
+            status = await broker.wait()
+    assert status == 0, (await draining).decode()[-2_000:]
+    await draining

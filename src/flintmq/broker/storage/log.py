@@ -353,8 +353,9 @@ class Log:
             count = written
         if count:
             segment.note(seq, count, segment.size, intake.wrote, block.view, start)
-            self._account(segment, intake.wrote, count, seq + count)
-            self._after_write()
+            self.written = seq + count
+            self.syncer.wrote(segment, intake.wrote, count)
+            self.syncer.sync_if_due()
         if failed:
             self._write_failed(
                 [_Piece(segment, segment.size, [], lost.seq, 0, [lost])],
@@ -472,21 +473,11 @@ class Log:
         except OSError as exc:
             self._write_failed([_Piece(segment, offset, [head, frames], record.seq, size, [record])], exc)
             return True
-        self._account(segment, size, record.count, record.seq + record.count)
-        self._after_write()
+        self.written = record.seq + record.count
+        self.syncer.wrote(segment, size, record.count)
+        self.syncer.sync_if_due()
         self._progressed()
         return True
-
-    def _account(self, segment: Segment, size: int, count: int, end: int) -> None:
-        """Account for a write: ``count`` messages in ``size`` bytes, and everything before ``end`` is written now."""
-        self.syncer.wrote(segment, size, count)
-        self.written = end
-
-    def _after_write(self) -> None:
-        """A write has succeeded: sync if it is time."""
-        if self._store.ill:
-            self._store.recovered()
-        self.syncer.sync_if_due()
 
     def _write_in_thread(self, pieces: list[_Piece]) -> None:
         """Let a thread write: the system throttles writers that run ahead of the device. OSError: not begun."""
@@ -597,22 +588,19 @@ class Log:
     def _wrote(self, pieces: list[_Piece], last: bool = False) -> None:
         for piece in pieces:
             segment = piece.segment
-            count, end = 0, self.written
+            count = 0
             offset = piece.offset
             for record in piece.records:
                 count += record.count
-                end = record.seq + record.count
+                self.written = record.seq + record.count
                 if not record.flags & MORE:
                     self._group_written = None
                 elif self._group_written is None:
                     self._group_written = (segment, offset, record.seq)
                 offset += RECORD_HEADER + len(record.extra) + record.stop - record.start
-            self._account(segment, piece.size, count, end)
-        if last:
-            if self._store.ill:
-                self._store.recovered()
-        else:
-            self._after_write()
+            self.syncer.wrote(segment, piece.size, count)
+        if not last:
+            self.syncer.sync_if_due()
         if self.syncer.awaited:
             self.syncer.sync_soon()
         self._progressed()

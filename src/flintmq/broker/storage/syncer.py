@@ -58,14 +58,16 @@ class Syncer:
         return bool(self._awaited)
 
     def wrote(self, segment: Segment, size: int, count: int) -> None:
-        """Account for a write of ``size`` bytes and ``count`` messages that are not synced yet."""
-        segments = self.segments
-        if not segments or segments[-1] is not segment:
+        """Account for a write that succeeded: ``size`` bytes and ``count`` messages that are not synced yet."""
+        store = self._store
+        if not self.segments or self.segments[-1] is not segment:
             self.note(segment)
         self.bytes += size
         self._count += count
-        self._store.unsynced += size
-        self._store.unstarted += size
+        store.unsynced += size
+        store.unstarted += size
+        if store.ill:
+            store.recovered()
 
     def note(self, segment: Segment) -> None:
         """The segment was written to: it needs a sync."""
