@@ -38,7 +38,7 @@ from flintmq.broker.settings import Settings
 from flintmq.broker.storage.disk import Clock, Disk
 from flintmq.broker.storage.ids import NodeIds
 from flintmq.broker.storage.journal import SIDE, Journal, State
-from flintmq.broker.storage.log import Store
+from flintmq.broker.storage.store import Store
 from flintmq.broker.turn import Turn
 from flintmq.broker.upkeep import SPACE_INTERVAL, Upkeep
 from flintmq.errors import FlintError, NotFoundError, OptionError, PublishError, StartError, StorageError
@@ -185,6 +185,7 @@ class Broker:
         self._data_path.lock()
         try:
             self._open()
+            self.store.fill_reserve(self.path / "flintmq")
             self.peers.load_tls()
             self.peers.load_token()
             # Before anybody can connect: no first message is missed.
@@ -487,6 +488,7 @@ class Broker:
         self.disk.close()
         for topic in self.topics.values():
             topic.abandon()
+        self.store.close()
         self.journal.close()
         self.pauses.stop()
         self._data_path.unlock()
@@ -585,11 +587,15 @@ class Broker:
         for storage in (topic.side, topic.log):
             if storage is not None:
                 storage.discard()
-        if topic.folder is not None:
-            try:
-                remove_tree(self.disk, topic.folder)
-            except OSError as exc:
-                logger.error("TOPIC(%s): cannot remove %s - %s", topic.name, topic.folder, exc)
+        if topic.folder is not None and not self.disk.closing:
+            # Giving back the space of large files takes the system a while. The next start deletes what is left.
+            self.disk.submit(
+                functools.partial(remove_tree, self.disk, topic.folder), functools.partial(self._discarded, topic)
+            )
+
+    def _discarded(self, topic: Topic, _: None, error: BaseException | None) -> None:
+        if error is not None:
+            logger.error("TOPIC(%s): cannot delete %s - %s", topic.name, topic.folder, error)
 
     def next_channel_id(self) -> int:
         self._next_channel += 1
@@ -648,11 +654,11 @@ class Broker:
     def unwell(self, why: str) -> None:
         """A write failed: so it stays until one succeeds."""
         self._illness = why
-        self.store.ill = True
+        self.store.note_health(ill=True)
 
     def _recovered(self) -> None:
         self._illness = ""
-        self.store.ill = False
+        self.store.note_health(ill=False)
 
     @property
     def health(self) -> str:

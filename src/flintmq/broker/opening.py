@@ -142,7 +142,7 @@ class Opening:
         topic.log.recover(state.durable, after)
         if after is None and state.end is not None:
             # Messages that were finished before they were ever written leave no trace but the end.
-            topic.log.end = topic.log.written = topic.log.durable = max(topic.log.end, state.end)
+            topic.log.resume_at(state.end)
         topic.restore_keys()
         topic.ceiling = state.ceiling
         topic.paused = state.paused
@@ -150,7 +150,7 @@ class Opening:
         if disk.exists(folder / "side"):
             topic.side = topic._new_log(folder / "side", SIDE)
             topic.side.recover(state.side_end, None)
-            topic.side.end = topic.side.written = topic.side.durable = max(topic.side.end, state.side_end)
+            topic.side.resume_at(state.side_end)
         self._broker.topics[topic.name] = topic
         return topic
 

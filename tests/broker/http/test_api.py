@@ -27,7 +27,7 @@ from flintmq.broker.http import api as api_module
 from flintmq.broker.http import debug
 from flintmq.broker.http import lane as http_lane
 from flintmq.broker.http.api import Api
-from flintmq.broker.storage.log import PAUSE_AT
+from flintmq.broker.storage.store import PAUSE_AT
 from flintmq.errors import StartError
 from support.fakes import PATIENCE, CountingDisk, until
 from support.http_client import HttpClient, request_of
