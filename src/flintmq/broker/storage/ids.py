@@ -26,7 +26,8 @@ from flintmq.broker.storage.segment import Entry, read_records
 from flintmq.protocol.seqs import SEQ_BITS, format_id, parse_id
 
 if TYPE_CHECKING:
-    from flintmq.broker.storage.log import Log, Store
+    from flintmq.broker.storage.log import Log
+    from flintmq.broker.storage.store import Store
     from flintmq.broker.storage.mover import Mover
 
 __all__ = ["NODE_IDS", "Ids", "NodeIds"]
