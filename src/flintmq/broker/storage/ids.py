@@ -27,8 +27,8 @@ from flintmq.protocol.seqs import SEQ_BITS, format_id, parse_id
 
 if TYPE_CHECKING:
     from flintmq.broker.storage.log import Log
-    from flintmq.broker.storage.store import Store
     from flintmq.broker.storage.mover import Mover
+    from flintmq.broker.storage.store import Store
 
 __all__ = ["NODE_IDS", "Ids", "NodeIds"]
 
