@@ -20,7 +20,7 @@ ARROWS: dict[str, set[str]] = {
     "kernel": set(),
     "protocol": {"errors", "addresses", "kernel"},
     "options": {"errors", "addresses"},
-    "http": {"errors", "addresses"},
+    "http": {"protocol"},
     "logs": {"errors"},
     "cluster": {"options", "http", "protocol"},
     "client": {"protocol", "cluster"},

@@ -13,7 +13,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
 
 import msgspec
@@ -23,63 +23,18 @@ from flintmq.broker import backup
 from flintmq.broker.daemon import Broker
 from flintmq.broker.storage import journal
 from flintmq.errors import BackupError, StartError
-from flintmq.protocol.wire import FRAME_MESSAGE, FrameDecoder, Message, decode_message, encode_command, encode_mpub
+from flintmq.protocol.wire import encode_command, encode_mpub
+from support.nsq_client import NsqClient
 
 # A guard against hanging, nowhere a measure.
 PATIENCE = 60
-
-
-class Client:
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader, self._writer = reader, writer
-        self._decoder = FrameDecoder()
-        self._frames: list[tuple[int, bytes]] = []
-
-    @classmethod
-    @contextlib.asynccontextmanager
-    async def connect(cls, broker: Broker) -> AsyncIterator[Client]:
-        host, _, port = broker.tcp_address.rpartition(":")
-        reader, writer = await asyncio.open_connection(host, int(port))
-        writer.write(b"  V2")
-        try:
-            yield cls(reader, writer)
-        finally:
-            writer.close()
-            with contextlib.suppress(OSError):
-                await writer.wait_closed()
-
-    def send(self, data: bytes) -> None:
-        self._writer.write(data)
-
-    async def frame(self) -> tuple[int, bytes]:
-        while not self._frames:
-            data = await self._reader.read(1 << 18)
-            assert data, "the broker closed the connection"
-            self._frames += self._decoder.feed(data)
-        return self._frames.pop(0)
-
-    async def ask(self, command: bytes) -> bytes:
-        self.send(command)
-        return (await self.frame())[1]
-
-    async def publish(self, topic: str, *bodies: bytes) -> None:
-        assert await self.ask(encode_mpub(topic.encode(), list(bodies))) == b"OK"
-
-    async def subscribe(self, topic: str, channel: str, ready: int = 100) -> None:
-        assert await self.ask(f"SUB {topic} {channel}\nRDY {ready}\n".encode()) == b"OK"
-
-    async def message(self) -> Message:
-        while True:
-            kind, data = await self.frame()
-            if kind == FRAME_MESSAGE:
-                return decode_message(data)
 
 
 async def contents(broker: Broker, topic: str, channel: str) -> list[bytes]:
     """Everything that the channel still has to deliver; it is empty afterwards."""
     found: list[bytes] = []
     source = broker.topics[topic].channels[channel]
-    async with Client.connect(broker) as client:
+    async with NsqClient.to(broker.tcp_address) as client:
         await client.subscribe(topic, channel, 2500)
         while source.depth or source.in_flight_count or len(source.deferred):
             try:
@@ -115,16 +70,16 @@ async def stopped(tmp_path: Path) -> Path:
     """The data path of a broker that has stopped: two channels, one of which has finished a message."""
     path = tmp_path / "data"
     path.mkdir()
-    async with Broker(data_path=path, disk_reserve=0) as broker, Client.connect(broker) as client:
+    async with Broker(data_path=path, disk_reserve=0) as broker, NsqClient.to(broker.tcp_address) as client:
         await client.subscribe("t", "c", 1)
         assert await client.ask(encode_mpub(b"t", [b"one", b"two", b"three"])) == b"OK"
         first = await client.message()
         client.send(b"FIN %s\n" % first.id)
         await client.message()
-        async with Client.connect(broker) as other:
+        async with NsqClient.to(broker.tcp_address) as other:
             await other.subscribe("t", "d", 0)
-            await other.publish("t", b"four")
-            await other.publish("nobody", b"waits")
+            await other.publish_many("t", b"four")
+            await other.publish_many("nobody", b"waits")
             assert await other.ask(encode_command(b"DPUB", b"t", b"60000", body=b"later")) == b"OK"
     return path
 
@@ -142,7 +97,7 @@ async def test_a_stopped_broker_comes_back_as_it_was(stopped: Path, tmp_path: Pa
         assert {name: channel.depth for name, channel in topic.channels.items()} == {"c": 3, "d": 1}
         assert [len(channel.deferred) for channel in topic.channels.values()] == [1, 1]
         assert broker.topics["nobody"].depth == 1
-        async with Client.connect(broker) as client:
+        async with NsqClient.to(broker.tcp_address) as client:
             await client.subscribe("t", "c", 10)
             messages = sorted([await client.message() for _ in range(3)], key=lambda message: message.id)
             # In flight when it stopped: delivered again, and counted.
@@ -177,16 +132,16 @@ async def test_backups_in_a_row_of_a_busy_broker_lose_nothing(
 
     async def publish(broker: Broker, topic: str) -> None:
         nonlocal batches
-        async with Client.connect(broker) as client:
+        async with NsqClient.to(broker.tcp_address) as client:
             while not over.is_set():
                 batches += 1
                 bodies = [b"%d %d/10 " % (batches, k) + b"x" * random.randrange(200) for k in range(10)]
-                await client.publish(topic, *bodies)
+                await client.publish_many(topic, *bodies)
                 acknowledged[topic].update(bodies)
                 await asyncio.sleep(0.002 if topic == "kept" else 0)
 
     async def consume(broker: Broker, channel: str) -> None:
-        async with Client.connect(broker) as client:
+        async with NsqClient.to(broker.tcp_address) as client:
             await client.subscribe("busy", channel)
             while not over.is_set():
                 message = await client.message()
@@ -197,9 +152,9 @@ async def test_backups_in_a_row_of_a_busy_broker_lose_nothing(
                     finished[channel].add(message.body)
 
     async def come_and_go(broker: Broker) -> None:
-        async with Client.connect(broker) as client:
+        async with NsqClient.to(broker.tcp_address) as client:
             while not over.is_set():
-                await client.publish("fleeting", b"x" * 1000)
+                await client.publish_many("fleeting", b"x" * 1000)
                 broker.delete_topic("fleeting")
 
     async def check(number: int) -> None:
@@ -225,7 +180,7 @@ async def test_backups_in_a_row_of_a_busy_broker_lose_nothing(
     async with Broker(
         data_path=data, durability=durability, max_bytes_per_file=60_000, sync_timeout=20_000_000, disk_reserve=0
     ) as broker:
-        async with Client.connect(broker) as client:
+        async with NsqClient.to(broker.tcp_address) as client:
             await client.subscribe("kept", "idle", 0)
         for channel in ("one", "two"):
             broker.topic("busy").channel(channel)
@@ -263,8 +218,8 @@ async def test_a_broker_that_starts_while_its_backup_is_made_is_copied_again(sto
 
     making = asyncio.ensure_future(in_thread(lambda: backup.make(stopped, tmp_path / "copy", progress)))
     await asyncio.get_running_loop().run_in_executor(None, reached.wait, PATIENCE)
-    async with Broker(data_path=stopped, disk_reserve=0) as broker, Client.connect(broker) as client:
-        await client.publish("t", b"after the start")
+    async with Broker(data_path=stopped, disk_reserve=0) as broker, NsqClient.to(broker.tcp_address) as client:
+        await client.publish_many("t", b"after the start")
         go_on.set()
         await making
     assert attempts == 2
@@ -279,11 +234,11 @@ async def test_numbers_that_the_journal_had_not_reserved_are_not_copied(
     """While a large topic is copied it may grow beyond what was reserved when the journal was read."""
     data = tmp_path / "data"
     data.mkdir()
-    async with Broker(data_path=data, disk_reserve=0) as broker, Client.connect(broker) as client:
+    async with Broker(data_path=data, disk_reserve=0) as broker, NsqClient.to(broker.tcp_address) as client:
         await client.subscribe("t", "c", 0)
         first = broker.topics["t"].log.end
         for number in range(5):
-            await client.publish("t", b"%d" % number)
+            await client.publish_many("t", b"%d" % number)
         replay = backup._replay
 
         def with_less_reserved(folder: Path) -> journal.State:
@@ -325,10 +280,10 @@ async def test_no_id_that_the_original_gave_since_is_given_again(
     backup.make(stopped, tmp_path / "copy")
 
     async def id_of_next(path: Path) -> bytes:
-        async with Broker(data_path=path, disk_reserve=0) as broker, Client.connect(broker) as client:
+        async with Broker(data_path=path, disk_reserve=0) as broker, NsqClient.to(broker.tcp_address) as client:
             channel = broker.topic("t").channels["d"]
             channel.empty()
-            await client.subscribe("t", "d")
+            await client.subscribe("t", "d", 100)
             client.send(encode_mpub(b"t", [b"next"]))
             return (await client.message()).id
 
@@ -396,8 +351,8 @@ async def test_damage_in_the_data_path_is_said_and_the_rest_is_saved(stopped: Pa
         # The batch of three was one record.
         found = await contents(broker, "nobody", broker.topics["nobody"].channel("c")[0].name)
         assert found == [b"waits"]
-        async with Client.connect(broker) as client:
-            await client.subscribe("t", "d")
+        async with NsqClient.to(broker.tcp_address) as client:
+            await client.subscribe("t", "d", 100)
             assert (await client.message()).body == b"four"
 
 
@@ -530,7 +485,7 @@ async def test_a_damaged_data_path_or_backup_ends_the_command_with_status_1(stop
     made = flintmq("backup", "--data-path", stopped, tmp_path / "copy")
     assert made.returncode == 1
     assert made.stderr.splitlines()[-1].endswith(
-        "the backup was made, but some messages of the data path could not be read"
+        "the backup was written, but some messages of the data path could not be read"
     )
     flip(segments(tmp_path / "copy")[0], 60)
     assert flintmq("backup", "--verify", tmp_path / "copy").returncode == 1
@@ -550,9 +505,9 @@ def test_few_descriptors_are_enough(tmp_path: Path) -> None:
 
     async def fill() -> None:
         async with Broker(data_path=tmp_path / "data", disk_reserve=0, max_bytes_per_file=1) as broker:
-            async with Client.connect(broker) as client:
+            async with NsqClient.to(broker.tcp_address) as client:
                 for number in range(150):
-                    await client.publish("t", b"%d" % number)
+                    await client.publish_many("t", b"%d" % number)
 
     (tmp_path / "data").mkdir()
     asyncio.run(fill())

@@ -17,6 +17,7 @@ import sys
 import time
 import urllib.request
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 
@@ -479,6 +480,64 @@ def test_a_hangup_reads_the_tokens_again(tmp_path):
         assert ask(address, "GET", "/info", Authorization="Bearer old")[0] == 401
 
 
+def daemon_flags(program: str, tmp_path: Path) -> list[str]:
+    data = ["--disk-reserve=0", f"--data-path={tmp_path}", "--https-address="] if program == "nsqd" else []
+    return [program, "--tcp-address=127.0.0.1:0", "--http-address=127.0.0.1:0", *data]
+
+
+@pytest.mark.parametrize("program", ["nsqd", "nsqlookupd"])
+def test_a_misspelt_key_of_the_config_file_is_a_warning_and_with_strict_config_an_error(program, tmp_path):
+    path = tmp_path / "daemon.cfg"
+    path.write_text('broadcast_adress = "10.0.0.1"\nlog_prefix = "[mine] "\n')
+    flags = [*daemon_flags(program, tmp_path), f"--config={path}"]
+    with process(*flags) as running:
+        said = f"[mine] .* WARNING: config file {path}: unknown key broadcast_adress is ignored, did you mean "
+        read_until(running, "stderr", re.escape(said).replace(r"\.\*", ".*") + r"broadcast_address\?\n(?s:.*)listening")
+    result = run(*flags, "--strict-config")
+    assert result.returncode == 1
+    assert b"FATAL: failed to load config file" in result.stderr
+    assert b"unknown key broadcast_adress, did you mean broadcast_address?" in result.stderr
+
+
+@pytest.mark.parametrize("program", ["nsqd", "nsqlookupd"])
+def test_a_hangup_names_the_changed_keys_that_need_a_restart(program, tmp_path):
+    path = tmp_path / "daemon.cfg"
+    path.write_text('broadcast_address = "a"\ntls_min_version = "tls1.2"\n')
+    flags = daemon_flags(program, tmp_path)
+    with process(*flags, f"--config={path}", "--log-level=info") as running:
+        read_until(running, "stderr", r"TCP: listening on \S+\n" if program == "nsqlookupd" else r"HTTP: listening")
+        # What a flag sets, the file does not change.
+        path.write_text(
+            'broadcast_address = "b"\ntls_min_version = "tls1.3"\nlog_level = "debug"\nbroadcast_adres = 1\n'
+        )
+        running.send_signal(signal.SIGHUP)
+        text = read_until(running, "stderr", r"(?s:.*)tls_min_version.*\n")[0]
+        assert "WARNING: CONFIG: broadcast_address was changed from a to b: restart" in text
+        assert "WARNING: CONFIG: tls_min_version was changed from tls1.2 to tls1.3: restart" in text
+        assert "unknown key broadcast_adres is ignored, did you mean broadcast_address?" in text
+        assert "log_level" not in text
+        # A file that is no good is reported, and all stays as it was.
+        path.write_text("broadcast_address = [1]\n")
+        running.send_signal(signal.SIGHUP)
+        read_until(running, "stderr", r"ERROR: CONFIG: failed to load config file .* - broadcast_address")
+        running.send_signal(signal.SIGTERM)
+        assert running.wait(PATIENCE) == 0
+
+
+@needs_broker
+def test_a_hangup_shows_no_secrets(tmp_path):
+    path = tmp_path / "nsqd.cfg"
+    path.write_text('auth_http_addresses = "http://me:first@127.0.0.1:1/"\n')
+    with process(*daemon_flags("nsqd", tmp_path), f"--config={path}") as running:
+        read_until(running, "stderr", "HTTP: listening")
+        path.write_text('auth_http_addresses = "http://me:second@127.0.0.1:1/"\nmax_rdy_count = 7\n')
+        running.send_signal(signal.SIGHUP)
+        text = read_until(running, "stderr", r"(?s:.*)auth_http_addresses.*\n")[0]
+        assert "CONFIG: auth_http_addresses was changed (values hidden): restart nsqd to apply it" in text
+        assert "CONFIG: max_rdy_count was changed from 2500 to 7: restart nsqd to apply it" in text
+        assert "first" not in text and "second" not in text
+
+
 @needs_broker
 def test_the_level_of_logs_is_changed_while_it_runs(tmp_path):
     with http_broker(tmp_path) as (running, address):
@@ -548,4 +607,4 @@ def test_up_that_cannot_make_its_folder_says_so(tmp_path):
     (tmp_path / "file").write_text("")
     result = run("up", "--data-path", str(tmp_path / "file" / "data"))
     assert result.returncode == 1
-    assert result.stderr.startswith(b"flintmq up: cannot make the directory ")
+    assert result.stderr.startswith(b"flintmq up: cannot create the directory ")

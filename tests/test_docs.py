@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import asyncio
 import re
 import sys
 from pathlib import Path
@@ -14,7 +13,7 @@ from conformance.cases import CASES
 from conformance.http_cases import HTTP_CASES
 from flintmq.broker.daemon import Broker
 from flintmq.broker.storage.segment import FILE_HEADER, RECORD_HEADER
-from flintmq.protocol.wire import MAGIC_V2, OK_FRAME, encode_mpub
+from support.nsq_client import NsqClient
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 DOCS = REPOSITORY / "docs"
@@ -98,15 +97,10 @@ def test_every_link_to_a_file_leads_somewhere(path: Path) -> None:
 
 
 async def publish(broker: Broker, *bodies: bytes) -> None:
-    host, _, port = broker.tcp_address.rpartition(":")
-    reader, writer = await asyncio.open_connection(host, int(port))
-    writer.write(MAGIC_V2)
-    for body in bodies:
-        # Each waits for its answer, so that each is a record of its own.
-        writer.write(encode_mpub(b"t", [body]))
-        assert await reader.readexactly(len(OK_FRAME)) == OK_FRAME
-    writer.close()
-    await writer.wait_closed()
+    async with NsqClient.to(broker.tcp_address) as client:
+        for body in bodies:
+            # Each waits for its answer, so that each is a record of its own.
+            await client.publish_many("t", body)
 
 
 async def test_a_file_that_was_set_aside_is_read_as_the_documents_say(

@@ -19,7 +19,10 @@ import trustme
 
 from flintmq.errors import HttpError, OptionError
 from flintmq.http import site as web
-from flintmq.http.site import ADMIN, OPEN, PUBLISH, READ, Answer, Request, Route, Server, Site, Tokens
+from flintmq.http.server import Server
+from flintmq.http.site import ADMIN, OPEN, PUBLISH, READ, Answer, Request, Route, Site
+from flintmq.http.tls import reload_tls, server_tls
+from flintmq.http.tokens import Tokens
 
 PATIENCE = 30.0
 
@@ -610,13 +613,13 @@ async def ping(address: str, context: ssl.SSLContext) -> str:
 
 
 async def test_https_is_served(serve: Serve, certificates: Certificates) -> None:
-    address = await serve(tls=web.server_tls(certificates.cert, certificates.key))
+    address = await serve(tls=server_tls(certificates.cert, certificates.key))
     assert await ping(address, certificates.client()) == "OK"
 
 
 @pytest.mark.parametrize("policy", ["require", "require-verify"])
 async def test_client_certificates_can_be_required(serve: Serve, certificates: Certificates, policy: str) -> None:
-    tls = web.server_tls(certificates.cert, certificates.key, client_ca=certificates.ca, policy=policy)
+    tls = server_tls(certificates.cert, certificates.key, client_ca=certificates.ca, policy=policy)
     address = await serve(tls=tls)
     assert await ping(address, certificates.client(certificates.authority)) == "OK"
     for stranger in (None, trustme.CA()):
@@ -627,7 +630,7 @@ async def test_client_certificates_can_be_required(serve: Serve, certificates: C
 def test_without_an_authority_clients_are_checked_against_the_systems(
     certificates: Certificates, caplog: pytest.LogCaptureFixture
 ) -> None:
-    context = web.server_tls(certificates.cert, certificates.key, policy="require")
+    context = server_tls(certificates.cert, certificates.key, policy="require")
     assert context.verify_mode == ssl.CERT_REQUIRED
     assert "an authority that this system trusts" in caplog.text
 
@@ -642,7 +645,7 @@ def test_without_an_authority_clients_are_checked_against_the_systems(
     ],
 )
 def test_the_oldest_version_is_as_asked(certificates: Certificates, word: str, version: str) -> None:
-    context = web.server_tls(certificates.cert, certificates.key, min_version=word)
+    context = server_tls(certificates.cert, certificates.key, min_version=word)
     assert context.minimum_version.name == version
 
 
@@ -650,11 +653,11 @@ def test_the_oldest_version_is_as_asked(certificates: Certificates, word: str, v
 def test_files_that_are_no_good_are_named_as_the_reason(certificates: Certificates, broken: str) -> None:
     Path(getattr(certificates, broken)).write_text("nonsense")
     with pytest.raises(OptionError, match="failed to build TLS config"):
-        web.server_tls(certificates.cert, certificates.key, client_ca=certificates.ca, policy="require-verify")
+        server_tls(certificates.cert, certificates.key, client_ca=certificates.ca, policy="require-verify")
 
 
 async def test_a_certificate_is_replaced_without_a_restart(serve: Serve, certificates: Certificates) -> None:
-    tls = web.server_tls(certificates.cert, certificates.key)
+    tls = server_tls(certificates.cert, certificates.key)
     address = await serve(tls=tls)
 
     async def shown() -> bytes | None:
@@ -667,17 +670,17 @@ async def test_a_certificate_is_replaced_without_a_restart(serve: Serve, certifi
 
     before = await shown()
     certificates.issue()
-    web.reload_tls(tls, certificates.cert, certificates.key)
+    reload_tls(tls, certificates.cert, certificates.key)
     after = await shown()
     assert before != after
     Path(certificates.key).write_text("nonsense")
     with pytest.raises(OptionError, match="failed to reload"):
-        web.reload_tls(tls, certificates.cert, certificates.key)
+        reload_tls(tls, certificates.cert, certificates.key)
     assert await shown() == after
 
 
 def test_nothing_heavy_is_imported_before_it_is_needed() -> None:
-    program = "import sys, flintmq.http.site; print('aiohttp' in sys.modules)"
+    program = "import sys, flintmq.http.site, flintmq.http.server; print('aiohttp' in sys.modules)"
     paths = os.pathsep.join(filter(None, [str(Path(web.__file__).parents[2]), os.environ.get("PYTHONPATH", "")]))
     answer = subprocess.run(
         [sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True

@@ -179,5 +179,5 @@ def test_addresses_of_lookupds(address: str, url: str) -> None:
     "address", ["", "host", "http://host", "ftp://host:1", "host:port", "host:99999", "http://:4161"]
 )
 def test_wrong_addresses_are_refused(address: str) -> None:
-    with pytest.raises(OptionError, match="no address of an nsqlookupd"):
+    with pytest.raises(OptionError, match="not an HTTP address of an nsqlookupd"):
         lookupd_url(address)

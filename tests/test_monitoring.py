@@ -12,7 +12,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from flintmq.broker.daemon import Broker
-from flintmq.broker.observe import stats
+from flintmq.broker.observe import prometheus
 from flintmq.options import NsqdOptions, parse
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -31,7 +31,7 @@ async def families(tmp_path: Path) -> dict[str, Any]:
         assert channel.latency is not None
         # There are no quantiles before a message was finished.
         channel.latency.sketch.add(1, 1, broker.clock.now())
-        found = text_string_to_metric_families(stats.metrics(broker)[0].decode())
+        found = text_string_to_metric_families(prometheus.metrics(broker)[0].decode())
         return {family.name + ("_total" if family.type == "counter" else ""): family for family in found}
 
 

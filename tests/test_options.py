@@ -360,8 +360,82 @@ def test_tls_required_in_the_file_is_a_boolean_or_a_word(config, text, word):
     assert config(text, "--tls-cert=c", "--tls-key=k").tls_required == word
 
 
-def test_keys_nobody_knows_are_ignored_and_so_are_flag_names_and_what_is_no_setting(config):
+def test_keys_nobody_knows_change_nothing_and_so_do_flag_names_and_what_is_no_setting(config):
     assert config('no_such_key = 1\nnode_id = 7\nversion = true\nhelp = "x"\n[table]\nid = 9\n') == nsqd()
+
+
+def misspelt(key: str) -> set[str]:
+    """A letter missing, doubled, swapped with the next; a dash; other case; the flag's own name."""
+    middle = len(key) // 2
+    swapped = key[: middle - 1] + key[middle] + key[middle - 1] + key[middle + 1 :]
+    return {
+        key[1:], key[:-1], key[:middle] + key[middle + 1 :], key[:middle] + key[middle] + key[middle:], swapped,
+        key.replace("_", "-"), key.upper(), key + "s",
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("program", [NsqdOptions, NsqlookupdOptions], ids=lambda program: program.program)
+def test_a_misspelt_key_is_reported_with_the_key_that_was_meant(program, tmp_path, caplog):
+    path = tmp_path / "daemon.cfg"
+    known = {entry.key: flag for flag, entry in option_table(program).items() if entry.key is not None}
+    for key, flag in known.items():
+        for wrong in (misspelt(key) | {flag, flag.replace("-", "_")}) - known.keys() - {""}:
+            if len(key) <= 3 and wrong != flag.replace("-", "_"):
+                continue  # too short to be recognized
+            path.write_text(f'"{wrong}" = 1\n')
+            caplog.clear()
+            parse(program, [f"--config={path}"])
+            assert [(entry.levelname, entry.getMessage()) for entry in caplog.records] == [
+                ("WARNING", f"config file {path}: unknown key {wrong} is ignored, did you mean {key}?")
+            ]
+            with pytest.raises(OptionError) as error:
+                parse(program, [f"--config={path}", "--strict-config"])
+            assert str(error.value) == (
+                f"failed to load config file {path} - unknown key {wrong}, did you mean {key}? (--strict-config is set)"
+            )
+
+
+def test_every_unknown_key_and_table_is_reported(tmp_path, caplog):
+    path = tmp_path / "nsqd.cfg"
+    path.write_text('mem_queue_sise = 1\nxyzzy = 2\n[topics."orders"]\nmax-messages = 1\n[topic."orders"]\n')
+    parse(NsqdOptions, [f"--config={path}"])
+    assert [entry.getMessage() for entry in caplog.records] == [
+        f"config file {path}: unknown key mem_queue_sise is ignored, did you mean mem_queue_size?",
+        f"config file {path}: unknown key xyzzy is ignored",
+        f"config file {path}: unknown table [topics] is ignored, did you mean [topic]?",
+    ]
+    with pytest.raises(OptionError) as error:
+        parse(NsqdOptions, [f"--config={path}", "--strict-config"])
+    assert str(error.value) == (
+        f"failed to load config file {path} - unknown key mem_queue_sise, did you mean mem_queue_size?; "
+        "unknown key xyzzy; unknown table [topics], did you mean [topic]? (--strict-config is set)"
+    )
+    # nsqlookupd has no tables.
+    caplog.clear()
+    path.write_text('[topic."orders"]\n')
+    parse(NsqlookupdOptions, [f"--config={path}"])
+    assert [entry.getMessage() for entry in caplog.records] == [f"config file {path}: unknown table [topic] is ignored"]
+
+
+def test_a_misspelt_flag_is_reported_with_the_flag_that_was_meant():
+    with pytest.raises(OptionError) as error:
+        nsqd("--mem-queue-sise=1")
+    assert str(error.value) == "flag provided but not defined: -mem-queue-sise, did you mean -mem-queue-size?"
+
+
+def test_keys_that_nsq_deprecated_are_no_mistakes(tmp_path, caplog):
+    path = tmp_path / "nsqd.cfg"
+    path.write_text("verbose = true\nworker_id = 1\n")
+    parse(NsqdOptions, [f"--config={path}", "--strict-config"])
+    assert caplog.records == []
+
+
+def test_the_example_files_have_no_unknown_keys(tmp_path, caplog):
+    for program, example in ((NsqdOptions, EXAMPLE), (NsqlookupdOptions, EXAMPLE_OF_NSQLOOKUPD)):
+        path = tmp_path / example.name
+        path.write_text(re.sub(r"^# (?=[\w-]+ = |\[)", "", example.read_text(), flags=re.MULTILINE))
+        parse(program, [f"--config={path}", "--strict-config"])
+    assert caplog.records == []
 
 
 @pytest.mark.parametrize(

@@ -21,7 +21,8 @@ import pytest
 from flintmq.broker.daemon import Broker
 from flintmq.errors import FormatError
 from flintmq.options import NsqdOptions, parse_duration, read_flags
-from flintmq.protocol.wire import FRAME_MESSAGE, FrameDecoder, decode_message, encode_command
+from flintmq.protocol.wire import FRAME_MESSAGE, decode_message, encode_command
+from support.nsq_client import BlockingNsqClient
 
 # A guard against hanging, nowhere a measure.
 PATIENCE = 90
@@ -73,32 +74,6 @@ def nsqd(data_path: Path, *flags: str, env: dict[str, str] | None = None) -> Ite
         running.process.communicate()
 
 
-class Client:
-    def __init__(self, address: str) -> None:
-        host, _, port = address.rpartition(":")
-        self.socket = socket.create_connection((host, int(port)), timeout=PATIENCE)
-        self.socket.sendall(b"  V2")
-        self._decoder = FrameDecoder()
-        self._frames: list[tuple[int, bytes]] = []
-
-    def __enter__(self) -> Client:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        self.socket.close()
-
-    def frame(self) -> tuple[int, bytes]:
-        while not self._frames:
-            data = self.socket.recv(65536)
-            assert data, "the broker closed the connection"
-            self._frames += self._decoder.feed(data)
-        return self._frames.pop(0)
-
-    def ask(self, command: bytes) -> bytes:
-        self.socket.sendall(command)
-        return self.frame()[1]
-
-
 def pub(body: bytes) -> bytes:
     return encode_command(b"PUB", b"t", body=body)
 
@@ -108,7 +83,7 @@ def pub(body: bytes) -> bytes:
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
 def test_a_signal_stops_it_even_with_messages_in_flight(tmp_path: Path, number: int) -> None:
-    with nsqd(tmp_path) as running, Client(running.address) as client:
+    with nsqd(tmp_path) as running, BlockingNsqClient(running.address) as client:
         assert client.ask(b"SUB t c\n") == b"OK"
         client.socket.sendall(pub(b"m") + b"RDY 1\n")
         while client.frame()[0] != FRAME_MESSAGE:
@@ -119,12 +94,12 @@ def test_a_signal_stops_it_even_with_messages_in_flight(tmp_path: Path, number: 
 
 
 def test_sigterm_may_ask_for_a_drain(tmp_path: Path) -> None:
-    with nsqd(tmp_path, "--sigterm=drain") as running, Client(running.address) as client:
+    with nsqd(tmp_path, "--sigterm=drain") as running, BlockingNsqClient(running.address) as client:
         assert client.ask(b"SUB t c\n") == b"OK"
         assert client.ask(pub(b"m")) == b"OK"
         running.signal(signal.SIGTERM)
         running.wait_for("NSQ: draining, 1 messages are with consumers")
-        with Client(running.address) as other:
+        with BlockingNsqClient(running.address) as other:
             assert other.ask(pub(b"x")) == b"E_PUB_FAILED PUB failed the node is being drained"
         client.socket.sendall(b"RDY 1\n")
         message = decode_message(client.frame()[1])
@@ -135,20 +110,26 @@ def test_sigterm_may_ask_for_a_drain(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("second", [signal.SIGTERM, signal.SIGINT])
 def test_a_second_signal_ends_a_drain_at_once(tmp_path: Path, second: int) -> None:
-    with nsqd(tmp_path, "--sigterm=drain", "--drain-timeout=0") as running, Client(running.address) as client:
+    with (
+        nsqd(tmp_path, "--sigterm=drain", "--drain-timeout=0") as running,
+        BlockingNsqClient(running.address) as client,
+    ):
         assert client.ask(b"SUB t c\n") == b"OK"
         assert client.ask(pub(b"m")) == b"OK"
         running.signal(signal.SIGTERM)
         running.wait_for("NSQ: draining")
         running.signal(second)
         assert running.ended() == 0
-    with nsqd(tmp_path) as running, Client(running.address) as client:
+    with nsqd(tmp_path) as running, BlockingNsqClient(running.address) as client:
         assert client.ask(b"SUB t c\nRDY 1\n") == b"OK"
         assert decode_message(client.frame()[1]).body == b"m"
 
 
 def test_a_drain_ends_after_its_timeout(tmp_path: Path) -> None:
-    with nsqd(tmp_path, "--sigterm=drain", "--drain-timeout=50ms") as running, Client(running.address) as client:
+    with (
+        nsqd(tmp_path, "--sigterm=drain", "--drain-timeout=50ms") as running,
+        BlockingNsqClient(running.address) as client,
+    ):
         assert client.ask(b"SUB t c\n") == b"OK"
         assert client.ask(pub(b"m")) == b"OK"
         running.signal(signal.SIGTERM)
@@ -157,7 +138,10 @@ def test_a_drain_ends_after_its_timeout(tmp_path: Path) -> None:
 
 
 def test_sigint_stops_at_once_whatever_sigterm_means(tmp_path: Path) -> None:
-    with nsqd(tmp_path, "--sigterm=drain", "--drain-timeout=0") as running, Client(running.address) as client:
+    with (
+        nsqd(tmp_path, "--sigterm=drain", "--drain-timeout=0") as running,
+        BlockingNsqClient(running.address) as client,
+    ):
         assert client.ask(b"SUB t c\n") == b"OK"
         assert client.ask(pub(b"m")) == b"OK"
         running.signal(signal.SIGINT)
@@ -166,7 +150,7 @@ def test_sigint_stops_at_once_whatever_sigterm_means(tmp_path: Path) -> None:
 
 
 def test_sighup_reloads_and_disturbs_nobody(tmp_path: Path) -> None:
-    with nsqd(tmp_path) as running, Client(running.address) as client:
+    with nsqd(tmp_path) as running, BlockingNsqClient(running.address) as client:
         assert client.ask(pub(b"1")) == b"OK"
         running.signal(signal.SIGHUP)
         running.wait_for("NSQ: reloading")
@@ -252,7 +236,7 @@ def test_the_unit_file_starts_what_there_is() -> None:
 
 
 def test_every_line_of_a_run_is_json_if_asked_for(tmp_path: Path) -> None:
-    with nsqd(tmp_path, "--log-format=json", "--node-id=7") as running, Client(running.address) as client:
+    with nsqd(tmp_path, "--log-format=json", "--node-id=7") as running, BlockingNsqClient(running.address) as client:
         assert client.ask(pub(b"x")) == b"OK"
         running.signal(signal.SIGTERM)
         assert running.ended() == 0

@@ -156,11 +156,11 @@ def test_a_reader_that_goes_away_is_no_error(topic: str, nsqd: Nsqd) -> None:
     ("tool", "argv", "reason"),
     [
         ("peek", ("no.such/topic/x",), "is not TOPIC or TOPIC/CHANNEL"),
-        ("peek", ("t", "--finish", "x"), "say of which channel"),
-        ("peek", ("t", "--state", "deferred"), "say of which channel"),
+        ("peek", ("t", "--finish", "x"), "write TOPIC/CHANNEL"),
+        ("peek", ("t", "--state", "deferred"), "write TOPIC/CHANNEL"),
         ("peek", ("t/c", "--defer", "x"), "--defer needs --delay"),
-        ("peek", ("t/c", "--delay", "1s"), "--delay goes with"),
-        ("peek", ("t/c", "--requeue", "x", "--delay=-1s"), "in the past"),
+        ("peek", ("t/c", "--delay", "1s"), "--delay needs --requeue or --defer"),
+        ("peek", ("t/c", "--requeue", "x", "--delay=-1s"), "--delay must not be negative"),
         ("peek", ("t/c", "--limit", "0"), "at least 1"),
         ("peek", ("t/c", "--bytes", "-1"), "from 0 on"),
         ("peek", ("t/c", "--state", "finished"), "invalid choice"),
@@ -168,13 +168,13 @@ def test_a_reader_that_goes_away_is_no_error(topic: str, nsqd: Nsqd) -> None:
         ("seek", ("t/c", "yesterday"), "neither earliest, latest, a number nor a time"),
         ("redrive", ("t",), "is not TOPIC/CHANNEL"),
         ("redrive", ("t/c", "--count", "0"), "at least 1"),
-        ("redrive", ("t/c", "--status", "--rate", "1"), "--status goes with none"),
+        ("redrive", ("t/c", "--status", "--rate", "1"), "--status cannot be combined"),
         ("settings", ("a b",), "is not TOPIC or TOPIC/CHANNEL"),
         ("settings", ("t", "ttl"), "is not KEY=VALUE"),
         ("log", ("t/c",), "is not a topic"),
         ("log", ("t", "--time", "12"), "is not a time"),
-        ("log", ("t", "--from", "0", "--positions"), "one thing at a time"),
-        ("log", ("t", "--raw", "x", "--json"), "do not go together"),
+        ("log", ("t", "--from", "0", "--positions"), "exclude each other"),
+        ("log", ("t", "--raw", "x", "--json"), "exclude each other"),
     ],
 )
 def test_a_wrong_command_line_is_status_2(run: Run, tool: str, argv: tuple[str, ...], reason: str) -> None:
@@ -229,7 +229,7 @@ def test_a_topic_without_channels_has_none_to_choose_from(run: Run, node: sync.N
 def test_what_is_no_address_is_named(run: Run) -> None:
     status, _, err = run("peek", "t", address="nowhere")
     assert status == 1
-    assert '"nowhere" is no HTTP address of an nsqd' in err
+    assert '"nowhere" is not an HTTP address of an nsqd' in err
 
 
 @pytest.fixture(scope="module")

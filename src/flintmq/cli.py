@@ -12,22 +12,25 @@ import argparse
 import asyncio
 import gc
 import importlib
+import importlib.util
 import logging
 import os
+import pkgutil
 import platform
 import resource
 import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Coroutine, Sequence
+from collections.abc import Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from flintmq import __version__, logs
 from flintmq.errors import BackupError, FlintError, OptionError, StartError, StorageError
-from flintmq.options import NsqdOptions, NsqlookupdOptions, Options, help_text, read_flags, resolve
+from flintmq.options import NsqdOptions, NsqlookupdOptions, Options, changes, help_text, nearest, read_flags, resolve
 
 if TYPE_CHECKING:
     from flintmq.broker.backup import Manifest
@@ -37,51 +40,47 @@ __all__ = ["main", "nsqd", "nsqlookupd"]
 
 logger = logging.getLogger(__name__)
 
-_COMMANDS = """\
-usage: flintmq COMMAND [ARGUMENTS]
-
-  up            the whole platform in one process, on this machine only
-  nsqd          the broker, with the flags of NSQ's nsqd
-  nsqlookupd    where consumers find brokers, with the flags of NSQ's nsqlookupd
-  pub           publish messages
-  sub           print the messages of a channel
-  peek          look at messages without taking them; finish, put back or defer single ones
-  seek          have a channel go on from another place of its topic's log
-  log           a topic's log: how far it reaches, its messages, who reads it
-  redrive       send the dead letters of a channel back to it
-  settings      what a topic or channel does differently; show it, change it
-  backup        copy the data path of a broker, while it runs
-  restore       make a data path from a backup
-  pipeline      archive, measure, replay or query topics with Spark
-
-flintmq COMMAND --help tells more; flintmq --version prints the version."""
-
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """The program `flintmq`."""
+    """Run the program `flintmq`."""
     command, *rest = (sys.argv[1:] if argv is None else list(argv)) or ["--help"]
-    commands: dict[str, Callable[[Sequence[str]], int]] = {
-        "nsqd": nsqd,
-        "nsqlookupd": nsqlookupd,
-        "up": _up,
-        "pub": _tool("pub"),
-        "sub": _tool("sub"),
-        **{name: _tool(name) for name in ("peek", "seek", "log", "redrive", "settings")},
-        "backup": _backup,
-        "restore": _restore,
-        "pipeline": _pipeline,
-    }
-    if command in commands:
-        return commands[command](rest)
+    if command in _COMMANDS:
+        return _COMMANDS[command][0](rest)
     if command in ("-h", "-help", "--help", "help"):
-        print(_COMMANDS)
+        print(_usage())
         return 0
     if command in ("-version", "--version"):
         print(_own_version())
         return 0
-    print(f"flintmq: there is no command '{command}', only {', '.join(commands)}", file=sys.stderr)
+    if command.isidentifier() and importlib.util.find_spec(f"flintmq.tools.{command}") is not None:
+        status: int = importlib.import_module(f"flintmq.tools.{command}").main(rest)
+        return status
+    known = [*_COMMANDS, *_tools()]
+    meant = nearest(command, known)
+    hint = f"did you mean {meant}?" if meant else f"the commands are {', '.join(known)}"
+    print(f"flintmq: there is no command '{command}', {hint}", file=sys.stderr)
     print("run 'flintmq --help'", file=sys.stderr)
     return 2
+
+
+def _tools() -> dict[str, str]:
+    """Return the commands that are modules of `flintmq.tools`, each with its line of help."""
+    from flintmq import tools
+
+    names = sorted(module.name for module in pkgutil.iter_modules(tools.__path__) if module.name not in _COMMANDS)
+    return {name: importlib.import_module(f"flintmq.tools.{name}").ABOUT for name in names}
+
+
+def _usage() -> str:
+    lines = [f"  {name:<13} {about}" for name, (_, about) in _COMMANDS.items()]
+    lines += [f"  {name:<13} {about}" for name, about in _tools().items()]
+    return "\n".join(
+        [
+            "usage: flintmq COMMAND [ARGUMENTS]\n",
+            *lines,
+            "\nflintmq COMMAND --help tells more; flintmq --version prints the version.",
+        ]
+    )
 
 
 def nsqd(argv: Sequence[str] | None = None) -> int:
@@ -100,7 +99,7 @@ DaemonOptions = TypeVar("DaemonOptions", NsqdOptions, NsqlookupdOptions)
 def _daemon(
     options_class: type[DaemonOptions],
     argv: Sequence[str] | None,
-    serve: Callable[[DaemonOptions], Coroutine[Any, Any, int]],
+    serve: Callable[[DaemonOptions, Callable[[], None]], Coroutine[Any, Any, int]],
 ) -> int:
     """Read the flags of a daemon as NSQ's own does, and run it to its end."""
     program = options_class.program
@@ -119,12 +118,15 @@ def _daemon(
 
     # Until the file is read, only flags can say how log lines look.
     logs.setup(flags.get("log-prefix", f"[{program}] "), "info", flags.get("log-format", "text"), program)
+    warnings: list[str] = []
     try:
-        options = resolve(options_class, flags)
+        options = resolve(options_class, flags, warnings.append)
     except OptionError as exc:
         logger.critical("%s", exc)
         return 1
     logs.setup(options.log_prefix, options.log_level, options.log_format, program)
+    for warning in warnings:
+        logger.warning("%s", warning)
     try:
         options.validate()
         loop_factory = _event_loop(options.event_loop)
@@ -136,7 +138,7 @@ def _daemon(
     if isinstance(options, NsqdOptions):
         logger.info("ID: %d", options.id)
     try:
-        return _run(serve(options), loop_factory)
+        return _run(serve(options, partial(_report_changes, options, flags)), loop_factory)
     except (StartError, OptionError) as exc:
         # Go's daemons name the step that failed, and for all but loading something the step is their constructor.
         if str(exc).startswith("failed to load "):
@@ -146,14 +148,26 @@ def _daemon(
         return 1
 
 
+def _report_changes(options: Options, flags: Mapping[str, Any]) -> None:
+    """Read the config file again, and name the keys in it that a reload does not apply."""
+    try:
+        wanted = resolve(type(options), flags, lambda warning: logger.warning("CONFIG: %s", warning))
+        wanted.validate()
+    except OptionError as exc:
+        logger.error("CONFIG: %s", exc)
+        return
+    for change in changes(options, wanted):
+        logger.warning("CONFIG: %s", change)
+
+
 def _up(argv: Sequence[str]) -> int:
-    """Everything on this machine with nothing to set up: the first thing a newcomer runs."""
+    """Run everything on this machine with nothing to set up: the first command of a newcomer."""
     parser = argparse.ArgumentParser(
         prog="flintmq up",
         description="Run the whole platform in one process, reachable from this machine only. Ctrl-C ends it.",
     )
     parser.add_argument(
-        "--data-path", metavar="DIR", default="flintmq-data", help="made where missing (default ./%(default)s)"
+        "--data-path", metavar="DIR", default="flintmq-data", help="created if missing (default ./%(default)s)"
     )
     parser.add_argument(
         "--tcp-address", metavar="ADDRESS", default="127.0.0.1:4150", help="of the broker (default %(default)s)"
@@ -188,7 +202,7 @@ def _up(argv: Sequence[str]) -> int:
     try:
         os.makedirs(arguments.data_path, exist_ok=True)
     except OSError as exc:
-        print(f"flintmq up: cannot make the directory {arguments.data_path}: {exc.strerror}", file=sys.stderr)
+        print(f"flintmq up: cannot create the directory {arguments.data_path}: {exc.strerror}", file=sys.stderr)
         return 1
     options = NsqdOptions(
         data_path=arguments.data_path,
@@ -251,14 +265,14 @@ def _welcome(broker: Broker, options: NsqdOptions, lookupd: str) -> None:
 def _backup(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="flintmq backup",
-        description="Copy the data path of a broker to a new folder. The broker may run, and need not know.",
+        description="Copy the data path of a broker to a new directory. The broker may be running.",
     )
-    parser.add_argument("target", metavar="TARGET", help="the folder to make; with --verify, the backup to check")
+    parser.add_argument("target", metavar="TARGET", help="the directory to create; with --verify, the backup to check")
     parser.add_argument("--data-path", metavar="DIR", help="the broker's data path")
-    parser.add_argument("--verify", action="store_true", help="only check a backup that was made earlier")
+    parser.add_argument("--verify", action="store_true", help="only check an existing backup")
     arguments = parser.parse_args(argv)
     if bool(arguments.data_path) == arguments.verify:
-        parser.error("give --data-path to make a backup, or --verify to check one")
+        parser.error("give --data-path to create a backup, or --verify to check one")
 
     def work(progress: Callable[[int, int], None]) -> str:
         from flintmq.broker import backup
@@ -268,11 +282,11 @@ def _backup(argv: Sequence[str]) -> int:
             return f"{arguments.target} is whole: {_contents(manifest)}"
         manifest = backup.make(Path(arguments.data_path), Path(arguments.target), progress)
         for path in manifest.left_out:
-            print(f"flintmq backup: left out, because the broker set it aside: {path}", file=sys.stderr)
+            print(f"flintmq backup: skipped, because the broker set it aside: {path}", file=sys.stderr)
         for damage in manifest.damage:
             print(f"flintmq backup: {damage}", file=sys.stderr)
         if manifest.damage:
-            raise BackupError("the backup was made, but some messages of the data path could not be read")
+            raise BackupError("the backup was written, but some messages of the data path could not be read")
         return f"{arguments.target}: {_contents(manifest)}"
 
     return _with_progress("backup", work)
@@ -281,14 +295,14 @@ def _backup(argv: Sequence[str]) -> int:
 def _restore(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="flintmq restore",
-        description="Make the data path of a broker from a backup. Nothing is written over.",
+        description="Create the data path of a broker from a backup. Nothing is overwritten.",
     )
     parser.add_argument("source", metavar="SOURCE", help="the backup")
-    parser.add_argument("--data-path", metavar="DIR", required=True, help="an empty folder, or one to be made")
+    parser.add_argument("--data-path", metavar="DIR", required=True, help="an empty directory, or one to create")
     parser.add_argument(
         "--same-node",
         action="store_true",
-        help="keep the node's identity, for those who read its log: only if the original will never run again",
+        help="keep the node's identity, so that log readers can continue; only if the original never runs again",
     )
     arguments = parser.parse_args(argv)
 
@@ -344,26 +358,40 @@ async def _serve_all(options: NsqdOptions, lookupd_options: NsqlookupdOptions) -
 
     async with Lookupd(lookupd_options) as lookupd:
         options = replace(options, nsqlookupd_tcp_addresses=(lookupd.tcp_address,))
-        return await _serve(options, lambda broker, options: _welcome(broker, options, lookupd.http_address))
+        return await _serve(
+            options,
+            announce=lambda broker, options: _welcome(broker, options, lookupd.http_address),
+        )
 
 
-async def _serve_lookupd(options: NsqlookupdOptions) -> int:
+async def _serve_lookupd(options: NsqlookupdOptions, report_changes: Callable[[], None]) -> int:
     """Run an nsqlookupd until a signal asks for its end."""
     from flintmq.lookup.daemon import Lookupd
 
+    def reload() -> None:
+        lookupd.reload()
+        report_changes()
+
+    # Before the start: a signal must not end what is half started.
+    lookupd = Lookupd(options)
     asked_to_stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, asked_to_stop.set)
-    async with Lookupd(options) as lookupd:
-        loop.add_signal_handler(signal.SIGHUP, lookupd.reload)
+    loop.add_signal_handler(signal.SIGHUP, reload)
+    async with lookupd:
         gc.collect()
         gc.freeze()
         await asked_to_stop.wait()
     return 0
 
 
-async def _serve(options: NsqdOptions, announce: Callable[[Broker, NsqdOptions], None] | None = None) -> int:
+async def _serve(
+    options: NsqdOptions,
+    report_changes: Callable[[], None] | None = None,
+    *,
+    announce: Callable[[Broker, NsqdOptions], None] | None = None,
+) -> int:
     """Run a broker until a signal asks for its end, or until it cannot go on."""
     from flintmq.broker.daemon import Broker
 
@@ -381,6 +409,8 @@ async def _serve(options: NsqdOptions, announce: Callable[[Broker, NsqdOptions],
         if started.is_set():
             _tell_systemd(f"RELOADING=1\nMONOTONIC_USEC={time.monotonic_ns() // 1000}")
             broker.reload()
+            if report_changes is not None:
+                report_changes()
             _tell_systemd("READY=1")
 
     loop = asyncio.get_running_loop()
@@ -457,12 +487,11 @@ def _event_loop(name: str) -> Callable[[], asyncio.AbstractEventLoop] | None:
     return factory
 
 
-def _tool(name: str) -> Callable[[Sequence[str]], int]:
-    def run(argv: Sequence[str]) -> int:
-        status: int = importlib.import_module(f"flintmq.tools.{name}").main(argv)
-        return status
+def _recover(argv: Sequence[str]) -> int:
+    from flintmq.broker import leftovers
+    from flintmq.tools import recover
 
-    return run
+    return recover.main(argv, leftovers.find)
 
 
 def _pipeline(argv: Sequence[str]) -> int:
@@ -481,3 +510,15 @@ def _own_version() -> str:
     from flintmq.kernel import COMPILED
 
     return f"flintmq {__version__} {'compiled' if COMPILED else 'interpreted'}"
+
+
+#: The commands that are not modules of `flintmq.tools`, or need more than its layer may import.
+_COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
+    "up": (_up, "the whole platform in one process, on this machine only"),
+    "nsqd": (nsqd, "the broker, with the flags of NSQ's nsqd"),
+    "nsqlookupd": (nsqlookupd, "where consumers find brokers, with the flags of NSQ's nsqlookupd"),
+    "backup": (_backup, "copy the data path of a broker, while it runs"),
+    "restore": (_restore, "create a data path from a backup"),
+    "recover": (_recover, "list what a broker set aside after damage, and publish its messages again"),
+    "pipeline": (_pipeline, "archive, measure, replay or query topics with Spark"),
+}

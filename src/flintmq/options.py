@@ -11,11 +11,13 @@ error), `resolve` (a wrong file) and `Options.validate` (values that do not fit 
 from __future__ import annotations
 
 import dataclasses
+import difflib
+import logging
 import re
 import socket
 import tomllib
 import zlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import md5
 from typing import Any, ClassVar, TypeVar
@@ -31,9 +33,11 @@ __all__ = [
     "NsqlookupdOptions",
     "Option",
     "Options",
+    "changes",
     "default_node_id",
     "format_duration",
     "help_text",
+    "nearest",
     "option_table",
     "parse",
     "parse_duration",
@@ -41,6 +45,8 @@ __all__ = [
     "read_tables",
     "resolve",
 ]
+
+logger = logging.getLogger(__name__)
 
 MICROSECOND = 1_000
 MILLISECOND = 1_000_000
@@ -283,6 +289,8 @@ class Option:
     default: Any = None
     #: Numbers below it are refused.
     minimum: int | None = None
+    #: The value may hold a password, and is in no log line.
+    secret: bool = False
 
 
 def option(
@@ -292,9 +300,10 @@ def option(
     *,
     flag: str | None = None,
     minimum: int | None = None,
+    secret: bool = False,
 ) -> Any:
     """A dataclass field that is an option; a callable default is asked for each new object."""
-    metadata = {"kind": kind, "help": help, "flag": flag, "minimum": minimum}
+    metadata = {"kind": kind, "help": help, "flag": flag, "minimum": minimum, "secret": secret}
     if callable(default):
         return dataclasses.field(default_factory=default, metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -308,6 +317,7 @@ class Options:
     #: Flags that are not settings: they are in no config file and in no object.
     command_line_only: ClassVar[tuple[Option, ...]] = (
         Option("config", STRING, "read settings from this TOML file", default=""),
+        Option("strict-config", BOOL, "refuse to start if the config file has unknown keys", default=False),
         Option("help", BOOL, "print this help", default=False),
         Option("version", BOOL, "print the version", default=False),
     )
@@ -341,7 +351,7 @@ def option_table(options_class: type[Options]) -> Mapping[str, Option]:
             default = field.default_factory()
         meta = field.metadata
         flag = meta["flag"] or field.name.replace("_", "-")
-        table[flag] = Option(flag, meta["kind"], meta["help"], field.name, default, meta["minimum"])
+        table[flag] = Option(flag, meta["kind"], meta["help"], field.name, default, meta["minimum"], meta["secret"])
     table |= {entry.flag: entry for entry in options_class.command_line_only}
     return table
 
@@ -432,6 +442,11 @@ class NsqdOptions(Options):
     )
     durability: str = option(
         DURABILITY, "os", "what the OK of a publish means: memory (kept in memory), os (written), fsync (on the disk)"
+    )
+    accept_damaged_journal: bool = option(
+        BOOL,
+        False,
+        "start although the journal is damaged, with what can be read of it; unknown topics are set aside as .lost",
     )
     mem_queue_size: int = option(INT, 10_000, "messages kept in memory per topic", minimum=0)
     mem_queue_bytes: int = option(INT, 256 << 20, "bytes of messages kept in memory per topic, at most", minimum=0)
@@ -544,7 +559,11 @@ class NsqdOptions(Options):
 
     # Auth server.
     auth_http_addresses: tuple[str, ...] = option(
-        STRINGS, (), "host:port or URL of an auth server (repeatable); none: no authorization", flag="auth-http-address"
+        STRINGS,
+        (),
+        "host:port or URL of an auth server (repeatable); none: no authorization",
+        flag="auth-http-address",
+        secret=True,
     )
     auth_http_request_method: str = option(STRING, "get", "how an auth server is asked: get or post")
 
@@ -665,7 +684,9 @@ def read_flags(options_class: type[Options], argv: Sequence[str]) -> dict[str, A
             raise OptionError(f"bad flag syntax: {word}")
         entry = table.get("help" if name == "h" else name)
         if entry is None:
-            raise OptionError(f"flag provided but not defined: -{name}")
+            meant = nearest(name, table)
+            hint = f", did you mean -{meant}?" if meant else ""
+            raise OptionError(f"flag provided but not defined: -{name}{hint}")
         if not equals:
             given = "true" if entry.kind.bare else next(words, None)
             if given is None:
@@ -679,11 +700,26 @@ def read_flags(options_class: type[Options], argv: Sequence[str]) -> dict[str, A
     return values
 
 
-def resolve(options_class: type[OptionsT], flags: Mapping[str, Any]) -> OptionsT:
-    """Options from the flags of `read_flags` and, beneath them, from the config file they name."""
+def resolve(
+    options_class: type[OptionsT], flags: Mapping[str, Any], warn: Callable[[str], None] = logger.warning
+) -> OptionsT:
+    """Return the options of `read_flags` and, beneath them, of the config file they name.
+
+    Unknown keys of the file are ignored, as NSQ does, because files outlive versions; but each is a sentence for
+    `warn`, and with `--strict-config` they are an OptionError.
+    """
     table = option_table(options_class)
     path = flags.get("config", "")
-    values = _read_file(options_class, path) if path else {}
+    values: dict[str, Any] = {}
+    if path:
+        content = _load(path)
+        unknown = list(_unknown_keys(options_class, content))
+        if unknown and flags.get("strict-config"):
+            found = "; ".join(f"{what}{hint}" for what, hint in unknown)
+            raise OptionError(f"failed to load config file {path} - {found} (--strict-config is set)")
+        values = _read_file(options_class, path, content)
+        for what, hint in unknown:
+            warn(f"config file {path}: {what} is ignored{hint}")
     values |= {key: flags[flag] for flag, entry in table.items() if (key := entry.key) is not None and flag in flags}
     return options_class(**values)
 
@@ -709,9 +745,52 @@ def _tables(content: Mapping[str, Any], path: str) -> Mapping[str, Any]:
     return tables
 
 
-def _read_file(options_class: type[Options], path: str) -> dict[str, Any]:
-    """The settings of a config file. Keys we do not know are ignored, as NSQ does: files outlive versions."""
-    content = _load(path)
+def _unknown_keys(options_class: type[Options], content: Mapping[str, Any]) -> Iterable[tuple[str, str]]:
+    """Yield what the program does not know in a config file, and the question that names what was probably meant."""
+    # By every name that somebody may take for the key: its own, and that of its flag.
+    known: dict[str, str] = {}
+    for flag, entry in option_table(options_class).items():
+        if entry.key is not None:
+            known[flag.replace("-", "_")] = known[entry.key] = entry.key
+    # Keys that NSQ has given up, and files still have, are no mistakes.
+    ignored = {entry.flag.replace("-", "_") for entry in options_class.command_line_only if "deprecated" in entry.help}
+    tables = ["topic"] if issubclass(options_class, NsqdOptions) else []
+    for key, value in content.items():
+        if key in known.values() or key in tables or key in ignored:
+            continue
+        if isinstance(value, dict):
+            meant = nearest(key, tables)
+            yield f"unknown table [{key}]", f", did you mean [{meant}]?" if meant else ""
+        else:
+            meant = nearest(key, known)
+            yield f"unknown key {key}", f", did you mean {known[meant]}?" if meant else ""
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """Return the known word that a misspelt one is most like; empty if it is like none of them."""
+    spelt = {name.lower().replace("-", "_"): name for name in known}
+    found = difflib.get_close_matches(word.lower().replace("-", "_"), spelt, n=1, cutoff=0.7)
+    return spelt[found[0]] if found else ""
+
+
+def changes(running: Options, wanted: Options) -> list[str]:
+    """Return one sentence for each option whose value is not what a new start would give it."""
+    found = []
+    for entry in option_table(type(running)).values():
+        if entry.key is None:
+            continue
+        old, new = getattr(running, entry.key), getattr(wanted, entry.key)
+        if old != new:
+            shown = f"from {_shown(entry, old)} to {_shown(entry, new)}" if not entry.secret else "(values hidden)"
+            found.append(f"{entry.key} was changed {shown}: restart {running.program} to apply it")
+    return found
+
+
+def _shown(entry: Option, value: Any) -> str:
+    return entry.kind.to_text(value) or "nothing"
+
+
+def _read_file(options_class: type[Options], path: str, content: Mapping[str, Any]) -> dict[str, Any]:
     values: dict[str, Any] = {}
     if issubclass(options_class, NsqdOptions):
         values = {"config": path, "topic": _tables(content, path)}

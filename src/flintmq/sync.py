@@ -12,17 +12,20 @@
 
 One event loop in a thread of its own serves all of them, so heartbeats are answered while the program computes. Calls
 may come from any thread. A process that was forked must make its own.
+
+A method here is one line: ``_waits`` takes its arguments, result and text from the asynchronous one, for readers, for
+type checkers and for ``help()``.
 """
 
 from __future__ import annotations
 
 import asyncio
+import functools
 import os
 import threading
-from collections.abc import Coroutine, Iterator, Mapping, Sequence
-from datetime import datetime
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from types import TracebackType
-from typing import Any, TypeVar
+from typing import Any, Concatenate, Generic, ParamSpec, Protocol, Self, TypeVar
 
 from flintmq.client import consumer as _consumer
 from flintmq.client import producer as _producer
@@ -32,7 +35,14 @@ from flintmq.errors import ClosedError
 
 __all__ = ["Consumer", "Message", "NodeClient", "Producer", "publish"]
 
+
+class _Closable(Protocol):
+    async def close(self) -> None: ...
+
+
 _T = TypeVar("_T")
+_P = ParamSpec("_P")
+_A = TypeVar("_A", bound=_Closable)
 
 
 class _Background:
@@ -67,33 +77,14 @@ class _Background:
             raise
 
 
-class Producer:
-    """As `flintmq.Producer`; takes the same arguments. Each call returns when it is done."""
+class _Waiting(Generic[_A]):
+    """A thing of the asyncio client, and the event loop that runs it."""
 
-    def __init__(self, nsqd: str | Sequence[str] | None = None, **options: Any) -> None:
+    def __init__(self, wrapped: _A) -> None:
         self._background = _Background.get()
-        self._producer = _producer.Producer(nsqd, **options)
+        self._wrapped = wrapped
 
-    def start(self) -> None:
-        self._background.run(self._producer.start())
-
-    def publish(self, topic: str, body: bytes, *, key: str | None = None) -> None:
-        """Publish one message. Returns when a broker has stored it; under a `key` it stores it once."""
-        self._background.run(self._producer.publish(topic, body, key=key))
-
-    def publish_many(self, topic: str, bodies: Sequence[bytes], *, key: str | None = None) -> None:
-        """Publish messages together, in one command: all are stored or none. One `key` stands for all of them."""
-        self._background.run(self._producer.publish_many(topic, bodies, key=key))
-
-    def defer(self, topic: str, body: bytes, delay: float, *, key: str | None = None) -> None:
-        """Publish one message that is delivered only after `delay` seconds."""
-        self._background.run(self._producer.defer(topic, body, delay, key=key))
-
-    def close(self) -> None:
-        self._background.run(self._producer.close())
-
-    def __enter__(self) -> Producer:
-        self.start()
+    def __enter__(self) -> Self:
         return self
 
     def __exit__(
@@ -101,22 +92,55 @@ class Producer:
     ) -> None:
         self.close()
 
+    def close(self) -> None:
+        self._background.run(self._wrapped.close())
 
-class Consumer:
+
+def _waits(
+    method: Callable[Concatenate[_A, _P], Coroutine[Any, Any, _T]],
+) -> Callable[Concatenate[_Waiting[_A], _P], _T]:
+    """Return a method with the arguments, result and text of an asynchronous one, that returns when it is done."""
+
+    @functools.wraps(method)
+    def call(self: _Waiting[_A], /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        return self._background.run(method(self._wrapped, *args, **kwargs))
+
+    return call
+
+
+class Producer(_Waiting[_producer.Producer]):
+    """As `flintmq.Producer`; takes the same arguments. Each call returns when it is done."""
+
+    def __init__(self, nsqd: str | Sequence[str] | None = None, **options: Any) -> None:
+        super().__init__(_producer.Producer(nsqd, **options))
+
+    start = _waits(_producer.Producer.start)
+    publish = _waits(_producer.Producer.publish)
+    publish_many = _waits(_producer.Producer.publish_many)
+    defer = _waits(_producer.Producer.defer)
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
+
+
+class Consumer(_Waiting[_consumer.Consumer]):
     """As `flintmq.Consumer` without a handler; takes the same arguments. Iterating waits for the next message."""
 
     def __init__(self, topic: str, channel: str, **options: Any) -> None:
         if "handler" in options:
             raise TypeError("iterate over the consumer; handlers are for flintmq.Consumer")
-        self._background = _Background.get()
-        self._consumer = _consumer.Consumer(topic, channel, **options)
+        super().__init__(_consumer.Consumer(topic, channel, **options))
+
+    start = _waits(_consumer.Consumer.start)
+
+    def __enter__(self) -> Self:
+        self.start()
+        return self
 
     @property
     def stats(self) -> _consumer.Stats:
-        return self._consumer.stats
-
-    def start(self) -> None:
-        self._background.run(self._consumer.start())
+        return self._wrapped.stats
 
     def get(self, timeout: float | None = None) -> Message:
         """The next message. TimeoutError if none came in time, ClosedError if none will come."""
@@ -126,7 +150,7 @@ class Consumer:
         try:
             # Here and not in the caller's thread, where a message could come between the timeout and its notice.
             async with asyncio.timeout(seconds):
-                return await anext(self._consumer)
+                return await anext(self._wrapped)
         except StopAsyncIteration:
             raise ClosedError("the consumer was stopped") from None
 
@@ -142,157 +166,51 @@ class Consumer:
         self._background.run(self._stop())
 
     async def _stop(self) -> None:
-        self._consumer.stop()
-
-    def close(self) -> None:
-        self._background.run(self._consumer.close())
-
-    def __enter__(self) -> Consumer:
-        self.start()
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+        self._wrapped.stop()
 
 
-class NodeClient:
+class NodeClient(_Waiting[_node.NodeClient]):
     """As `flintmq.NodeClient`; takes the same arguments and has the same methods."""
 
     def __init__(self, address: str = "127.0.0.1:4151", **options: Any) -> None:
-        self._background = _Background.get()
-        self._node = _node.NodeClient(address, **options)
+        super().__init__(_node.NodeClient(address, **options))
 
-    def close(self) -> None:
-        self._background.run(self._node.close())
-
-    def __enter__(self) -> NodeClient:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
-
-    def ping(self) -> str:
-        return self._background.run(self._node.ping())
-
-    def info(self, *, extended: bool = False) -> dict[str, Any]:
-        return self._background.run(self._node.info(extended=extended))
-
-    def stats(
-        self, topic: str = "", channel: str = "", *, clients: bool = True, extended: bool = False
-    ) -> dict[str, Any]:
-        return self._background.run(self._node.stats(topic, channel, clients=clients, extended=extended))
-
-    def create_topic(self, topic: str) -> None:
-        self._background.run(self._node.create_topic(topic))
-
-    def delete_topic(self, topic: str) -> None:
-        self._background.run(self._node.delete_topic(topic))
-
-    def empty_topic(self, topic: str) -> None:
-        self._background.run(self._node.empty_topic(topic))
-
-    def pause_topic(self, topic: str) -> None:
-        self._background.run(self._node.pause_topic(topic))
-
-    def unpause_topic(self, topic: str) -> None:
-        self._background.run(self._node.unpause_topic(topic))
-
-    def create_channel(self, topic: str, channel: str) -> None:
-        self._background.run(self._node.create_channel(topic, channel))
-
-    def delete_channel(self, topic: str, channel: str) -> None:
-        self._background.run(self._node.delete_channel(topic, channel))
-
-    def empty_channel(self, topic: str, channel: str) -> None:
-        self._background.run(self._node.empty_channel(topic, channel))
-
-    def pause_channel(self, topic: str, channel: str) -> None:
-        self._background.run(self._node.pause_channel(topic, channel))
-
-    def unpause_channel(self, topic: str, channel: str) -> None:
-        self._background.run(self._node.unpause_channel(topic, channel))
-
-    def topic_settings(self, topic: str) -> _node.EffectiveSettings:
-        return self._background.run(self._node.topic_settings(topic))
-
-    def set_topic_settings(self, topic: str, settings: Mapping[str, Any]) -> _node.EffectiveSettings:
-        return self._background.run(self._node.set_topic_settings(topic, settings))
-
-    def channel_settings(self, topic: str, channel: str) -> _node.EffectiveSettings:
-        return self._background.run(self._node.channel_settings(topic, channel))
-
-    def set_channel_settings(self, topic: str, channel: str, settings: Mapping[str, Any]) -> _node.EffectiveSettings:
-        return self._background.run(self._node.set_channel_settings(topic, channel, settings))
-
-    def peek(
-        self,
-        topic: str,
-        channel: str,
-        state: _node.State = "ready",
-        *,
-        limit: int = 100,
-        after: str | None = None,
-        shown: int | None = 256,
-    ) -> _node.Page:
-        return self._background.run(self._node.peek(topic, channel, state, limit=limit, after=after, shown=shown))
-
-    def peek_topic(
-        self, topic: str, *, limit: int = 100, after: str | None = None, shown: int | None = 256
-    ) -> _node.Page:
-        return self._background.run(self._node.peek_topic(topic, limit=limit, after=after, shown=shown))
-
-    def finish(self, topic: str, channel: str, id: str) -> None:
-        self._background.run(self._node.finish(topic, channel, id))
-
-    def requeue(self, topic: str, channel: str, id: str, delay: float = 0) -> None:
-        self._background.run(self._node.requeue(topic, channel, id, delay))
-
-    def defer(self, topic: str, channel: str, id: str, delay: float) -> None:
-        self._background.run(self._node.defer(topic, channel, id, delay))
-
-    def redrive(
-        self,
-        topic: str,
-        channel: str,
-        *,
-        count: int | None = None,
-        rate: int | None = None,
-        source: str | None = None,
-    ) -> _node.Redrive:
-        return self._background.run(self._node.redrive(topic, channel, count=count, rate=rate, source=source))
-
-    def redrive_progress(self, topic: str, channel: str) -> _node.Redrive:
-        return self._background.run(self._node.redrive_progress(topic, channel))
-
-    def seek(self, topic: str, channel: str, to: str | int | datetime) -> _node.Seek:
-        return self._background.run(self._node.seek(topic, channel, to))
-
-    def log_info(self, topic: str) -> _node.LogInfo:
-        return self._background.run(self._node.log_info(topic))
-
-    def log_offset(self, topic: str, time: datetime | int) -> int:
-        return self._background.run(self._node.log_offset(topic, time))
-
-    def positions(self, topic: str) -> list[_node.Position]:
-        return self._background.run(self._node.positions(topic))
-
-    def position(self, topic: str, reader: str) -> _node.Position:
-        return self._background.run(self._node.position(topic, reader))
-
-    def set_position(self, topic: str, reader: str, to: int | str) -> _node.Position:
-        return self._background.run(self._node.set_position(topic, reader, to))
-
-    def delete_position(self, topic: str, reader: str) -> None:
-        self._background.run(self._node.delete_position(topic, reader))
+    ping = _waits(_node.NodeClient.ping)
+    info = _waits(_node.NodeClient.info)
+    stats = _waits(_node.NodeClient.stats)
+    create_topic = _waits(_node.NodeClient.create_topic)
+    delete_topic = _waits(_node.NodeClient.delete_topic)
+    empty_topic = _waits(_node.NodeClient.empty_topic)
+    pause_topic = _waits(_node.NodeClient.pause_topic)
+    unpause_topic = _waits(_node.NodeClient.unpause_topic)
+    create_channel = _waits(_node.NodeClient.create_channel)
+    delete_channel = _waits(_node.NodeClient.delete_channel)
+    empty_channel = _waits(_node.NodeClient.empty_channel)
+    pause_channel = _waits(_node.NodeClient.pause_channel)
+    unpause_channel = _waits(_node.NodeClient.unpause_channel)
+    topic_settings = _waits(_node.NodeClient.topic_settings)
+    set_topic_settings = _waits(_node.NodeClient.set_topic_settings)
+    channel_settings = _waits(_node.NodeClient.channel_settings)
+    set_channel_settings = _waits(_node.NodeClient.set_channel_settings)
+    peek = _waits(_node.NodeClient.peek)
+    peek_topic = _waits(_node.NodeClient.peek_topic)
+    finish = _waits(_node.NodeClient.finish)
+    requeue = _waits(_node.NodeClient.requeue)
+    defer = _waits(_node.NodeClient.defer)
+    redrive = _waits(_node.NodeClient.redrive)
+    redrive_progress = _waits(_node.NodeClient.redrive_progress)
+    seek = _waits(_node.NodeClient.seek)
+    log_info = _waits(_node.NodeClient.log_info)
+    log_offset = _waits(_node.NodeClient.log_offset)
+    positions = _waits(_node.NodeClient.positions)
+    position = _waits(_node.NodeClient.position)
+    set_position = _waits(_node.NodeClient.set_position)
+    delete_position = _waits(_node.NodeClient.delete_position)
 
     def log_messages(
         self, topic: str, start: int, stop: int, *, epoch: str | None = None
     ) -> Iterator[_node.LogMessage]:
-        messages = self._node.log_messages(topic, start, stop, epoch=epoch)
+        messages = self._wrapped.log_messages(topic, start, stop, epoch=epoch)
 
         async def some() -> list[_node.LogMessage]:
             # Many at a time: each call goes to another thread and back.

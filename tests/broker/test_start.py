@@ -2,14 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
 import errno
+import random
+import subprocess
+import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import StartBroker
 
 from flintmq.broker.daemon import Broker
-from support.fakes import Client, CountingDisk, pub, quiet
+from flintmq.broker.storage.journal import FILE_HEADER, read_batches, read_head
+from flintmq.errors import StartError
+from support.fakes import Client, CountingDisk, FakeClock, pub, quiet
 
 
 class FullDisk(CountingDisk):
@@ -100,3 +107,226 @@ async def test_a_topic_that_cannot_be_made_is_an_answer_not_a_crash(
     assert broker.health.startswith("NOK - cannot make a folder")
     monkeypatch.undo()
     await Client(broker).publish("t", b"fine again")
+
+
+# --- A damaged journal ------------------------------------------------------------------------------------------------
+
+
+def batches(path: Path) -> list[tuple[int, int]]:
+    """(start, stop) of each batch of a journal or a snapshot, but the one that ends it."""
+    data = path.read_bytes()
+    head = read_head(data, path)
+    assert head is not None
+    found = []
+    start = FILE_HEADER
+    for stop, entries in read_batches(data, head[0]):
+        if entries:
+            found.append((start, stop))
+        start = stop
+    return found
+
+
+def flip(path: Path, offset: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[offset] ^= 0x10
+    path.write_bytes(data)
+
+
+def newest(path: Path, kind: str) -> Path:
+    return max((path / "flintmq" / "journal").glob(f"{kind}-*[0-9]"))
+
+
+TOPICS = ["a", "b", "c", "d", "e"]
+
+
+async def fill(start_broker: StartBroker, how: str) -> None:
+    """Topics, channels and messages, each in a batch of the journal of its own."""
+    broker = await start_broker()
+    for topic in TOPICS:
+        broker.topic(topic).channel("c")
+        await Client(broker).publish(topic, *(f"{topic}{i}".encode() for i in range(3)))
+        await quiet(broker)
+        broker.journal.flush()
+    await (broker.stop() if how == "stop" else _killed(broker))
+
+
+async def _killed(broker: Broker) -> None:
+    broker.kill()
+
+
+async def delivered(broker: Broker) -> dict[str, list[bytes]]:
+    found = {}
+    for topic in broker.topics.values():
+        client = Client(broker)
+        await client.subscribe(topic.name, "c", 100)
+        await quiet(broker)
+        found[topic.name] = client.bodies
+    return found
+
+
+def refused(path: Path, offset: int) -> Any:
+    text = rf"(?s)the journal is damaged.*{path.name}.*offset {offset}\b.*--accept-damaged-journal.*flintmq recover"
+    return pytest.raises(StartError, match=text)
+
+
+@pytest.mark.parametrize("seed", range(8))
+async def test_a_journal_with_a_bad_batch_before_good_ones_is_refused_unless_accepted(
+    start_broker: StartBroker, tmp_path: Path, seed: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    random.seed(seed)
+    await fill(start_broker, "stop" if seed % 2 else "kill")
+    path = newest(tmp_path, "journal")
+    start, stop = random.choice(batches(path)[1:-1])
+    flip(path, random.randrange(start, stop))
+    before = {file: file.read_bytes() for file in (tmp_path / "flintmq").rglob("*") if file.is_file()}
+    for _ in range(2):
+        with refused(path, start):
+            await start_broker()
+    assert {file: file.read_bytes() for file in (tmp_path / "flintmq").rglob("*") if file.is_file()} == before
+    broker = await start_broker(accept_damaged_journal=True)
+    assert path.name in caplog.text and "damaged" in caplog.text
+    assert path.with_suffix(".bad").read_bytes() == before[path]
+    # Whatever the journal does not know any more is set aside, never deleted.
+    folders = {folder.name for folder in (tmp_path / "flintmq" / "topics").iterdir()}
+    assert {folder.partition("@")[0] for folder in folders} == set(TOPICS)
+    assert len(folders) == len(TOPICS)
+    for topic in broker.topics.values():
+        if "c" not in topic.channels:
+            topic.channel("c")
+    found = await delivered(broker)
+    assert found == {topic: [f"{topic}{i}".encode() for i in range(3)] for topic in found}
+    lost = {folder.partition("@")[0] for folder in folders if folder.endswith(".lost")}
+    assert set(found) == set(TOPICS) - lost
+    # From here on it is whole again.
+    await broker.stop()
+    again = await start_broker()
+    assert set(again.topics) == set(found)
+
+
+@pytest.mark.parametrize("cut", [1, 5, 13])
+async def test_a_torn_tail_is_normal(start_broker: StartBroker, tmp_path: Path, cut: int) -> None:
+    await fill(start_broker, "kill")
+    path = newest(tmp_path, "journal")
+    start, stop = batches(path)[-1]
+    data = path.read_bytes()
+    path.write_bytes(data[: min(start + cut, stop - 1)] + bytes(len(data) - start - cut))
+    broker = await start_broker()
+    assert set(TOPICS[:-1]) <= set(broker.topics)
+
+
+async def test_batches_that_a_power_failure_wrote_in_another_order_are_a_torn_tail(
+    start_broker: StartBroker, tmp_path: Path, clock: FakeClock
+) -> None:
+    """What was not synced may reach the device in any order: a hole in it is no damage, and nobody was told OK."""
+    broker = await start_broker()
+    broker.topic("a").channel("c")
+    await broker.synced()
+    first = broker.journal.size
+    for name in ("x", "y", "z"):
+        broker.topics["a"].channel(name)
+    path = newest(tmp_path, "journal")
+    content = path.read_bytes()
+    broker.kill()
+    start = next(start for start, _ in batches(path) if start >= first)
+    path.write_bytes(content)
+    flip(path, start + 3)
+    clock.reboot()
+    broker = await start_broker()
+    assert set(broker.topics["a"].channels) == {"c"}
+
+
+async def test_damage_to_what_was_synced_is_found_after_a_reboot_too(
+    start_broker: StartBroker, tmp_path: Path, clock: FakeClock
+) -> None:
+    broker = await start_broker()
+    broker.topic("a").channel("c")
+    await broker.synced()
+    broker.topics["a"].channel("x")
+    await broker.synced()
+    broker.topics["a"].channel("y")
+    await broker.synced()
+    path = newest(tmp_path, "journal")
+    broker.kill()
+    start, _ = batches(path)[1]
+    flip(path, start + 3)
+    clock.reboot()
+    with refused(path, start):
+        await start_broker()
+
+
+@pytest.mark.parametrize("seed", range(4))
+async def test_a_damaged_snapshot_is_refused_unless_accepted(
+    start_broker: StartBroker, tmp_path: Path, seed: int
+) -> None:
+    random.seed(seed)
+    await fill(start_broker, "kill")
+    broker = await start_broker()
+    await (broker.stop() if seed % 2 else _killed(broker))
+    path = newest(tmp_path, "snapshot")
+    start, stop = random.choice(batches(path))
+    if seed == 3:
+        # Cut off: the batch that ends it is missing.
+        path.write_bytes(path.read_bytes()[: stop - 1])
+    else:
+        flip(path, random.randrange(start, stop))
+    with refused(path, start):
+        await start_broker()
+    broker = await start_broker(accept_damaged_journal=True)
+    folders = {folder.name.partition("@")[0] for folder in (tmp_path / "flintmq" / "topics").iterdir()}
+    assert folders == set(TOPICS)
+    await broker.stop()
+
+
+@pytest.mark.parametrize("missing", ["journal", "snapshot", "all"])
+async def test_a_journal_with_a_missing_file_is_refused_unless_accepted(
+    start_broker: StartBroker, tmp_path: Path, missing: str
+) -> None:
+    await fill(start_broker, "kill")
+    broker = await start_broker()
+    broker.kill()
+    if missing == "all":
+        for path in (tmp_path / "flintmq" / "journal").iterdir():
+            path.unlink()
+    else:
+        newest(tmp_path, missing).unlink()
+    with pytest.raises(StartError, match=r"(?s)the journal is damaged.*missing.*--accept-damaged-journal"):
+        await start_broker()
+    await start_broker(accept_damaged_journal=True)
+    folders = {folder.name.partition("@")[0] for folder in (tmp_path / "flintmq" / "topics").iterdir()}
+    assert folders == set(TOPICS)
+
+
+async def test_messages_of_a_topic_beyond_the_end_of_a_cut_journal_are_no_quiet_loss(
+    start_broker: StartBroker, tmp_path: Path
+) -> None:
+    await fill(start_broker, "kill")
+    path = newest(tmp_path, "journal")
+    start, _ = batches(path)[3]
+    data = path.read_bytes()
+    path.write_bytes(data[:start] + bytes(len(data) - start))
+    with pytest.raises(StartError, match=rf"(?s)the journal is damaged.*{path.name}.*e@5"):
+        await start_broker()
+    broker = await start_broker(accept_damaged_journal=True)
+    assert "e" not in broker.topics
+    assert (tmp_path / "flintmq" / "topics" / "e@5.lost").is_dir()
+
+
+def test_nsqd_says_what_is_damaged_in_one_paragraph_and_fails(tmp_path: Path) -> None:
+    async def fill_it() -> None:
+        broker = Broker(data_path=tmp_path, disk_reserve=0)
+        await broker.start()
+        for topic in TOPICS:
+            broker.topic(topic).channel("c")
+            broker.journal.flush()
+        broker.kill()
+
+    asyncio.run(fill_it())
+    path = newest(tmp_path, "journal")
+    start, _ = batches(path)[2]
+    flip(path, start + 20)
+    command = [sys.executable, "-m", "flintmq", "nsqd", "--data-path", str(tmp_path), "--tcp-address=127.0.0.1:0"]
+    done = subprocess.run([*command, "--http-address=127.0.0.1:0"], capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    lines = [line for line in done.stderr.splitlines() if "FATAL" in line]
+    assert len(lines) == 1
+    assert f"{path}: the batch at offset {start}" in lines[0] and "flintmq recover" in lines[0]

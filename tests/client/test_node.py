@@ -190,7 +190,7 @@ async def test_what_is_wrong_with_a_node_is_told(broker: Broker, node: NodeClien
     "address", ["", "localhost", "ftp://localhost:1", "http://", "127.0.0.1:x", "h:1?x=y", "h:0x1"]
 )
 def test_what_is_no_address_is_refused(address: str) -> None:
-    with pytest.raises(OptionError, match="no HTTP address of an nsqd"):
+    with pytest.raises(OptionError, match="not an HTTP address of an nsqd"):
         NodeClient(address)
 
 

@@ -6,3 +6,10 @@
 ``torture``      ``python -m tests.cluster.torture`` kills nodes of a busy cluster at random and cuts connections
 ``test_torture`` a short torture, and what the oracle itself must notice
 """
+
+import sys
+from pathlib import Path
+
+# `support` is found by pytest; it must also be by `python -m tests.cluster.torture`.
+if (_tests := str(Path(__file__).parents[1])) not in sys.path:
+    sys.path.append(_tests)

@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from flintmq import Consumer, Message, Producer
+from flintmq.addresses import split
 from flintmq.client.connection import Connection
 from flintmq.errors import ClosedError, ConnectError, PublishError, PublishUnknownError
 
@@ -25,8 +26,8 @@ _PAUSE = 0.02
 _MOST_OWED = 3_000
 _LARGEST_BATCH = 40
 _LONGEST_DELAY = 1.0
-#: Of all deliveries, these parts are put back, and take some time.
-_PUT_BACK = 0.02
+#: Of all deliveries, these parts are requeued, and take some time.
+_REQUEUED = 0.02
 _SLOW = 0.05
 
 #: Seconds that an nsqd waits for the first words of a client.
@@ -60,12 +61,12 @@ class Wire:
         self, address: str, factory: Callable[[], asyncio.Protocol]
     ) -> tuple[asyncio.BaseTransport, asyncio.BaseProtocol]:
         """The client's ``connect`` option."""
-        host, _, port = address.rpartition(":")
+        host, port, _ = split(address)
         # Before it is open: a node that is killed meanwhile is a reason for its end.
         link = self._ledger.opened(address, time.monotonic())
         link.closing = self._closing
         try:
-            transport, protocol = await asyncio.get_running_loop().create_connection(factory, host, int(port))
+            transport, protocol = await asyncio.get_running_loop().create_connection(factory, host, port)
         except BaseException:
             link.closing = True
             self._ledger.lost(link, time.monotonic())
@@ -204,7 +205,7 @@ class Subscriber:
             return
         if self._rng.random() < _SLOW:
             await asyncio.sleep(self._rng.uniform(0, 0.2))
-        if delivery is not None and self._rng.random() < _PUT_BACK:
+        if delivery is not None and self._rng.random() < _REQUEUED:
             delivery.put_back = True
             message.requeue(self._rng.choice((0, 0.3)), backoff=False)
 

@@ -12,26 +12,22 @@ broken; the nodes' files are kept then.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import contextlib
-import json
 import logging
 import random
-import secrets
-import shutil
 import sys
-import tempfile
 import time
 from collections import Counter
 from collections.abc import AsyncIterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 import msgspec
-from rich.console import Console
+
+from support.command_line import conduct, seed_of, torture_parser
 
 from .ledger import Ledger
 from .load import Publisher, Subscriber
@@ -279,56 +275,17 @@ async def torture(seconds: float, seed: int, folder: Path) -> Report:
 # --- The command line -------------------------------------------------------------------------------------------------
 
 
-def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(
-        prog="python -m tests.cluster.torture", description="What a cluster costs whose nodes are killed."
-    )
-    parser.add_argument("--seconds", type=float, default=120.0, metavar="S", help="of kills (default %(default)g)")
-    parser.add_argument("--seed", type=int, help="of the plan; by default a new one each time")
-    parser.add_argument("--data-path", metavar="DIR", help="where the nodes' files are made (default: a new one)")
-    parser.add_argument("--json", action="store_true", help="print the report as JSON")
-    return parser.parse_args(argv)
-
-
 def main(argv: Sequence[str] | None = None) -> int:
-    arguments = _arguments(argv)
-    seed = secrets.randbelow(1 << 32) if arguments.seed is None else arguments.seed
-    console = Console(stderr=True, highlight=False)
-    console.print(f"seed {seed}, {arguments.seconds:g} s of kills")
-    folder = Path(tempfile.mkdtemp(prefix="flintmq-cluster-", dir=arguments.data_path))
-    passed = False
-    try:
-        report = asyncio.run(torture(arguments.seconds, seed, folder))
-        passed = report.passed
-    except KeyboardInterrupt:
-        passed = True
-        return 130
-    finally:
-        if passed:
-            shutil.rmtree(folder)
-        else:
-            console.print(f"the nodes' files are kept in {folder}")
-    _print({**asdict(report), "passed": report.passed}, arguments.json)
-    return 0 if passed else 1
-
-
-def _print(report: dict[str, object], as_json: bool) -> None:
-    if as_json:
-        sys.stdout.write(json.dumps(report, indent=2) + "\n")
-        return
-    console = Console(highlight=False)
-    for name, value in report.items():
-        label = name.replace("_", " ")
-        if isinstance(value, list):
-            for item in value:
-                console.print(f"  {item}", markup=False)
-        elif isinstance(value, dict):
-            text = ", ".join(f"{count:,} {what}" for what, count in sorted(value.items())) or "none"
-            console.print(f"{label:20} {text}", markup=False)
-        else:
-            # Not the seed: it is there to be copied.
-            grouped = isinstance(value, int) and not isinstance(value, bool) and name != "seed"
-            console.print(f"{label:20} {value:,}" if grouped else f"{label:20} {value}", markup=False)
+    parser = torture_parser("tests.cluster.torture", "Kill nodes of a busy cluster, and count what that costs.")
+    parser.add_argument("--seconds", type=float, default=120.0, metavar="S", help="of kills (default %(default)s)")
+    arguments = parser.parse_args(argv)
+    seconds, seed = arguments.seconds, seed_of(arguments)
+    return conduct(
+        arguments,
+        "cluster",
+        lambda folder, _: torture(seconds, seed, folder),
+        title=f"seed {seed}, {seconds:g} s of kills",
+    )
 
 
 if __name__ == "__main__":

@@ -10,3 +10,10 @@
 ``test_deferred``, ``test_keys``  short runs of them
 ``test_kill`` a short torture with fixed seeds, and what the oracle itself must notice
 """
+
+import sys
+from pathlib import Path
+
+# `support` is found by pytest; it must also be by `python -m tests.crash.torture`.
+if (_tests := str(Path(__file__).parents[1])) not in sys.path:
+    sys.path.append(_tests)

@@ -10,33 +10,27 @@ Exit status 1 says that something was not so.
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import ctypes
 import gc
 import random
-import secrets
-import shutil
 import sys
-import tempfile
 import time
 from array import array
 from bisect import bisect_left
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from itertools import accumulate, islice
 from pathlib import Path
 from typing import Protocol
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-
+from flintmq.addresses import split
 from flintmq.protocol.wire import FRAME_MESSAGE, HEARTBEAT, MAGIC_V2, FrameDecoder, encode_command
 from flintmq.testing import NsqBroker
+from support.command_line import conduct, seed_of, torture_parser
 
 from .broker import BrokerProcess
-from .torture import print_report
 
 TOPIC, CHANNEL = b"jobs", b"worker"
 _libc = ctypes.CDLL(None)
@@ -108,8 +102,7 @@ class InProcess:
 
     async def start(self) -> tuple[str, int]:
         self._broker.start()
-        host, _, port = self._broker.address.rpartition(":")
-        return host, int(port)
+        return split(self._broker.address)[:2]
 
     async def crash(self) -> None:
         self._broker.crash()
@@ -355,40 +348,25 @@ async def deferred(plan: Plan, rig: Rig, progressed: Callable[[Report], None] = 
 # --- The command line -------------------------------------------------------------------------------------------------
 
 
-def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m tests.crash.deferred", description="Deferral across crashes.")
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = torture_parser("tests.crash.deferred", "Deferral across crashes.")
     parser.add_argument("--messages", type=int, default=1_000_000, metavar="N", help="(default %(default)s)")
     parser.add_argument(
         "--over", type=float, default=86_400, metavar="SECONDS", help="the longest deferral (default %(default)s)"
     )
     parser.add_argument("--crashes", type=int, default=50, metavar="N", help="(default %(default)s)")
     parser.add_argument("--real", action="store_true", help="nsqd in a process of its own, killed, in real time")
-    parser.add_argument("--seed", type=int, help="of the load; by default a new one each time")
-    parser.add_argument("--data-path", metavar="DIR", help="where the broker's files are made (default: a new one)")
-    parser.add_argument("--json", action="store_true", help="print the report as JSON")
-    return parser.parse_args(argv)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    arguments = _arguments(argv)
-    seed = secrets.randbelow(1 << 32) if arguments.seed is None else arguments.seed
-    plan = Plan(arguments.messages, arguments.over, arguments.crashes, seed)
-    data_path = Path(tempfile.mkdtemp(prefix="flintmq-deferred-", dir=arguments.data_path))
-    rig: Rig = (OwnProcess if arguments.real else InProcess)(data_path, plan.over)
-    console = Console(stderr=True, highlight=False)
-    console.print(f"seed {seed}")
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console) as progress:
-        task = progress.add_task("crashes", total=plan.crashes)
-        report = asyncio.run(
-            deferred(plan, rig, lambda report: progress.update(task, completed=report.crashes)),
-        )
-    print_report({**asdict(report), "passed": report.passed}, arguments.json)
-    if report.passed:
-        shutil.rmtree(data_path)
-    else:
-        console.print(f"the broker's files are kept in {data_path}")
-    return 0 if report.passed else 1
+    arguments = parser.parse_args(argv)
+    plan = Plan(arguments.messages, arguments.over, arguments.crashes, seed_of(arguments))
+    rig = OwnProcess if arguments.real else InProcess
+    return conduct(
+        arguments,
+        "deferred",
+        lambda folder, progressed: deferred(plan, rig(folder, plan.over), progressed),
+        title=f"seed {plan.seed}",
+        total=plan.crashes,
+        described=lambda report: (report.crashes, "crashes"),
+    )
 
 
 if __name__ == "__main__":

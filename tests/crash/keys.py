@@ -11,23 +11,16 @@ twice has two ids. At the end every message has been seen, under one id. Exit st
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import random
-import secrets
-import shutil
 import sys
-import tempfile
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import cast
-
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from flintmq.protocol.wire import (
     FRAME_MESSAGE,
@@ -39,9 +32,9 @@ from flintmq.protocol.wire import (
     encode_command,
     encode_mpub,
 )
+from support.command_line import conduct, seed_of, torture_parser
 
 from .broker import PATIENCE, BrokerProcess
-from .torture import print_report
 
 TOPIC, CHANNEL = b"batches", b"reader"
 #: Small, so that segments go all the time.
@@ -356,36 +349,21 @@ async def keys(
 # --- The command line -------------------------------------------------------------------------------------------------
 
 
-def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m tests.crash.keys", description="Keys across kill -9.")
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = torture_parser("tests.crash.keys", "Keys across kill -9.")
     parser.add_argument("--batches", type=int, default=10_000, metavar="N", help="(default %(default)s)")
     parser.add_argument("--kills", type=int, default=20, metavar="N", help="how often (default %(default)s)")
     parser.add_argument("--durability", choices=("os", "fsync"), default="os", help="(default %(default)s)")
-    parser.add_argument("--seed", type=int, help="of the load; by default a new one each time")
-    parser.add_argument("--data-path", metavar="DIR", help="where the broker's files are made (default: a new one)")
-    parser.add_argument("--json", action="store_true", help="print the report as JSON")
-    return parser.parse_args(argv)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    arguments = _arguments(argv)
-    seed = secrets.randbelow(1 << 32) if arguments.seed is None else arguments.seed
-    settings = Settings(arguments.batches, arguments.kills, arguments.durability, seed)
-    data_path = Path(tempfile.mkdtemp(prefix="flintmq-keys-", dir=arguments.data_path))
-    console = Console(stderr=True, highlight=False)
-    console.print(f"seed {seed}, durability {settings.durability}")
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console) as progress:
-        task = progress.add_task("kills", total=settings.kills)
-        report = asyncio.run(
-            keys(settings, data_path, lambda report: progress.update(task, completed=report.kills)),
-        )
-    print_report({**asdict(report), "passed": report.passed}, arguments.json)
-    if report.passed:
-        shutil.rmtree(data_path)
-    else:
-        console.print(f"the broker's files are kept in {data_path}")
-    return 0 if report.passed else 1
+    arguments = parser.parse_args(argv)
+    settings = Settings(arguments.batches, arguments.kills, arguments.durability, seed_of(arguments))
+    return conduct(
+        arguments,
+        "keys",
+        lambda folder, progressed: keys(settings, folder, progressed),
+        title=f"seed {settings.seed}, durability {settings.durability}",
+        total=settings.kills,
+        described=lambda report: (report.kills, "kills"),
+    )
 
 
 if __name__ == "__main__":

@@ -9,21 +9,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from flintmq.protocol.wire import (
-    FRAME_MESSAGE,
-    FRAME_RESPONSE,
-    HEARTBEAT,
-    MAGIC_V2,
-    FrameDecoder,
-    Message,
-    decode_message,
-    encode_command,
-    encode_mpub,
-)
+from flintmq.addresses import join
+from flintmq.protocol.wire import encode_mpub
+from support.nsq_client import NsqClient
 
 from .broker import BrokerProcess
 
@@ -47,6 +38,12 @@ class Startup:
     #: From the start of the process until SUB was answered, after the kill; and of a broker with nothing to read.
     seconds: float
     empty_seconds: float
+    #: What is judged only if asked for.
+    limit_seconds: float | None = None
+
+    @property
+    def passed(self) -> bool:
+        return self.limit_seconds is None or self.seconds < self.limit_seconds
 
 
 @dataclass
@@ -65,66 +62,17 @@ class Memory:
         return self.judged_bytes < self.limit_bytes
 
 
-class _Client:
-    """A connection that is used one step at a time."""
+class _Client(NsqClient):
+    """A client that publishes very many messages."""
 
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader = reader
-        self._writer = writer
-        self._decoder = FrameDecoder()
-        self._frames: list[tuple[int, bytes]] = []
-
-    @classmethod
-    @contextlib.asynccontextmanager
-    async def to(cls, broker: BrokerProcess) -> AsyncIterator[_Client]:
-        reader, writer = await asyncio.open_connection(*broker.address)
-        try:
-            writer.write(MAGIC_V2)
-            yield cls(reader, writer)
-        finally:
-            writer.close()
-            # A broker that was killed meanwhile says goodbye with a reset.
-            with contextlib.suppress(ConnectionError):
-                await writer.wait_closed()
-
-    def send(self, data: bytes) -> None:
-        self._writer.write(data)
-
-    async def next_frame(self) -> tuple[int, bytes]:
-        while True:
-            while not self._frames:
-                data = await self._reader.read(1 << 18)
-                if not data:
-                    raise ConnectionError("the broker closed the connection")
-                self._frames = self._decoder.feed(data)
-            kind, payload = self._frames.pop(0)
-            if payload != HEARTBEAT:
-                return kind, payload
-            self.send(b"NOP\n")
-
-    async def answer(self) -> None:
-        kind, payload = await self.next_frame()
-        if (kind, payload) != (FRAME_RESPONSE, b"OK"):
-            raise ConnectionError(f"the broker answered {payload!r}")
-
-    async def subscribe(self, topic: str, channel: str) -> None:
-        self.send(encode_command(b"SUB", topic.encode(), channel.encode()))
-        await self.answer()
-
-    async def message(self) -> Message:
-        kind, payload = await self.next_frame()
-        if kind != FRAME_MESSAGE:
-            raise ConnectionError(f"the broker answered {payload!r}")
-        return decode_message(payload)
-
-    async def publish(self, topic: str, count: int) -> None:
+    async def publish_batches(self, topic: str, count: int) -> None:
         """Batches, a few of them under way, until ``count`` messages are acknowledged."""
         command = encode_mpub(topic.encode(), [b"x" * BODY_BYTES] * _BATCH)
         batches = -(-count // _BATCH)
         for number in range(batches + _BATCHES_UNDER_WAY):
             if number < batches:
                 self.send(command)
-                await self._writer.drain()
+                await self.drain()
             if number >= _BATCHES_UNDER_WAY:
                 await self.answer()
 
@@ -133,14 +81,14 @@ async def _time_start(data_path: Path) -> float:
     began = time.monotonic()
     broker = await BrokerProcess.start(data_path)
     try:
-        async with _Client.to(broker) as client:
+        async with _Client.to(join(*broker.address)) as client:
             await client.subscribe("backlog", "reader")
             return round(time.monotonic() - began, 3)
     finally:
         await broker.kill()
 
 
-async def startup(data_path: Path, messages: int) -> Startup:
+async def startup(data_path: Path, messages: int, *, limited: bool = False) -> Startup:
     """Publish, kill -9 at once, and time the next start until it serves a client."""
     empty = data_path / "empty"
     full = data_path / "full"
@@ -149,13 +97,13 @@ async def startup(data_path: Path, messages: int) -> Startup:
     empty_seconds = await _time_start(empty)
     broker = await BrokerProcess.start(full)
     try:
-        async with _Client.to(broker) as consumer, _Client.to(broker) as producer:
+        async with _Client.to(join(*broker.address)) as consumer, _Client.to(join(*broker.address)) as producer:
             await consumer.subscribe("backlog", "reader")
-            await producer.publish("backlog", messages)
+            await producer.publish_batches("backlog", messages)
             await broker.kill()
     finally:
         await broker.kill()
-    return Startup(messages, await _time_start(full), empty_seconds)
+    return Startup(messages, await _time_start(full), empty_seconds, STARTUP_SECONDS if limited else None)
 
 
 class _Memory:
@@ -184,10 +132,10 @@ async def waiting_memory(data_path: Path, messages: int) -> Memory:
     """A backlog far beyond ``--mem-queue-size`` with a consumer that hardly moves."""
     broker = await BrokerProcess.start(data_path, f"--mem-queue-size={MEM_QUEUE_SIZE}")
     try:
-        async with _Client.to(broker) as consumer, _Client.to(broker) as producer:
+        async with _Client.to(join(*broker.address)) as consumer, _Client.to(join(*broker.address)) as producer:
             await consumer.subscribe("backlog", "reader")
             # A few first, so that what every broker with a topic needs is there before.
-            await producer.publish("backlog", MEM_QUEUE_SIZE)
+            await producer.publish_batches("backlog", MEM_QUEUE_SIZE)
             memory = _Memory(broker)
             before = memory.now()
             finished = 0
@@ -202,7 +150,7 @@ async def waiting_memory(data_path: Path, messages: int) -> Memory:
 
             slow = asyncio.create_task(consume_slowly())
             try:
-                await producer.publish("backlog", messages)
+                await producer.publish_batches("backlog", messages)
                 after = memory.now()
             finally:
                 slow.cancel()
@@ -224,7 +172,7 @@ async def idle_memory(data_path: Path, _: int) -> Memory:
         gate = asyncio.Semaphore(_CONNECTIONS_AT_ONCE)
 
         async def make(topic: int, channel: int) -> None:
-            async with gate, _Client.to(broker) as client:
+            async with gate, _Client.to(join(*broker.address)) as client:
                 await client.subscribe(f"topic-{topic}", f"channel-{channel}")
 
         for topic in range(IDLE_TOPICS):

@@ -12,22 +12,16 @@ roughly the run. Exit status 1 says that a rule was broken; the data path is kep
 
 from __future__ import annotations
 
-import argparse
 import asyncio
-import json
 import random
-import secrets
-import shutil
 import statistics
 import sys
-import tempfile
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from pathlib import Path
 
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from support.command_line import conduct, seed_of, torture_parser
 
 from . import limits
 from .broker import PATIENCE, BrokerProcess
@@ -264,84 +258,40 @@ async def torture(
 # --- The command line -------------------------------------------------------------------------------------------------
 
 
-def _arguments(argv: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m tests.crash.torture", description="What kill -9 may cost.")
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = torture_parser("tests.crash.torture", "Kill a busy broker again and again, and see what is lost.")
     parser.add_argument("--kills", type=int, default=100, metavar="N", help="how often (default %(default)s)")
     parser.add_argument("--durability", choices=("os", "fsync"), default="os", help="(default %(default)s)")
     parser.add_argument(
         "--seconds-between", type=float, default=0.5, metavar="S", help="a life's mean length (default %(default)s)"
     )
-    parser.add_argument("--seed", type=int, help="of the load; by default a new one each time")
-    parser.add_argument("--data-path", metavar="DIR", help="where the broker's files are made (default: a new one)")
-    parser.add_argument("--json", action="store_true", help="print the report as JSON")
     parser.add_argument("--startup", action="store_true", help="instead: time a start after many messages and a kill")
     parser.add_argument("--assert-startup", action="store_true", help="fail if that start took 2 seconds or more")
     parser.add_argument("--memory", choices=("waiting", "idle"), help="instead: measure memory")
     parser.add_argument("--messages", type=int, metavar="N", help="how many for --startup and --memory=waiting")
-    return parser.parse_args(argv)
-
-
-def main(argv: Sequence[str] | None = None) -> int:
-    arguments = _arguments(argv)
-    data_path = Path(tempfile.mkdtemp(prefix="flintmq-crash-", dir=arguments.data_path))
-    keep = True
-    try:
-        passed = _run(arguments, data_path)
-        keep = not passed and not (arguments.startup or arguments.memory)
-    except KeyboardInterrupt:
-        keep = False
-        return 130
-    finally:
-        if keep:
-            Console(stderr=True).print(f"the broker's files are kept in {data_path}", highlight=False)
-        else:
-            shutil.rmtree(data_path)
-    return 0 if passed else 1
-
-
-def _run(arguments: argparse.Namespace, data_path: Path) -> bool:
+    arguments = parser.parse_args(argv)
     if arguments.startup:
-        startup = asyncio.run(limits.startup(data_path, arguments.messages or 1_000_000))
-        print_report(asdict(startup), arguments.json)
-        return startup.seconds < limits.STARTUP_SECONDS or not arguments.assert_startup
+        count, limit = arguments.messages or 1_000_000, arguments.assert_startup
+        return conduct(arguments, "crash", lambda folder, _: limits.startup(folder, count, limited=limit), keep=False)
     if arguments.memory:
         measure = limits.waiting_memory if arguments.memory == "waiting" else limits.idle_memory
-        memory = asyncio.run(measure(data_path, arguments.messages or 10_000_000))
-        print_report({**asdict(memory), "passed": memory.passed}, arguments.json)
-        return memory.passed
-    seed = secrets.randbelow(1 << 32) if arguments.seed is None else arguments.seed
-    settings = Settings(arguments.kills, arguments.durability, seed, arguments.seconds_between)
-    console = Console(stderr=True, highlight=False)
-    console.print(f"seed {seed}, durability {settings.durability}")
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=console) as progress:
-        task = progress.add_task("kills", total=settings.kills)
-
-        def progressed(report: Report) -> None:
-            broken = sum(report.violations.values())
-            text = f"kills · {report.acknowledged:,} acknowledged · {report.duplicates:,} duplicates"
-            progress.update(task, completed=report.kills, description=text + (f" · {broken} broken" if broken else ""))
-
-        report = asyncio.run(torture(settings, data_path, progressed))
-    print_report({**asdict(report), "passed": report.passed}, arguments.json)
-    return report.passed
+        count = arguments.messages or 10_000_000
+        return conduct(arguments, "crash", lambda folder, _: measure(folder, count), keep=False)
+    settings = Settings(arguments.kills, arguments.durability, seed_of(arguments), arguments.seconds_between)
+    return conduct(
+        arguments,
+        "crash",
+        lambda folder, progressed: torture(settings, folder, progressed),
+        title=f"seed {settings.seed}, durability {settings.durability}",
+        total=settings.kills,
+        described=_described,
+    )
 
 
-def print_report(report: dict[str, object], as_json: bool) -> None:
-    if as_json:
-        sys.stdout.write(json.dumps(report, indent=2) + "\n")
-        return
-    console = Console(highlight=False)
-    for name, value in report.items():
-        label = name.replace("_", " ")
-        if isinstance(value, list):
-            for item in value:
-                console.print(f"  {item}", markup=False)
-        else:
-            # Not the seed: it is there to be copied.
-            grouped = isinstance(value, int) and not isinstance(value, bool) and name != "seed"
-            text = f"{value:,}" if grouped else str(value)
-            console.print(f"{label:30} {text}", markup=False)
+def _described(report: Report) -> tuple[int, str]:
+    broken = sum(report.violations.values())
+    text = f"kills · {report.acknowledged:,} acknowledged · {report.duplicates:,} duplicates"
+    return report.kills, text + (f" · {broken} broken" if broken else "")
 
 
 if __name__ == "__main__":

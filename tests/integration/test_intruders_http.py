@@ -24,7 +24,7 @@ import pytest
 
 from flintmq.broker.daemon import Broker
 from flintmq.http.site import ADMIN, OPEN, PUBLISH, READ, Route
-from flintmq.protocol.wire import format_id
+from flintmq.protocol.seqs import format_id
 from support.secure import PATIENCE, STRANGERS, Certificates, strangers, until
 
 AT_LEAST = 300

@@ -14,43 +14,10 @@ import pytest
 from flintmq.broker.daemon import Broker
 from flintmq.broker.net import sockets
 from flintmq.broker.storage.disk import Disk, SystemClock
-from flintmq.protocol.wire import FRAME_ERROR, FRAME_MESSAGE, FrameDecoder, decode_message, encode_command, encode_mpub
+from flintmq.protocol.wire import FRAME_ERROR, FRAME_MESSAGE, decode_message, encode_command, encode_mpub
+from support.nsq_client import NsqClient
 
 pytestmark = pytest.mark.skipif(not sockets.available(), reason="no epoll: every connection goes the ordinary way")
-
-
-class Client:
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader = reader
-        self._writer = writer
-        self._decoder = FrameDecoder()
-        self._frames: list[tuple[int, bytes]] = []
-
-    @classmethod
-    async def connect(cls, broker: Broker) -> Client:
-        host, port = broker.tcp_address.split(":")
-        client = cls(*await asyncio.open_connection(host, int(port)))
-        client.send(b"  V2")
-        return client
-
-    def send(self, data: bytes) -> None:
-        self._writer.write(data)
-
-    async def frame(self) -> tuple[int, bytes]:
-        async with asyncio.timeout(30):
-            while not self._frames:
-                data = await self._reader.read(1 << 18)
-                assert data, "the broker closed the connection"
-                self._frames += self._decoder.feed(data)
-        return self._frames.pop(0)
-
-    async def ask(self, command: bytes) -> bytes:
-        self.send(command)
-        return (await self.frame())[1]
-
-    async def close(self) -> None:
-        self._writer.close()
-        await self._writer.wait_closed()
 
 
 @pytest.fixture(params=["os", "memory", "fsync"])
@@ -63,8 +30,8 @@ async def broker(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterato
 
 
 @pytest.fixture
-async def clients(broker: Broker) -> AsyncIterator[list[Client]]:
-    made = [await Client.connect(broker) for _ in range(8)]
+async def clients(broker: Broker) -> AsyncIterator[list[NsqClient]]:
+    made = [await NsqClient.connect(broker.tcp_address) for _ in range(8)]
     yield made
     for client in made:
         await client.close()
@@ -75,7 +42,7 @@ def pub(body: bytes, topic: bytes = b"t") -> bytes:
 
 
 async def received(broker: Broker, count: int, topic: bytes = b"t") -> list[bytes]:
-    consumer = await Client.connect(broker)
+    consumer = await NsqClient.connect(broker.tcp_address)
     assert await consumer.ask(b"SUB %s c\n" % topic) == b"OK"
     consumer.send(b"RDY 2500\n")
     bodies = []
@@ -91,7 +58,7 @@ async def received(broker: Broker, count: int, topic: bytes = b"t") -> list[byte
     return bodies
 
 
-async def test_many_publishers_at_once_each_get_their_answer(broker: Broker, clients: list[Client]) -> None:
+async def test_many_publishers_at_once_each_get_their_answer(broker: Broker, clients: list[NsqClient]) -> None:
     sent = []
     for turn in range(30):
         commands = []
@@ -108,7 +75,7 @@ async def test_many_publishers_at_once_each_get_their_answer(broker: Broker, cli
     assert sorted(await received(broker, len(sent))) == sorted(sent)
 
 
-async def test_large_batches_of_several_publishers_are_all_kept(broker: Broker, clients: list[Client]) -> None:
+async def test_large_batches_of_several_publishers_are_all_kept(broker: Broker, clients: list[NsqClient]) -> None:
     sent = []
     for turn in range(12):
         batches = [[b"%d/%d/%d" % (turn, n, k) + b"x" * 300 for k in range(150)] for n in range(len(clients))]
@@ -120,7 +87,9 @@ async def test_large_batches_of_several_publishers_are_all_kept(broker: Broker, 
     assert sorted(await received(broker, len(sent))) == sorted(sent)
 
 
-async def test_a_client_that_leaves_the_short_way_is_answered_in_order(broker: Broker, clients: list[Client]) -> None:
+async def test_a_client_that_leaves_the_short_way_is_answered_in_order(
+    broker: Broker, clients: list[NsqClient]
+) -> None:
     client = clients[0]
     assert await client.ask(pub(b"arms it")) == b"OK"
     # Pipelined, split, mixed with other topics and other commands.
@@ -147,7 +116,7 @@ async def test_a_client_that_leaves_the_short_way_is_answered_in_order(broker: B
     ],
 )
 async def test_bad_input_on_the_short_way_gets_the_same_error(
-    broker: Broker, clients: list[Client], command: bytes, error: bytes
+    broker: Broker, clients: list[NsqClient], command: bytes, error: bytes
 ) -> None:
     first, other = clients[:2]
     armed = pub(b"fine") if command.startswith(b"PUB") else encode_mpub(b"t", [b"fine"])
@@ -158,7 +127,7 @@ async def test_bad_input_on_the_short_way_gets_the_same_error(
     assert await other.ask(armed) == b"OK"
 
 
-async def test_a_publish_to_a_deleted_topic_makes_it_again(broker: Broker, clients: list[Client]) -> None:
+async def test_a_publish_to_a_deleted_topic_makes_it_again(broker: Broker, clients: list[NsqClient]) -> None:
     assert await clients[0].ask(pub(b"gone")) == b"OK"
     broker.delete_topic("t")
     assert await clients[0].ask(pub(b"new")) == b"OK"
@@ -189,7 +158,7 @@ async def test_an_answer_is_not_sent_to_a_descriptor_whose_connection_is_gone(tm
     """The descriptor may be another connection's by then."""
     disk = HeldDisk()
     async with Broker(data_path=tmp_path, durability="fsync", disk=disk) as broker:
-        first, second = await Client.connect(broker), await Client.connect(broker)
+        first, second = await NsqClient.connect(broker.tcp_address), await NsqClient.connect(broker.tcp_address)
         try:
             assert await first.ask(pub(b"arms it")) == b"OK"
             assert await second.ask(pub(b"arms it")) == b"OK"
@@ -210,7 +179,7 @@ async def test_an_answer_is_not_sent_to_a_descriptor_whose_connection_is_gone(tm
         await second.close()
 
 
-async def test_publishes_that_are_refused_say_why(broker: Broker, clients: list[Client]) -> None:
+async def test_publishes_that_are_refused_say_why(broker: Broker, clients: list[NsqClient]) -> None:
     for client, command in zip(clients, [pub(b"a"), encode_mpub(b"t", [b"a"])], strict=False):
         assert await client.ask(command) == b"OK"
     broker.refusing = "the disk is nearly full"
@@ -220,7 +189,7 @@ async def test_publishes_that_are_refused_say_why(broker: Broker, clients: list[
 
 async def test_a_write_that_fails_on_the_short_way_is_told_and_leaves_nothing_behind(tmp_path: Path) -> None:
     async with Broker(data_path=tmp_path) as broker:
-        clients = [await Client.connect(broker) for _ in range(3)]
+        clients = [await NsqClient.connect(broker.tcp_address) for _ in range(3)]
         for number, client in enumerate(clients):
             assert await client.ask(encode_mpub(b"t", [b"before %d" % number])) == b"OK"
         [segment] = broker.topics["t"].log.segments
@@ -234,7 +203,7 @@ async def test_a_write_that_fails_on_the_short_way_is_told_and_leaves_nothing_be
             await client.close()
         assert broker.health.startswith("NOK")
         os.close(good)
-        other = await Client.connect(broker)
+        other = await NsqClient.connect(broker.tcp_address)
         assert await other.ask(encode_mpub(b"t", [b"after"])) == b"OK"
         assert broker.health == "OK"
         assert sorted(await received(broker, 4)) == [b"after", b"before 0", b"before 1", b"before 2"]
@@ -256,10 +225,10 @@ async def test_limits_hold_for_publishers_who_would_take_the_short_way(
 ) -> None:
     clock = StillClock()
     async with Broker(data_path=tmp_path, clock=clock, disk_reserve=0, **limits) as broker:
-        clients = [await Client.connect(broker) for _ in range(8)]
+        clients = [await NsqClient.connect(broker.tcp_address) for _ in range(8)]
         answers: list[bytes] = []
 
-        async def publish(client: Client, number: int) -> None:
+        async def publish(client: NsqClient, number: int) -> None:
             for k in range(20):
                 answers.append(await client.ask(pub(b"%d/%d" % (number, k))))
                 if answers[-1] != b"OK":

@@ -229,11 +229,11 @@ async def test_metrics_count_what_is_there(nsqd, http, clock: Time):
     assert reply.headers["Content-Type"].startswith("text/plain")
     values = dict(re.findall(r"^flintmq_nsqlookupd_(\w+) ([0-9.]+)$", reply.text, re.MULTILINE))
     assert values == {
-        "connections": "1.0",
-        "producers": "1.0",
-        "active_producers": "0.0",
-        "topics": "2.0",
-        "channels": "1.0",
+        "connections": "1",
+        "producers": "1",
+        "active_producers": "0",
+        "topics": "2",
+        "channels": "1",
     }
 
 

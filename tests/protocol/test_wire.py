@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from flintmq import kernel
 from flintmq.errors import ProtocolError
+from flintmq.protocol.seqs import SEQ_MASK, format_id, parse_id
 from flintmq.protocol.wire import (
     CLOSE_WAIT_FRAME,
     FRAME_ERROR,
@@ -15,7 +16,6 @@ from flintmq.protocol.wire import (
     FRAME_RESPONSE,
     HEARTBEAT_FRAME,
     OK_FRAME,
-    SEQ_MASK,
     FrameDecoder,
     Message,
     MessageDecoder,
@@ -26,11 +26,9 @@ from flintmq.protocol.wire import (
     encode_fins,
     encode_frame,
     encode_mpub,
-    format_id,
     go_quote,
     is_ephemeral,
     parse_base10,
-    parse_id,
     valid_name,
 )
 

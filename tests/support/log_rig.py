@@ -7,7 +7,8 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from flintmq.broker.storage.log import Log, Store
+from flintmq.broker.storage.log import Log
+from flintmq.broker.storage.store import Store
 from flintmq.errors import DamageError
 from flintmq.options import NsqdOptions
 from support.fakes import FakeClock
@@ -45,6 +46,7 @@ class Rig:
         self.fatal: list[BaseException] = []
         self.failed: list[tuple[int, Exception]] = []
         self.delayed: list[Callable[[], None]] = []
+        self.arrived = 0
         self.store = Store(
             self.disk,
             self.clock,
@@ -62,13 +64,16 @@ class Rig:
             durability,
             progressed=lambda: None,
             failed=lambda seq, exc: self.failed.append((seq, exc)),
-            arrived=lambda: None,
+            arrived=self._note_arrival,
         )
         if fresh:
             self.disk.make_folder(self.folder)
             self.disk.sync_folder(ROOT)
         else:
             self.log.recover(durable, after)
+
+    def _note_arrival(self) -> None:
+        self.arrived += 1
 
     def append(self, *bodies: bytes, delay: int = 0, more: bool = False) -> int:
         data = bytearray(b"".join(len(body).to_bytes(4, "big") + body for body in bodies))

@@ -38,7 +38,7 @@ import msgspec
 
 from flintmq import __version__
 from flintmq.broker import takeover
-from flintmq.broker.data_path import FORMAT, RESTORING
+from flintmq.broker.data_path import FORMAT, LOST, RECOVERED, RESTORING
 from flintmq.broker.delivery.topic import RESERVE
 from flintmq.broker.storage.disk import Disk, SystemClock
 from flintmq.broker.storage.ids import NODE_IDS
@@ -181,7 +181,7 @@ class _Copy:
         """Every segment file below the root."""
         found = []
         for folder in _names(self._root / "topics"):
-            if folder.endswith(".lost"):
+            if folder.endswith((LOST, RECOVERED)):
                 self._leave_out(f"topics/{folder}")
                 continue
             for part in (f"topics/{folder}", f"topics/{folder}/side"):
@@ -238,7 +238,7 @@ class _Copy:
         """The files with the keys of segments that are gone. What goes from here on is held, and has its own."""
         for folder in _names(self._root / "topics"):
             for name in _names(self._root / "topics" / folder):
-                if folder.endswith(".lost") or not name.endswith(".keys"):
+                if folder.endswith((LOST, RECOVERED)) or not name.endswith(".keys"):
                     continue
                 path = f"topics/{folder}/{name}"
                 try:

@@ -21,6 +21,7 @@ from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import flintmq
+from flintmq import addresses
 from flintmq.broker.data_path import DataPath, reason, remove_tree
 from flintmq.broker.delivery.channel import Channel
 from flintmq.broker.delivery.scan import Scan
@@ -30,13 +31,14 @@ from flintmq.broker.limits import Connections
 from flintmq.broker.net import sockets
 from flintmq.broker.net.session import FinishLane, Lane, Session
 from flintmq.broker.observe import stats
+from flintmq.broker.observe.statsd import Statsd
 from flintmq.broker.opening import Opening
 from flintmq.broker.peers import Peers
 from flintmq.broker.settings import Settings
 from flintmq.broker.storage.disk import Clock, Disk
 from flintmq.broker.storage.ids import NodeIds
-from flintmq.broker.storage.journal import SIDE, Journal
-from flintmq.broker.storage.log import Store
+from flintmq.broker.storage.journal import SIDE, Journal, State
+from flintmq.broker.storage.store import Store
 from flintmq.broker.turn import Turn
 from flintmq.broker.upkeep import SPACE_INTERVAL, Upkeep
 from flintmq.errors import FlintError, NotFoundError, OptionError, PublishError, StartError, StorageError
@@ -149,7 +151,7 @@ class Broker:
         self.lane_published = self.lane_finished = 0
         self.free_bytes = 0
         self.pauses = stats.Pauses()
-        self._statsd = stats.Statsd(self)
+        self._statsd = Statsd(self)
 
     # --- Start and stop --------------------------------------------------------------------------------------------
 
@@ -183,6 +185,7 @@ class Broker:
         self._data_path.lock()
         try:
             self._open()
+            self.store.fill_reserve(self.path / "flintmq")
             self.peers.load_tls()
             self.peers.load_token()
             # Before anybody can connect: no first message is missed.
@@ -211,12 +214,15 @@ class Broker:
     def _open(self) -> None:
         """Open the data path: everything in it is back when this returns."""
         self.node = self._data_path.open(self.options, self.clock)
-        state = self.journal.recover()
-        self._floor = state.floor
-        self._next_incarnation = state.next_incarnation
-        self._next_channel = state.next_channel
+        state = self.journal.recover(accept=self.options.accept_damaged_journal)
         self.settings.restore(state)
         Opening(self, self._data_path.root).run(state)
+
+    def resume(self, state: State, next_incarnation: int, next_channel: int) -> None:
+        """Go on with these numbers; called by the opening, before the journal is begun."""
+        self._floor = state.floor
+        self._next_incarnation = next_incarnation
+        self._next_channel = next_channel
 
     def _set_up_security(self) -> None:
         if self.options.tls_cert:
@@ -281,14 +287,8 @@ class Broker:
 
     def _bind(self, address: str) -> tuple[socket.socket, str]:
         """A listening socket, and where it really is."""
-        try:
-            sock = _bind(address)
-        except (OSError, ValueError) as exc:
-            raise StartError(f"listen ({address}) failed - {reason(exc)}") from exc
-        name = sock.getsockname()
-        if isinstance(name, str):
-            return sock, name
-        return sock, f"[{name[0]}]:{name[1]}" if ":" in name[0] else f"{name[0]}:{name[1]}"
+        sock = addresses.bind(address)
+        return sock, addresses.text_of(sock.getsockname())
 
     def _new_session(self) -> Session:
         return Session(self)
@@ -300,7 +300,7 @@ class Broker:
     @property
     def http_port(self) -> int:
         """Where others reach our HTTP port; 0 if it is not served, or not on a port."""
-        return self.options.broadcast_http_port or split_address(self.http_address)[1] if self.http_address else 0
+        return self.options.broadcast_http_port or addresses.port_of(self.http_address) if self.http_address else 0
 
     @property
     def tcp_address(self) -> str:
@@ -422,7 +422,7 @@ class Broker:
             await asyncio.sleep(0)
         self._close_poller()
         for bound in (self._bound, self._http_bound):
-            if bound and split_address(bound)[0] is None:
+            if bound and addresses.split(bound, listening=True).path:
                 with contextlib.suppress(OSError):
                     os.unlink(bound)
 
@@ -488,6 +488,7 @@ class Broker:
         self.disk.close()
         for topic in self.topics.values():
             topic.abandon()
+        self.store.close()
         self.journal.close()
         self.pauses.stop()
         self._data_path.unlock()
@@ -586,11 +587,15 @@ class Broker:
         for storage in (topic.side, topic.log):
             if storage is not None:
                 storage.discard()
-        if topic.folder is not None:
-            try:
-                remove_tree(self.disk, topic.folder)
-            except OSError as exc:
-                logger.error("TOPIC(%s): cannot remove %s - %s", topic.name, topic.folder, exc)
+        if topic.folder is not None and not self.disk.closing:
+            # Giving back the space of large files takes the system a while. The next start deletes what is left.
+            self.disk.submit(
+                functools.partial(remove_tree, self.disk, topic.folder), functools.partial(self._discarded, topic)
+            )
+
+    def _discarded(self, topic: Topic, _: None, error: BaseException | None) -> None:
+        if error is not None:
+            logger.error("TOPIC(%s): cannot delete %s - %s", topic.name, topic.folder, error)
 
     def next_channel_id(self) -> int:
         self._next_channel += 1
@@ -649,11 +654,11 @@ class Broker:
     def unwell(self, why: str) -> None:
         """A write failed: so it stays until one succeeds."""
         self._illness = why
-        self.store.ill = True
+        self.store.note_health(ill=True)
 
     def _recovered(self) -> None:
         self._illness = ""
-        self.store.ill = False
+        self.store.note_health(ill=False)
 
     @property
     def health(self) -> str:
@@ -703,35 +708,3 @@ class Broker:
         self.journal.flush()
         if topic.settings.durability == "fsync":
             await self.synced()
-
-
-def _bind(address: str) -> socket.socket:
-    host, port = split_address(address)
-    if host is None:
-        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        where: Any = address
-    else:
-        # An empty host is every address, as in Go.
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        if host:
-            family, _, _, _, where = socket.getaddrinfo(host, port, family=family, type=socket.SOCK_STREAM)[0]
-        else:
-            where = ("", port)
-        sock = socket.socket(family, socket.SOCK_STREAM)
-        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-    try:
-        sock.setblocking(False)
-        sock.bind(where)
-        sock.listen(1024)
-    except BaseException:
-        sock.close()
-        raise
-    return sock
-
-
-def split_address(address: str) -> tuple[str | None, int]:
-    """``host:port`` taken apart; the host is None if it is the path of a unix socket instead."""
-    host, colon, port = address.rpartition(":")
-    if not colon or not port.isdigit() or "/" in port:
-        return None, 0
-    return host.removeprefix("[").removesuffix("]"), int(port)

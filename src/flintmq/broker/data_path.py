@@ -27,13 +27,15 @@ from flintmq.broker.storage.disk import Clock, Disk
 from flintmq.errors import FormatError, StartError
 from flintmq.options import NsqdOptions
 
-__all__ = ["FORMAT", "LOST", "RESTORING", "DataPath", "reason", "remove_tree"]
+__all__ = ["FORMAT", "LOST", "RECOVERED", "RESTORING", "DataPath", "reason", "remove_tree"]
 
 logger = logging.getLogger(__name__)
 
 FORMAT = 1
 #: What is appended to the name of a topic's folder that is set aside.
 LOST = ".lost"
+#: What is appended to the name of something set aside whose messages were brought back.
+RECOVERED = ".recovered"
 #: A backup that is being restored (backup.py); it is renamed once it is whole.
 RESTORING = "flintmq.restoring"
 

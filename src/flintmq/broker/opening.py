@@ -7,17 +7,18 @@ that the journal does not know are deleted, or set aside if they hold messages.
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flintmq.broker.data_path import LOST, remove_tree
+from flintmq.broker.data_path import LOST, RECOVERED, remove_tree
 from flintmq.broker.delivery.channel import Channel
 from flintmq.broker.delivery.dead_letters import finish_moved
-from flintmq.broker.delivery.topic import Topic
-from flintmq.broker.storage.journal import ANOTHER_BOOT, SIDE, State, TopicState
+from flintmq.broker.delivery.topic import RESERVE, Topic
+from flintmq.broker.storage.journal import ANOTHER_BOOT, SIDE, State, TopicState, damaged
 from flintmq.broker.storage.log import Log
 from flintmq.broker.storage.mover import copies
+from flintmq.broker.storage.segment import FILE_HEADER, read_header
 
 if TYPE_CHECKING:
     from flintmq.broker.daemon import Broker
@@ -25,6 +26,9 @@ if TYPE_CHECKING:
 __all__ = ["Opening"]
 
 logger = logging.getLogger(__name__)
+
+#: Numbers of channels that are left out after damage to the journal: lost entries may have used them.
+SKIPPED_CHANNELS = 1 << 20
 
 
 class Opening:
@@ -37,15 +41,23 @@ class Opening:
         broker, root = self._broker, self._root
         disk, journal, clean = broker.disk, broker.journal, state.clean
         same_boot = state.boot == broker.clock.boot_id()
+        self._check(state, same_boot)
         broker.node_ids.read(root)
         opened = [self._open_topic(topic_state, clean) for topic_state in state.topics.values()]
         finish_moved(opened, state)
         for topic, topic_state in zip(opened, state.topics.values(), strict=True):
             self._restore_topic(topic, topic_state, same_boot)
         broker.node_ids.take_up(root, opened)
+        skipped = SKIPPED_CHANNELS if journal.damage else 0
+        names = disk.names(root / "topics")
+        broker.resume(
+            state,
+            max(state.next_incarnation, highest_incarnation(names) + 1),
+            state.next_channel + skipped,
+        )
         known = {topic.folder for topic in opened}
         for name in disk.names(root / "topics"):
-            if root / "topics" / name not in known and not name.endswith(LOST):
+            if root / "topics" / name not in known and not name.endswith((LOST, RECOVERED)):
                 self._clear_away(root / "topics" / name, state.next_incarnation)
         if not clean:
             # What is called durable from here on must be: a folder's own entry too.
@@ -67,19 +79,56 @@ class Opening:
         else:
             journal.secure()
 
+    def _check(self, state: State, same_boot: bool) -> None:
+        """Compare the topics' folders with the journal: is it cut off? StorageError if so, unless that is accepted.
+
+        A topic is in the journal's file before it has one of its own. Only a power failure may reverse that.
+        """
+        journal = self._broker.journal
+        if not state.clean and (same_boot or journal.is_new):
+            names = self._broker.disk.names(self._root / "topics")
+            unknown = [name for name in names if _incarnation(name) >= state.next_incarnation and self._is_topic(name)]
+            if unknown:
+                path, offset = journal.end
+                where = f"{path} is missing" if journal.is_new else f"{path} ends at offset {offset}"
+                journal.damage.append(f"{where}, and does not know {', '.join(unknown)}")
+                if not self._broker.options.accept_damaged_journal:
+                    raise damaged(journal.damage)
+                logger.error("JOURNAL: damaged, which was accepted - %s", journal.damage[-1])
+        if journal.damage:
+            # Entries that used these numbers may be among those that are gone.
+            for topic in state.topics.values():
+                topic.ceiling += RESERVE
+
+    def _is_topic(self, name: str) -> bool:
+        """Is it the folder of a topic with at least one segment?"""
+        disk, folder = self._broker.disk, self._root / "topics" / name
+        for child in disk.names(folder):
+            if child.endswith(".seg"):
+                fd = disk.open(folder / child)
+                try:
+                    if read_header(folder / child, disk.read(fd, FILE_HEADER, 0)) is not None:
+                        return True
+                finally:
+                    disk.close_file(fd)
+        return False
+
     def _clear_away(self, folder: Path, next_incarnation: int) -> None:
         """A topic's folder that the journal does not know.
 
         It was deleted; or it was made right before a crash, and nothing in it was ever answered for. If there are
         messages in one that was never heard of, though, it is the journal that is not whole: then they are set aside.
         """
-        incarnation = folder.name.rpartition("@")[2]
-        heard_of = incarnation.isdigit() and int(incarnation) < next_incarnation
+        heard_of = 0 <= _incarnation(folder.name) < next_incarnation and not self._broker.journal.damage
         if heard_of or not any(name.endswith(".seg") for name in self._broker.disk.names(folder)):
             remove_tree(self._broker.disk, folder)
             return
         lost = folder.with_name(folder.name + LOST)
-        logger.error("NSQ: the journal does not know %s, it is set aside as %s", folder.name, lost)
+        logger.error(
+            "NSQ: the journal does not know %s, it is set aside as %s; flintmq recover brings its messages back",
+            folder.name,
+            lost,
+        )
         self._broker.disk.rename(folder, lost)
 
     def _open_topic(self, state: TopicState, clean: bool) -> Topic:
@@ -93,7 +142,7 @@ class Opening:
         topic.log.recover(state.durable, after)
         if after is None and state.end is not None:
             # Messages that were finished before they were ever written leave no trace but the end.
-            topic.log.end = topic.log.written = topic.log.durable = max(topic.log.end, state.end)
+            topic.log.resume_at(state.end)
         topic.restore_keys()
         topic.ceiling = state.ceiling
         topic.paused = state.paused
@@ -101,7 +150,7 @@ class Opening:
         if disk.exists(folder / "side"):
             topic.side = topic._new_log(folder / "side", SIDE)
             topic.side.recover(state.side_end, None)
-            topic.side.end = topic.side.written = topic.side.durable = max(topic.side.end, state.side_end)
+            topic.side.resume_at(state.side_end)
         self._broker.topics[topic.name] = topic
         return topic
 
@@ -130,6 +179,17 @@ class Opening:
             channel.restore(channel_state.outstanding.within(mine), back, topic.log.deferrals(topic.pumped))
         deferrals = topic.log.deferrals(topic.pumped)
         topic.log.deferred.extend((seq, due) for seq, due in deferrals if seq >= topic.pumped)
+
+
+def _incarnation(name: str) -> int:
+    """The number in the name of a topic's folder; -1 if it is none, or was set aside."""
+    digits = name.rpartition("@")[2]
+    return int(digits) if digits.isdigit() else -1
+
+
+def highest_incarnation(names: Iterable[str]) -> int:
+    """The highest number that any topic's folder has or had, those set aside included."""
+    return max((_incarnation(name.removesuffix(RECOVERED).removesuffix(LOST)) for name in names), default=0)
 
 
 def side_spans(side: Log) -> dict[int, list[tuple[int, int]]]:

@@ -25,8 +25,10 @@ from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
+from flintmq.addresses import join, port_of, split
 from flintmq.errors import OptionError, ProtocolError
-from flintmq.http import site as web
+from flintmq.http.server import load
+from flintmq.http.tokens import read_token
 from flintmq.protocol.wire import MAGIC_LOOKUP, NSQ_VERSION, encode_command, is_ephemeral, valid_name
 
 if TYPE_CHECKING:
@@ -74,7 +76,7 @@ class Peers:
         """Read the token of ``--lookupd-token-file``. OptionError, and no change, if there is none in it."""
         path = self.broker.options.lookupd_token_file
         if path:
-            self._headers = {"Authorization": f"Bearer {web.read_token(path)}"}
+            self._headers = {"Authorization": f"Bearer {read_token(path)}"}
 
     def load_tls(self) -> None:
         """Read the certificates for ``--lookupd-tls``. OptionError if they are no good."""
@@ -191,7 +193,7 @@ class Peers:
 
     async def _query(self, url: str, topic: str) -> list[str]:
         """The channels in a lookupd's answer. TimeoutError, OSError or ValueError if there is none."""
-        await web.load("aiohttp")
+        await load("aiohttp")
         import aiohttp
 
         options = self.broker.options
@@ -312,8 +314,7 @@ class Peer:
             _line(info.broadcast_address),
         )
         if info.broadcast_address and info.http_port:
-            host = f"[{info.broadcast_address}]" if ":" in info.broadcast_address else info.broadcast_address
-            self.http_address = f"{host}:{info.http_port}"
+            self.http_address = join(info.broadcast_address, info.http_port)
         self.tried.set()
         # The list is of this moment, and what changes after it is noted.
         self._noting = True
@@ -368,8 +369,8 @@ class Peer:
             {
                 "broadcast_address": options.broadcast_address,
                 "hostname": socket.gethostname(),
-                "http_port": options.broadcast_http_port or _port(broker.http_address),
-                "tcp_port": options.broadcast_tcp_port or _port(broker.tcp_address),
+                "http_port": options.broadcast_http_port or port_of(broker.http_address),
+                "tcp_port": options.broadcast_tcp_port or port_of(broker.tcp_address),
                 "topology_region": options.topology_region,
                 "topology_zone": options.topology_zone,
                 "version": NSQ_VERSION,
@@ -488,16 +489,12 @@ def _kind(command: tuple[str, ...]) -> str:
 
 
 def _split(address: str) -> tuple[str, int]:
-    host, _, port = address.rpartition(":")
-    if not port.isdecimal() or int(port) > 65535:
-        raise ProtocolError(f"not an address, host:port: {address!r}")
-    return host.removeprefix("[").removesuffix("]") or "localhost", int(port)
-
-
-def _port(address: str) -> int:
-    """The port of ``host:port``; 0 for a unix socket, and for nothing at all."""
-    port = address.rpartition(":")[2]
-    return int(port) if port.isdecimal() else 0
+    try:
+        host, port, _ = split(address, listening=True, unix=False)
+    except OptionError as exc:
+        raise ProtocolError(str(exc)) from exc
+    # As Go dials an address without a host.
+    return host or "localhost", port
 
 
 def _text(answer: bytes) -> str:

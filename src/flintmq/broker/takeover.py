@@ -24,7 +24,8 @@ import msgspec
 from flintmq.broker.delivery.topic import RESERVE
 from flintmq.broker.storage.disk import Clock, Disk
 from flintmq.broker.storage.journal import SIDE, Journal
-from flintmq.broker.storage.log import Log, Store
+from flintmq.broker.storage.log import Log
+from flintmq.broker.storage.store import Store
 from flintmq.errors import StartError
 from flintmq.options import NsqdOptions
 from flintmq.protocol.wire import is_ephemeral, valid_name

@@ -21,6 +21,7 @@ import msgspec
 
 import flintmq
 from flintmq import kernel
+from flintmq.addresses import split
 from flintmq.errors import ClosedError, ConnectError, OptionError, ProtocolError
 from flintmq.protocol import wire
 
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
 
     from flintmq.protocol.compression import Codec
 
-__all__ = ["Clock", "Connection", "Message", "Owner", "Settings", "Timer", "addresses", "sleep", "split_address"]
+__all__ = ["Clock", "Connection", "Message", "Owner", "Settings", "Timer", "addresses", "sleep"]
 
 #: What a broker answers during the handshake is small.
 _HANDSHAKE_BYTES = 1 << 20
@@ -372,7 +373,7 @@ class Connection(asyncio.Protocol):
             context = ssl.create_default_context()
         name = self._settings.tls_hostname
         if name is None:
-            name = split_address(self.address)[0] or ""
+            name = split(self.address).host
         assert self._transport is not None
         self._transport = await self._loop.start_tls(self._transport, self, context, server_hostname=name)
         await self._answer_ok("TLS")
@@ -687,24 +688,13 @@ class Connection(asyncio.Protocol):
 # --- Addresses ------------------------------------------------------------------------------------------------------
 
 
-def split_address(address: str) -> tuple[str | None, int]:
-    """``host:port`` or ``[v6]:port``; (None, 0) for the path of a unix socket. OptionError if it is neither."""
-    if "/" in address:
-        return None, 0
-    host, colon, port = address.rpartition(":")
-    bare = host[1:-1] if host.startswith("[") and host.endswith("]") else host
-    if not colon or not bare or not port.isdecimal() or not 0 < int(port) < 65536 or (":" in bare and bare == host):
-        raise OptionError(f'"{address}" is no address: it must be host:port, [v6]:port or the path of a unix socket')
-    return bare, int(port)
-
-
 async def connect(
     address: str, factory: Callable[[], asyncio.Protocol]
 ) -> tuple[asyncio.BaseTransport, asyncio.BaseProtocol]:
     loop = asyncio.get_running_loop()
-    host, port = split_address(address)
-    if host is None:
-        return await loop.create_unix_connection(factory, address)
+    host, port, path = split(address)
+    if path:
+        return await loop.create_unix_connection(factory, path)
     return await loop.create_connection(factory, host, port)
 
 

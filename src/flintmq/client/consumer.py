@@ -19,9 +19,10 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
 
+from flintmq.addresses import split
 from flintmq.client import tracing
 from flintmq.client.brokers import Brokers
-from flintmq.client.connection import Clock, Connection, Message, Settings, Timer, addresses, split_address
+from flintmq.client.connection import Clock, Connection, Message, Settings, Timer, addresses
 from flintmq.client.flow import Flow
 from flintmq.cluster.lookupds import Lookupds
 from flintmq.errors import ClosedError, OptionError, ProtocolError
@@ -112,7 +113,7 @@ class Consumer:
         self._name = f"{topic}/{channel}"
         self._fixed = addresses(nsqd)
         for address in self._fixed:
-            split_address(address)
+            split(address)
         looked_up = addresses(lookupd)
         if not self._fixed and not looked_up:
             raise OptionError("a consumer needs nsqd or lookupd addresses")
@@ -328,7 +329,7 @@ class Consumer:
 
     def add_nsqd(self, address: str) -> None:
         """Consume from one more broker. It is dialled until the end, as if it had been named at the start."""
-        split_address(address)
+        split(address)
         if not self._started:
             self._fixed = addresses([*self._fixed, address])
         else:

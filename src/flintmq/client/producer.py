@@ -19,9 +19,10 @@ from types import TracebackType
 from typing import Any
 
 from flintmq import kernel
+from flintmq.addresses import split
 from flintmq.client import tracing
 from flintmq.client.brokers import Brokers
-from flintmq.client.connection import Clock, Connection, Message, Settings, Timer, addresses, split_address
+from flintmq.client.connection import Clock, Connection, Message, Settings, Timer, addresses
 from flintmq.cluster.lookupds import Answer, Lookupds, Node
 from flintmq.errors import (
     ClosedError,
@@ -164,7 +165,7 @@ class Producer:
         """
         self._fixed = addresses(nsqd)
         for address in self._fixed:
-            split_address(address)
+            split(address)
         looked_up = addresses(lookupd)
         if not self._fixed and not looked_up:
             raise OptionError("a producer needs nsqd or lookupd addresses")
@@ -264,7 +265,7 @@ class Producer:
 
     def add_nsqd(self, address: str) -> None:
         """Publish to one more broker too. It is dialled until the end, as if it had been named at the start."""
-        split_address(address)
+        split(address)
         if not self._started:
             self._fixed = addresses([*self._fixed, address])
         else:

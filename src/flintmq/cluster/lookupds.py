@@ -14,7 +14,8 @@ from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 
 import msgspec
 
-from flintmq.errors import ClusterError, OptionError
+from flintmq.addresses import http_url, join
+from flintmq.errors import ClusterError
 
 if TYPE_CHECKING:
     import ssl
@@ -45,11 +46,11 @@ class Node(msgspec.Struct, frozen=True):
 
     @property
     def tcp_address(self) -> str:
-        return _join(self.broadcast_address or self.hostname, self.tcp_port)
+        return join(self.broadcast_address or self.hostname, self.tcp_port)
 
     @property
     def http_address(self) -> str:
-        return _join(self.broadcast_address or self.hostname, self.http_port)
+        return join(self.broadcast_address or self.hostname, self.http_port)
 
 
 class _Producers(msgspec.Struct):
@@ -163,16 +164,8 @@ async def _whole(response: aiohttp.ClientResponse) -> bytes:
 
 
 def lookupd_url(address: str) -> str:
-    """``host:port`` or a URL, as a URL. OptionError if it is neither."""
-    url = address if "://" in address else f"http://{address}"
-    try:
-        parts = urlsplit(url)
-        is_good = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 0) >= 0
-    except ValueError:
-        is_good = False
-    if not is_good or (parts.scheme == "http" and parts.port is None):
-        raise OptionError(f'"{address}" is no address of an nsqlookupd: it must be host:port or http(s)://host:port')
-    return url
+    """Return ``host:port`` or a URL as a URL. OptionError if it is neither."""
+    return http_url(address, "an nsqlookupd", query=True)
 
 
 def _question(url: str, what: str, query: dict[str, str]) -> str:
@@ -180,7 +173,3 @@ def _question(url: str, what: str, query: dict[str, str]) -> str:
     parts = urlsplit(url)
     path = parts.path.rstrip("/") + f"/{what}" if what == "nodes" or parts.path in ("", "/") else parts.path
     return urlunsplit(parts._replace(path=path, query=urlencode([*parse_qsl(parts.query), *query.items()])))
-
-
-def _join(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"

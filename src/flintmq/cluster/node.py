@@ -20,12 +20,13 @@ from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
 from datetime import UTC, datetime
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
-from urllib.parse import urlsplit
 
 import msgspec
 
-from flintmq.errors import ConnectError, HttpError, OptionError
-from flintmq.protocol.wire import SEQ_MASK, FrameDecoder, decode_message
+from flintmq.addresses import http_url
+from flintmq.errors import ConnectError, HttpError
+from flintmq.protocol.seqs import seq_of
+from flintmq.protocol.wire import FrameDecoder, decode_message
 
 if TYPE_CHECKING:
     import ssl
@@ -216,7 +217,7 @@ class NodeClient:
     ) -> None:
         self.address = address
         self._socket = address if address.startswith(("/", "./")) else ""
-        self._url = "http://localhost" if self._socket else _node_url(address)
+        self._url = "http://localhost" if self._socket else http_url(address, "an nsqd")
         self._tls = tls
         self._timeout = timeout
         self._headers = {"Accept": "application/vnd.nsq; version=1.0"}
@@ -415,7 +416,7 @@ class NodeClient:
                     async for chunk in fetch:
                         for _, frame in decoder.feed(chunk):
                             message = decode_message(frame)
-                            seq = int(message.id, 16) & SEQ_MASK
+                            seq = seq_of(message.id)
                             start = seq + 1
                             yield LogMessage(seq, message.timestamp, message.id.decode(), message.body)
                 except ConnectError:
@@ -522,18 +523,6 @@ def _decoded(kind: type[_T], body: bytes, address: str) -> _T:
         return msgspec.json.decode(body, type=kind)
     except msgspec.MsgspecError as exc:
         raise ConnectError(f"what listens at {address} does not answer like an nsqd of flintmq ({exc})") from exc
-
-
-def _node_url(address: str) -> str:
-    url = address if "://" in address else f"http://{address}"
-    try:
-        parts = urlsplit(url)
-        is_good = parts.scheme in ("http", "https") and bool(parts.hostname) and (parts.port or 1) > 0
-    except ValueError:
-        is_good = False
-    if not is_good or (parts.scheme == "http" and parts.port is None) or parts.query or parts.fragment:
-        raise OptionError(f'"{address}" is no HTTP address of an nsqd: it must be host:port or http(s)://host:port')
-    return url.rstrip("/")
 
 
 def _all(shown: int | None) -> str:

@@ -20,8 +20,8 @@ from typing import Any, Self
 
 import msgspec
 
-from flintmq import client
-from flintmq.client.connection import Connection, Settings, connect, split_address
+from flintmq import addresses, client
+from flintmq.client.connection import Connection, Settings, connect
 from flintmq.errors import ClosedError, FlintError, ProtocolError
 from flintmq.protocol import wire
 
@@ -237,14 +237,14 @@ def _tls_context(options: dict[str, Any] | None) -> Any:
 def join_address(host: str, port: int) -> str:
     assert isinstance(host, str)
     assert isinstance(port, int)
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+    return addresses.join(host, port)
 
 
 class Peer:
     """What callbacks and hooks of a Reader or Writer are given for a connection."""
 
     def __init__(self, address: str) -> None:
-        host, port = split_address(address)
+        host, port, _ = addresses.split(address)
         self.id = address
         self.host = host
         self.port = port

@@ -13,17 +13,20 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import socket
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
+from flintmq import addresses
 from flintmq.errors import FullError, HttpError, OptionError, ProtocolError, StartError
 from flintmq.http import site as web
+from flintmq.http.server import Server
+from flintmq.http.tls import reload_tls, server_tls
+from flintmq.http.tokens import Tokens
 from flintmq.lookup.registry import Producer, Registry
 from flintmq.options import NsqlookupdOptions, format_duration
 from flintmq.protocol.wire import MAGIC_LOOKUP, NSQ_VERSION, decode_identify, valid_name
@@ -89,10 +92,10 @@ class Lookupd:
         self.sessions: dict[Session, None] = {}
         self._tcp_bound = self._http_bound = ""
         self._tcp: asyncio.Server | None = None
-        self._http: web.Server | None = None
+        self._http: Server | None = None
         # Read at the start, and again by `reload`.
         self._tls: ssl.SSLContext | None = None
-        self._tokens: web.Tokens | None = None
+        self._tokens: Tokens | None = None
 
     # --- Start and stop --------------------------------------------------------------------------------------------
 
@@ -111,19 +114,19 @@ class Lookupd:
         try:
             tls = self._tls = self._load_tls()
             if options.http_auth_token_file:
-                self._tokens = web.Tokens(options.http_auth_token_file)
+                self._tokens = Tokens(options.http_auth_token_file)
         except OptionError as exc:
             raise StartError(str(exc)) from exc
-        tcp = _bind(options.tcp_address)
+        tcp = addresses.bind(options.tcp_address, unix=False)
         try:
-            http = _bind(options.http_address)
+            http = addresses.bind(options.http_address, unix=False)
         except StartError:
             tcp.close()
             raise
         # Both before the first connection: the answer to IDENTIFY names them.
-        self._tcp_bound = web.address_of(tcp.getsockname())
-        self._http_bound = web.address_of(http.getsockname())
-        self._http = web.Server(self._site())
+        self._tcp_bound = addresses.text_of(tcp.getsockname())
+        self._http_bound = addresses.text_of(http.getsockname())
+        self._http = Server(self._site())
         await self._http.listen(http, tls)
         logger.info("HTTP: listening on %s", self.http_address)
         loop = asyncio.get_running_loop()
@@ -140,7 +143,7 @@ class Lookupd:
         options = self.options
         if not options.tls_cert:
             return None
-        return web.server_tls(
+        return server_tls(
             options.tls_cert,
             options.tls_key,
             client_ca=options.tls_root_ca_file,
@@ -155,7 +158,7 @@ class Lookupd:
             self._tokens.reload()
         if self._tls is not None:
             try:
-                web.reload_tls(self._tls, self.options.tls_cert, self.options.tls_key)
+                reload_tls(self._tls, self.options.tls_cert, self.options.tls_key)
             except OptionError as exc:
                 logger.error("TLS: the certificate stays as it was - %s", exc)
             else:
@@ -192,8 +195,8 @@ class Lookupd:
             {
                 "broadcast_address": self.options.broadcast_address,
                 "hostname": socket.gethostname(),
-                "http_port": _port(self.http_address),
-                "tcp_port": _port(self.tcp_address),
+                "http_port": addresses.port_of(self.http_address),
+                "tcp_port": addresses.port_of(self.tcp_address),
                 "version": NSQ_VERSION,
             }
         )
@@ -230,10 +233,10 @@ class Lookupd:
         return {"topics": list(self.registry.topics)}
 
     async def _channels(self, request: web.Request) -> dict[str, list[str]]:
-        return {"channels": self.registry.channels(_argument(request, "topic"))}
+        return {"channels": self.registry.channels(request.arguments().text("topic"))}
 
     async def _lookup(self, request: web.Request) -> dict[str, Any]:
-        topic = _argument(request, "topic")
+        topic = request.arguments().text("topic")
         producers = self.registry.lookup(topic)
         if producers is None:
             raise HttpError(404, "TOPIC_NOT_FOUND")
@@ -254,9 +257,6 @@ class Lookupd:
         return web.Answer(b"{" + await _slowly(pieces()) + b"}", web.JSON)
 
     async def _metrics(self, request: web.Request) -> web.Answer:
-        from prometheus_client import CONTENT_TYPE_LATEST, CollectorRegistry, generate_latest
-        from prometheus_client.metrics_core import GaugeMetricFamily
-
         registry = self.registry
         values = (
             ("connections", "Connections of nsqds.", len(self.sessions)),
@@ -265,18 +265,14 @@ class Lookupd:
             ("topics", "Topics that are known.", len(registry.topics)),
             ("channels", "Channels that are known.", registry.channel_count),
         )
-
-        class Values:
-            def collect(self) -> Iterable[GaugeMetricFamily]:
-                for name, text, value in values:
-                    yield GaugeMetricFamily(f"flintmq_nsqlookupd_{name}", text, value)
-
-        collected = CollectorRegistry()
-        collected.register(Values())
-        return web.Answer(generate_latest(collected), CONTENT_TYPE_LATEST)
+        lines = []
+        for short, text, value in values:
+            name = f"flintmq_nsqlookupd_{short}"
+            lines.append(f"{web.metric_head(name, 'gauge', text)}{name} {value}\n")
+        return web.Answer("".join(lines).encode(), web.PROMETHEUS)
 
     async def _create_topic(self, request: web.Request) -> None:
-        topic = _name(request, "topic")
+        topic = request.arguments().name("topic")
         await request.body()
         logger.info("DB: adding topic(%s)", topic)
         with _limited():
@@ -284,7 +280,7 @@ class Lookupd:
 
     async def _delete_topic(self, request: web.Request) -> None:
         # A * means everything to NSQ's own daemon: one letter would empty the registry. Here it is no name.
-        topic = _name(request, "topic")
+        topic = request.arguments().name("topic")
         await request.body()
         for channel in self.registry.channels(topic):
             logger.info("DB: removing channel(%s) from topic(%s)", channel, topic)
@@ -293,15 +289,16 @@ class Lookupd:
         self.registry.delete_topic(topic)
 
     async def _tombstone(self, request: web.Request) -> None:
-        topic, node = _argument(request, "topic"), _argument(request, "node")
-        if not valid_name(topic):
-            raise HttpError(400, "INVALID_ARG_TOPIC")
+        arguments = request.arguments()
+        # NSQ looks at the name last.
+        topic, node = arguments.text("topic"), arguments.text("node")
+        arguments.name("topic")
         await request.body()
         logger.info("DB: setting tombstone for producer@%s of topic(%s)", ascii(node)[1:-1], topic)
         self.registry.tombstone(topic, node)
 
     async def _create_channel(self, request: web.Request) -> None:
-        topic, channel = _name(request, "topic"), _name(request, "channel")
+        topic, channel = request.arguments().topic_and_channel()
         await request.body()
         logger.info("DB: adding channel(%s) in topic(%s)", channel, topic)
         logger.info("DB: adding topic(%s)", topic)
@@ -309,7 +306,7 @@ class Lookupd:
             self.registry.make_channel(topic, channel)
 
     async def _delete_channel(self, request: web.Request) -> None:
-        topic, channel = _name(request, "topic"), _name(request, "channel")
+        topic, channel = request.arguments().topic_and_channel()
         await request.body()
         if not self.registry.delete_channel(topic, channel):
             raise HttpError(404, "CHANNEL_NOT_FOUND")
@@ -339,7 +336,7 @@ class Session(asyncio.Protocol):
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         # Not an isinstance: uvloop's transports are none of asyncio's.
         self._transport = cast(asyncio.Transport, transport)
-        self._address = web.address_of(self._transport.get_extra_info("peername"))
+        self._address = addresses.text_of(self._transport.get_extra_info("peername"))
         self._lookupd.sessions[self] = None
         _keep_alive(self._transport.get_extra_info("socket"))
         self._patience = self._loop.call_later(MAGIC_SECONDS, self._transport.abort)
@@ -516,20 +513,6 @@ class Session(asyncio.Protocol):
 # --- Small things -----------------------------------------------------------------------------------------------------
 
 
-def _argument(request: web.Request, name: str) -> str:
-    arguments = request.arguments()
-    if name not in arguments:
-        raise HttpError(400, f"MISSING_ARG_{name.upper()}")
-    return arguments[name]
-
-
-def _name(request: web.Request, name: str) -> str:
-    value = _argument(request, name)
-    if not valid_name(value):
-        raise HttpError(400, f"INVALID_ARG_{name.upper()}")
-    return value
-
-
 @contextlib.contextmanager
 def _limited() -> Iterator[None]:
     """One name too many is the server's trouble, not the client's."""
@@ -551,27 +534,6 @@ async def _slowly(pieces: Iterator[tuple[int, bytes]]) -> bytes:
             cost = 0
             await asyncio.sleep(0)
     return b",".join(made)
-
-
-def _bind(address: str) -> socket.socket:
-    host, colon, port = address.rpartition(":")
-    if not colon or not port.isdecimal() or int(port) > 65535:
-        raise StartError(f"listen ({address}) failed - not an address, host:port")
-    # An empty host is every address, as in Go.
-    family = socket.AF_INET6 if ":" in host else socket.AF_INET
-    host = host.removeprefix("[").removesuffix("]")
-    try:
-        sock = socket.create_server((host, int(port)), family=family, backlog=1024)
-    except OSError as exc:
-        # The resolver's errors have numbers of their own.
-        reason = os.strerror(exc.errno).lower() if exc.errno and exc.errno > 0 else str(exc)
-        raise StartError(f"listen ({address}) failed - {reason}") from exc
-    sock.setblocking(False)
-    return sock
-
-
-def _port(address: str) -> int:
-    return int(address.rpartition(":")[2])
 
 
 def _keep_alive(sock: socket.socket | None) -> None:

@@ -15,6 +15,7 @@ import time
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from flintmq import addresses
 from flintmq.errors import FullError
 from flintmq.protocol.wire import is_ephemeral
 
@@ -93,8 +94,8 @@ class Producer:
 
     def is_at(self, node: str) -> bool:
         """Is it the one that is called ``address:http_port``? An IPv6 address may have its brackets or not."""
-        host, colon, port = node.rpartition(":")
-        return bool(colon) and port == str(self.http_port) and _bare(host) == _bare(self.broadcast_address)
+        host = self.broadcast_address.removeprefix("[").removesuffix("]")
+        return node in (addresses.join(host, self.http_port), f"{host}:{self.http_port}")
 
 
 class Topic:
@@ -325,7 +326,3 @@ def _record(producer: Producer, mark: tuple[int, int] | None) -> dict[str, Any]:
         "topology_zone": producer.topology_zone,
         "version": producer.version,
     }
-
-
-def _bare(host: str) -> str:
-    return host.removeprefix("[").removesuffix("]")

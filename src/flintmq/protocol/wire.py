@@ -40,11 +40,9 @@ __all__ = [
     "encode_fins",
     "encode_frame",
     "encode_mpub",
-    "format_id",
     "go_quote",
     "is_ephemeral",
     "parse_base10",
-    "parse_id",
     "valid_key",
     "valid_name",
 ]
@@ -58,9 +56,6 @@ FRAME_MESSAGE = 2
 HEARTBEAT = b"_heartbeat_"
 #: The version clients are told: they compare it.
 NSQ_VERSION = "1.3.0"
-#: A message id on the wire: node id (10 bits), seq (54 bits).
-SEQ_BITS = 54
-SEQ_MASK = (1 << SEQ_BITS) - 1
 
 _frame_head = Struct(">II")
 _message_head = Struct(">qH16s")
@@ -68,7 +63,6 @@ _size = Struct(">I")
 _name = re.compile(r"[.a-zA-Z0-9_-]+(?:#ephemeral)?")
 _name_bytes = re.compile(rb"[.a-zA-Z0-9_-]+(?:#ephemeral)?")
 _key = re.compile(rb"[!-~]{1,128}")
-_hex_id = re.compile(rb"[0-9a-f]{16}")
 
 
 def encode_frame(kind: int, data: bytes) -> bytes:
@@ -239,18 +233,6 @@ def parse_base10(text: bytes) -> int:
         # int() refuses very long texts; only the value modulo 2^64 counts, and 2^64 divides 10^64.
         text = text[-64:]
     return int(text) & 0xFFFF_FFFF_FFFF_FFFF
-
-
-def format_id(prefix: int, seq: int) -> bytes:
-    return b"%016x" % (prefix | seq)
-
-
-def parse_id(text: bytes, prefix: int) -> int:
-    """The seq of a message id of this node; -1 if no message of this node can have this id."""
-    if _hex_id.fullmatch(text) is None:
-        return -1
-    seq = int(text, 16) ^ prefix
-    return seq if seq <= SEQ_MASK else -1
 
 
 _ESCAPES = {

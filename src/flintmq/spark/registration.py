@@ -27,10 +27,11 @@ def register(spark: SparkSession, *, ship: bool = False) -> None:
         return
     from pyspark import cloudpickle
 
+    import flintmq.addresses
     import flintmq.errors
     import flintmq.spark
 
-    modules = [flintmq.spark, flintmq.errors]
+    modules = [flintmq.spark, flintmq.addresses, flintmq.errors]
     for module in modules:
         cloudpickle.register_pickle_by_value(module)
     try:

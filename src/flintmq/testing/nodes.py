@@ -25,6 +25,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Any, Self, TypeVar
 
+from flintmq import addresses
 from flintmq.broker.daemon import Broker
 from flintmq.broker.observe import stats
 from flintmq.broker.storage.disk import Disk, SystemClock
@@ -487,7 +488,7 @@ class NsqLookupd(_Node):
         if self._lookupd is None:
             return False
         registry = self._lookupd.registry
-        port = int(broker.address.rpartition(":")[2])
+        port = addresses.port_of(broker.address)
         found = list(registry.producers.values()) if topic is None else registry.lookup(topic) or []
         return any(producer.tcp_port == port for producer in found)
 

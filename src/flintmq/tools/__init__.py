@@ -59,18 +59,18 @@ def link_flags(parser: argparse.ArgumentParser) -> None:
         help="host:port or the path of a unix socket (default %(default)s)",
     )
     group.add_argument("--auth-secret", metavar="SECRET", help="for a broker that asks for it; others can see it in ps")
-    group.add_argument("--tls", action="store_true", help="encrypt; each of the next four means it too")
+    group.add_argument("--tls", action="store_true", help="use TLS; implied by the other --tls options")
     _tls_flags(group)
     compression = group.add_mutually_exclusive_group()
-    compression.add_argument("--deflate", action="store_true", help="compress, where the broker can")
-    compression.add_argument("--snappy", action="store_true", help="the same, faster and less")
+    compression.add_argument("--deflate", action="store_true", help="compress with deflate if the broker supports it")
+    compression.add_argument("--snappy", action="store_true", help="compress with snappy if the broker supports it")
 
 
 def _tls_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--tls-root-ca-file", metavar="FILE", help="the authority that signed the broker's certificate")
     group.add_argument("--tls-cert", metavar="FILE", help="our own certificate, for a broker that asks for one")
     group.add_argument("--tls-key", metavar="FILE", help="the key of --tls-cert")
-    group.add_argument("--tls-insecure", action="store_true", help="believe any certificate")
+    group.add_argument("--tls-insecure", action="store_true", help="accept any certificate")
 
 
 class Link:

@@ -22,7 +22,10 @@ from flintmq.tools import body_fields, node_flags, place_of, print_json, print_l
 if TYPE_CHECKING:
     from flintmq.cluster.node import LogInfo, NodeClient, Position
 
-__all__ = ["main"]
+__all__ = ["ABOUT", "main"]
+
+#: The line of `flintmq --help`.
+ABOUT = "a topic's log: its range, its messages, its readers"
 
 
 def main(argv: Sequence[str]) -> int:
@@ -32,11 +35,11 @@ def main(argv: Sequence[str]) -> int:
     reads = arguments.start is not None or arguments.stop is not None or arguments.raw
     asked = [reads, arguments.time is not None, arguments.positions, arguments.set_position, arguments.delete_position]
     if sum(map(bool, asked)) > 1:
-        parser.error("ask for one thing at a time: messages, --time, or reader positions")
+        parser.error("messages, --time and reader positions exclude each other")
     if arguments.raw == "-" and sys.stdout.isatty():
-        parser.error("frames are no text: give --raw a file, or send the output somewhere")
+        parser.error("--raw writes binary frames: name a file, or redirect the output")
     if arguments.raw and arguments.json:
-        parser.error("--raw and --json do not go together")
+        parser.error("--raw and --json exclude each other")
 
     async def work(node: NodeClient) -> int:
         if reads:
@@ -53,26 +56,32 @@ def main(argv: Sequence[str]) -> int:
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="flintmq log",
-        description="A topic's log: how far it reaches (unless told otherwise), its messages, and who reads it.",
+        description="Show the range of a topic's log, or its messages, or its readers.",
     )
     parser.add_argument("source", metavar="TOPIC")
-    places = "earliest, latest, the number (seq) of a message, or a time such as 2030-01-31T12:00:00Z"
+    places = "earliest, latest, the seq of a message, or a time such as 2030-01-31T12:00:00Z"
     parser.add_argument(
         "--from", dest="start", metavar="PLACE", type=place_of, help=f"print the messages from: {places}"
     )
-    parser.add_argument("--to", dest="stop", metavar="PLACE", type=place_of, help="… up to this place, without it")
+    parser.add_argument(
+        "--to", dest="stop", metavar="PLACE", type=place_of, help="print the messages before this place"
+    )
     parser.add_argument(
         "--raw", metavar="FILE", help="save frames as they are on the wire instead; - is standard output"
     )
-    parser.add_argument("--time", metavar="TIME", type=_time, help="print the number of the first message at this time")
-    parser.add_argument("--positions", action="store_true", help="list the readers and how far they have come")
+    parser.add_argument(
+        "--time", metavar="TIME", type=_time, help="print the seq of the first message at or after this time"
+    )
+    parser.add_argument("--positions", action="store_true", help="list the readers with their positions")
     parser.add_argument(
         "--set-position",
         metavar=("READER", "PLACE"),
         nargs=2,
-        help="register or move one: a number, earliest or latest",
+        help="register or move a reader: a seq, earliest or latest",
     )
-    parser.add_argument("--delete-position", metavar="READER", help="forget a reader; what it held may go")
+    parser.add_argument(
+        "--delete-position", metavar="READER", help="delete a reader; segments kept for it may be deleted"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON, one message or one thing a line")
     node_flags(parser)
     return parser

@@ -16,7 +16,10 @@ from flintmq.tools import body_fields, node_flags, print_json, print_line, run_o
 if TYPE_CHECKING:
     from flintmq.cluster.node import NodeClient, Page, PeekedMessage
 
-__all__ = ["main"]
+__all__ = ["ABOUT", "main"]
+
+#: The line of `flintmq --help`.
+ABOUT = "look at messages without taking them; finish, requeue or defer single ones"
 
 # What a broker shows on one page, at most.
 _PAGE = 1000
@@ -29,13 +32,13 @@ def main(argv: Sequence[str]) -> int:
     topic, channel = split_source(parser, arguments.source, channel=None)
     acts = [(verb, id) for verb in _VERBS for id in getattr(arguments, verb)]
     if acts and not channel:
-        parser.error("to act on a message say of which channel: TOPIC/CHANNEL")
+        parser.error("--finish, --requeue and --defer need a channel: write TOPIC/CHANNEL")
     if arguments.defer and arguments.delay is None:
         parser.error("--defer needs --delay, such as --delay 10m")
     if arguments.delay is not None and not (arguments.defer or arguments.requeue):
-        parser.error("--delay goes with --requeue or --defer")
+        parser.error("--delay needs --requeue or --defer")
     if arguments.state != "ready" and not channel:
-        parser.error("a topic's log has no states; say of which channel: TOPIC/CHANNEL")
+        parser.error("--state needs a channel: write TOPIC/CHANNEL")
     if acts:
         return run_on_node("peek", arguments, lambda node: _act(node, topic, channel, acts, arguments))
     return run_on_node("peek", arguments, lambda node: _peek(node, topic, channel, arguments))
@@ -45,7 +48,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="flintmq peek",
         description="Look at the messages of a channel, or of a topic's log, without taking them; "
-        "or finish, put back or defer single ones.",
+        "or finish, requeue or defer single ones.",
     )
     parser.add_argument("source", metavar="TOPIC[/CHANNEL]", help="a topic alone: its log, from the oldest on")
     parser.add_argument(
@@ -64,8 +67,10 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", action="store_true", help="print each message as a line of JSON")
     actions = parser.add_argument_group("one message", "each may be given several times")
     actions.add_argument("--finish", metavar="ID", action="append", default=[], help="finish it, whatever its state")
-    actions.add_argument("--requeue", metavar="ID", action="append", default=[], help="put it back: ready at once")
-    actions.add_argument("--defer", metavar="ID", action="append", default=[], help="have it come after --delay")
+    actions.add_argument(
+        "--requeue", metavar="ID", action="append", default=[], help="requeue it: ready at once, or after --delay"
+    )
+    actions.add_argument("--defer", metavar="ID", action="append", default=[], help="deliver it after --delay")
     actions.add_argument("--delay", metavar="DURATION", type=_seconds, help="for --requeue and --defer, such as 30s")
     node_flags(parser)
     return parser
@@ -95,7 +100,7 @@ def _seconds(text: str) -> float:
     except ValueError as exc:
         raise argparse.ArgumentTypeError(str(exc)) from exc
     if seconds < 0:
-        raise argparse.ArgumentTypeError("a message cannot come in the past")
+        raise argparse.ArgumentTypeError("--delay must not be negative")
     return seconds
 
 

@@ -23,7 +23,10 @@ from flintmq.options import MILLISECOND, parse_duration
 from flintmq.protocol import wire
 from flintmq.tools import Link, link_flags, run
 
-__all__ = ["main"]
+__all__ = ["ABOUT", "main"]
+
+#: The line of `flintmq --help`.
+ABOUT = "publish messages"
 
 # Well within the broker's default limits (5 MiB a command), and small enough to be confirmed often.
 _BATCH_BYTES = 512 * 1024
@@ -36,7 +39,7 @@ _CHUNK_BYTES = 256 * 1024
 def main(argv: Sequence[str]) -> int:
     arguments = _parser().parse_intermixed_args(argv)
     if arguments.message and arguments.file:
-        _parser().error("give messages or --file, not both")
+        _parser().error("messages and --file exclude each other")
     if not wire.valid_name(arguments.topic):
         _parser().error(f'"{arguments.topic}" is not a topic name: use 1 to 64 letters, digits, ".", "_" or "-"')
     if not all(arguments.message):
@@ -55,7 +58,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("topic", metavar="TOPIC")
     parser.add_argument("message", metavar="MESSAGE", nargs="*", type=os.fsencode)
-    parser.add_argument("--file", metavar="FILE", help="publish each line of this file; empty lines are left out")
+    parser.add_argument("--file", metavar="FILE", help="publish each line of this file; empty lines are skipped")
     parser.add_argument(
         "--defer", metavar="DURATION", type=_milliseconds, default=0, help="deliver only after this time, such as 10s"
     )
@@ -71,14 +74,14 @@ def _milliseconds(text: str) -> int:
     except ValueError as exc:
         raise argparse.ArgumentTypeError(str(exc)) from exc
     if milliseconds < 0:
-        raise argparse.ArgumentTypeError("a message cannot be deferred into the past")
+        raise argparse.ArgumentTypeError("--defer must not be negative")
     return milliseconds
 
 
 def _rate(text: str) -> float:
     rate = float(text)
     if not 0 < rate < float("inf"):
-        raise argparse.ArgumentTypeError("a rate is above 0")
+        raise argparse.ArgumentTypeError("--rate must be greater than 0")
     return rate
 
 

@@ -16,7 +16,10 @@ from flintmq.tools import node_flags, print_json, print_line, run_on_node, split
 if TYPE_CHECKING:
     from flintmq.cluster.node import NodeClient, Redrive
 
-__all__ = ["main"]
+__all__ = ["ABOUT", "main"]
+
+#: The line of `flintmq --help`.
+ABOUT = "send the dead letters of a channel back to it"
 
 # How often the broker is asked how far it is, in seconds.
 _EVERY = 0.2
@@ -28,23 +31,23 @@ def main(argv: Sequence[str]) -> int:
         description="Send the dead letters of a channel back to it. The broker does it by itself: "
         "ctrl-C ends the watching, not the work.",
     )
-    parser.add_argument("source", metavar="TOPIC/CHANNEL", help="the channel they came from")
-    parser.add_argument("--count", metavar="N", type=_positive, help="at most so many")
-    parser.add_argument("--rate", metavar="N", type=_positive, help="at most so many a second")
+    parser.add_argument("source", metavar="TOPIC/CHANNEL", help="the channel that the dead letters came from")
+    parser.add_argument("--count", metavar="N", type=_positive, help="most messages to move")
+    parser.add_argument("--rate", metavar="N", type=_positive, help="most messages to move per second")
     parser.add_argument(
         "--from",
         dest="taken_from",
         metavar="CHANNEL",
         help="the channel of the dead-letter topic to take them from (default: redrive)",
     )
-    parser.add_argument("--status", action="store_true", help="begin nothing, tell how far it is")
-    parser.add_argument("--no-wait", action="store_true", help="begin, and do not wait for the end")
+    parser.add_argument("--status", action="store_true", help="start nothing, show the progress")
+    parser.add_argument("--no-wait", action="store_true", help="start, and do not wait for the end")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     node_flags(parser)
     arguments = parser.parse_args(argv)
     topic, channel = split_source(parser, arguments.source)
     if arguments.status and (arguments.count or arguments.rate or arguments.taken_from or arguments.no_wait):
-        parser.error("--status goes with none of --count, --rate, --from and --no-wait")
+        parser.error("--status cannot be combined with --count, --rate, --from or --no-wait")
     return run_on_node("redrive", arguments, lambda node: _redrive(node, topic, channel, arguments))
 
 

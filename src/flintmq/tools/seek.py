@@ -13,21 +13,24 @@ from flintmq.tools import node_flags, place_of, print_json, print_line, run_on_n
 if TYPE_CHECKING:
     from flintmq.cluster.node import NodeClient
 
-__all__ = ["main"]
+__all__ = ["ABOUT", "main"]
+
+#: The line of `flintmq --help`.
+ABOUT = "move a channel to another place of its topic's log"
 
 
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="flintmq seek",
-        description="Have a channel go on from another place of its topic's log. What it has now is dropped, messages "
-        "in flight and deferred ones too; what lies from that place on is delivered, perhaps once more.",
+        description="Move a channel to another place of its topic's log. Its present messages are dropped, those in "
+        "flight and deferred too; messages from that place on are delivered, perhaps once more.",
     )
     parser.add_argument("source", metavar="TOPIC/CHANNEL")
     parser.add_argument(
         "to",
         metavar="PLACE",
         type=place_of,
-        help="earliest, latest, the number (seq) of a message, or a time such as 2030-01-31T12:00:00Z",
+        help="earliest, latest, the seq of a message, or a time such as 2030-01-31T12:00:00Z",
     )
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     node_flags(parser)

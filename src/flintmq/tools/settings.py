@@ -15,7 +15,10 @@ from flintmq.tools import node_flags, print_json, run_on_node
 if TYPE_CHECKING:
     from flintmq.cluster.node import EffectiveSettings, NodeClient
 
-__all__ = ["main"]
+__all__ = ["ABOUT", "main"]
+
+#: The line of `flintmq --help`.
+ABOUT = "show and change the settings of a topic or channel"
 
 # A name, or a pattern for names.
 _NAME = re.compile(r"[.a-zA-Z0-9_*-]{1,64}(#ephemeral)?")
@@ -33,8 +36,8 @@ def main(argv: Sequence[str]) -> int:
         metavar="TOPIC[/CHANNEL]",
         help="names, or patterns: 'orders.*' is for all topics of that kind, those to come included",
     )
-    parser.add_argument("change", metavar="KEY=VALUE", nargs="*", type=_change, help="set this, and leave the others")
-    parser.add_argument("--unset", metavar="KEY", action="append", default=[], help="take back what was set")
+    parser.add_argument("change", metavar="KEY=VALUE", nargs="*", type=_change, help="set this key, keep the others")
+    parser.add_argument("--unset", metavar="KEY", action="append", default=[], help="remove what was set")
     parser.add_argument("--json", action="store_true", help="print them as JSON")
     node_flags(parser)
     arguments = parser.parse_intermixed_args(argv)

@@ -23,7 +23,10 @@ from flintmq.options import SECOND, parse_duration
 from flintmq.protocol import wire
 from flintmq.tools import Link, body_fields, link_flags, run
 
-__all__ = ["main"]
+__all__ = ["ABOUT", "main"]
+
+#: The line of `flintmq --help`.
+ABOUT = "print the messages of a channel"
 
 # How long the broker may take to answer CLS.
 _GOODBYE_SECONDS = 5.0
@@ -42,7 +45,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="flintmq sub", description="Print the messages of a channel, one per line, and finish them."
     )
-    parser.add_argument("source", metavar="TOPIC/CHANNEL", help="both are made where they do not exist")
+    parser.add_argument("source", metavar="TOPIC/CHANNEL", help="both are created if they do not exist")
     parser.add_argument("-n", metavar="COUNT", dest="count", type=_positive, help="end after COUNT messages")
     parser.add_argument(
         "--max-in-flight", metavar="N", type=_positive, default=200, help="messages under way (default %(default)s)"
@@ -52,7 +55,7 @@ def _parser() -> argparse.ArgumentParser:
         "--timeout",
         metavar="DURATION",
         type=_seconds,
-        help="end when no message came for this time, such as 5s; with -n it is an error to end so",
+        help="end when no message came for this time, such as 5s; with -n this is an error",
     )
     link_flags(parser)
     return parser

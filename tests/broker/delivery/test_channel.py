@@ -11,7 +11,8 @@ from conftest import StartBroker
 from flintmq.broker.daemon import Broker
 from flintmq.broker.delivery import channel as channel_module
 from flintmq.broker.delivery.channel import QUANTUM, Channel
-from flintmq.protocol.wire import SEQ_MASK, Message
+from flintmq.protocol.seqs import SEQ_MASK
+from flintmq.protocol.wire import Message
 from support.fakes import SECOND, Client, FakeClock, dpub, pass_time, places, quiet, until
 
 MSG_TIMEOUT = 60

@@ -20,10 +20,11 @@ from flintmq.broker.delivery.channel import Channel
 from flintmq.broker.delivery.dead_letters import LONGEST_PATH, REDRIVE, RETRY_DELAY, SLICE, Redrive
 from flintmq.broker.delivery.topic import Topic
 from flintmq.broker.http.peek import cursor_of, peek_topic
-from flintmq.broker.observe import stats
+from flintmq.broker.observe import prometheus
 from flintmq.broker.storage import journal as journal_module
 from flintmq.broker.storage.journal import NEVER, SIDE
-from flintmq.protocol.wire import SEQ_MASK, Message, valid_name
+from flintmq.protocol.seqs import SEQ_MASK
+from flintmq.protocol.wire import Message, valid_name
 from support.fakes import SECOND, Client, FakeClock, pass_time, quiet, until
 from support.garbage import collect_if_grown
 from support.http_client import HttpClient
@@ -1053,7 +1054,7 @@ async def test_dead_letters_are_counted(ask: tuple[Broker, Ask]) -> None:
     broker, http = ask
     await die(await channel_of(broker), b"one", b"two")
     line = 'nsqd_channel_dead_lettered_messages_total{topic="t",channel="c"} 2\n'
-    assert line in stats.metrics(broker)[0].decode()
+    assert line in prometheus.metrics(broker)[0].decode()
     _, usual = await http("GET", "/stats?format=json&topic=t")
     _, extended = await http("GET", "/stats?format=json&topic=t&extended=true")
     assert "dead_lettered_count" not in usual["topics"][0]["channels"][0]

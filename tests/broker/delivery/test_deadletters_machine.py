@@ -27,7 +27,7 @@ from flintmq.broker.daemon import Broker
 from flintmq.broker.delivery.channel import Channel
 from flintmq.broker.delivery.dead_letters import REDRIVE, Redrive
 from flintmq.broker.storage import journal as journal_module
-from flintmq.broker.storage import log as log_module
+from flintmq.broker.storage import syncer as syncer_module
 from flintmq.protocol.wire import Message
 from support.fakes import SECOND, Client, CountingDisk, FakeClock, pass_time, quiet, until
 
@@ -51,17 +51,17 @@ class DeadLetterMachine(RuleBasedStateMachine):
         #: Published and not finished; and finished, but not yet written down.
         self.alive: set[bytes] = set()
         self.going: set[bytes] = set()
-        self.patched = journal_module.ROLL_AT, log_module.SYNC_SPACING
+        self.patched = journal_module.ROLL_AT, syncer_module.SYNC_SPACING
 
     @initialize(mem_queue_size=st.sampled_from([0, 3, 10_000]), most=st.integers(1, 3))
     def begin(self, mem_queue_size: int, most: int) -> None:
         # Small files, so that they roll and go; and no pause between syncs, whose clock stands still here.
-        journal_module.ROLL_AT, log_module.SYNC_SPACING = 2_000, 0
+        journal_module.ROLL_AT, syncer_module.SYNC_SPACING = 2_000, 0
         self.mem_queue_size, self.most = mem_queue_size, most
         self.start()
 
     def teardown(self) -> None:
-        journal_module.ROLL_AT, log_module.SYNC_SPACING = self.patched
+        journal_module.ROLL_AT, syncer_module.SYNC_SPACING = self.patched
         if hasattr(self, "broker"):
             self.run(self.broker.stop())
         self.loop.close()

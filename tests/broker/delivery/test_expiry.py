@@ -13,7 +13,7 @@ from test_deadletters import about, channel_of, consumer_of, contents, die, move
 from flintmq.broker.daemon import Broker
 from flintmq.broker.delivery.dead_letters import SLICE
 from flintmq.broker.delivery.topic import Topic
-from flintmq.broker.observe import stats
+from flintmq.broker.observe import prometheus, stats
 from support.fakes import SECOND, Client, CountingDisk, FakeClock, pass_time, quiet, until
 
 TTL = 100
@@ -288,7 +288,7 @@ async def test_expired_messages_are_counted(start: Started, clock: FakeClock) ->
     await Client(topic.broker).publish_many("t", [b"two", b"three"])
     clock.advance(TTL)
     await look(topic.broker)
-    lines = stats.metrics(topic.broker)[0].decode()
+    lines = prometheus.metrics(topic.broker)[0].decode()
     assert 'nsqd_topic_expired_messages_total{topic="t"} 1\n' in lines
     assert 'nsqd_channel_expired_messages_total{topic="t",channel="c"} 2\n' in lines
     [found] = stats.document(topic.broker, extended=True)["topics"]

@@ -41,7 +41,8 @@ from flintmq.broker.delivery.channel import Channel
 from flintmq.broker.delivery.topic import Topic
 from flintmq.broker.http.peek import cursor_of, peek_channel, peek_topic
 from flintmq.broker.storage import journal as journal_module
-from flintmq.protocol.wire import SEQ_MASK, Message, encode_mpub
+from flintmq.protocol.seqs import SEQ_MASK
+from flintmq.protocol.wire import Message, encode_mpub
 from support.fakes import SECOND, Client, CountingDisk, FakeClock, dpub, pass_time, places, pub, quiet, until
 
 T = TypeVar("T")

@@ -20,7 +20,8 @@ from flintmq.broker.delivery.topic import RESERVE
 from flintmq.broker.storage import journal as journal_module
 from flintmq.broker.storage.disk import BACKGROUND, Buffer
 from flintmq.errors import NotFoundError, StartError
-from flintmq.protocol.wire import SEQ_MASK, encode_mpub
+from flintmq.protocol.seqs import SEQ_MASK
+from flintmq.protocol.wire import encode_mpub
 from support.fakes import SECOND, Client, CountingDisk, FakeClock, pass_time, pub, quiet, until
 
 OK = (0, b"OK")

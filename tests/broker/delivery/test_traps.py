@@ -16,7 +16,7 @@ from conftest import StartBroker
 
 from flintmq.broker.daemon import Broker
 from flintmq.broker.net import session as session_module
-from flintmq.broker.storage import log as log_module
+from flintmq.broker.storage import store as store_module
 from flintmq.protocol.compression import Codec, Deflate, Snappy
 from flintmq.protocol.wire import OK_FRAME, FrameDecoder, encode_command, encode_frame
 from support.fakes import PATIENCE, SECOND, Client, CountingDisk, FakeClock, pass_time, pub, quiet, until
@@ -271,7 +271,7 @@ async def test_publishers_wait_while_too_much_is_not_synced(
     broker = await start_broker(sync_timeout=3600 * SECOND)
     producer, other = Client(broker), Client(broker)
     await producer.publish("t", b"first")
-    monkeypatch.setattr(log_module, "PAUSE_AT", 1)
+    monkeypatch.setattr(store_module, "PAUSE_AT", 1)
     producer.send(pub("t", b"second") + pub("t", b"third"))
     other.send(pub("u", b"elsewhere"))
     await quiet(broker)

@@ -24,9 +24,10 @@ from conftest import StartBroker
 from flintmq.broker.daemon import Broker
 from flintmq.broker.delivery.topic import SLICED_FROM, Commit, Topic
 from flintmq.broker.http import api as api_module
+from flintmq.broker.http import debug
 from flintmq.broker.http import lane as http_lane
 from flintmq.broker.http.api import Api
-from flintmq.broker.storage.log import PAUSE_AT
+from flintmq.broker.storage.store import PAUSE_AT
 from flintmq.errors import StartError
 from support.fakes import PATIENCE, CountingDisk, until
 from support.http_client import HttpClient, request_of
@@ -632,10 +633,17 @@ async def test_a_profile_shows_where_the_time_goes(
     http: tuple[Broker, HttpClient], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     broker, client = http
-    monkeypatch.setattr(api_module, "PROFILE_INTERVAL", 0.001)
+    monkeypatch.setattr(debug, "PROFILE_INTERVAL", 0.001)
+    sampling, sample = threading.Event(), debug._profile
+
+    def sampled(thread: int, seconds: int, over: threading.Event) -> str:
+        sampling.set()
+        return sample(thread, seconds, over)
+
+    monkeypatch.setattr(debug, "_profile", sampled)
     client.send(request_of("GET", "/debug/pprof/profile?seconds=1"))
     async with HttpClient.connect(broker.http_address) as other:
-        await until(lambda: broker._api._profiling)  # type: ignore[union-attr]
+        await until(sampling.is_set)
         second = await other.get("/debug/pprof/profile?seconds=1")
         assert (second.status, b"already in use" in second.body) == (500, True)
     answer = await client.answer()

@@ -15,7 +15,8 @@ from flintmq.broker.daemon import Broker
 from flintmq.broker.delivery.channel import Channel
 from flintmq.broker.http import peek as peek_module
 from flintmq.broker.storage import log as log_module
-from flintmq.protocol.wire import SEQ_MASK, Message
+from flintmq.protocol.seqs import SEQ_MASK
+from flintmq.protocol.wire import Message
 from support.fakes import SECOND, Client, FakeClock, pass_time, places, quiet, until
 from support.http_client import HttpClient
 

@@ -18,7 +18,8 @@ from flintmq.broker.http.log import time_of
 from flintmq.broker.storage import fetch as fetch_module
 from flintmq.broker.storage.segment import FILE_HEADER, RECORD_HEADER
 from flintmq.http import site as web
-from flintmq.protocol.wire import FRAME_MESSAGE, SEQ_MASK, FrameDecoder, decode_message
+from flintmq.protocol.seqs import SEQ_MASK
+from flintmq.protocol.wire import FRAME_MESSAGE, FrameDecoder, decode_message
 from support.fakes import SECOND, Client, FakeClock, quiet, until
 from support.http_client import Answer, HttpClient, request_of
 from support.simdisk import SimDisk, settled
@@ -649,3 +650,75 @@ async def test_publishing_consuming_and_reading_go_on_together(start_broker: Sta
     await asyncio.gather(publish(), consume(), follow())
     assert list(found.values()) == bodies
     assert consumed == set(bodies)
+
+
+@pytest.mark.parametrize("restarts", [[], ["kill"], ["stop"], ["kill", "stop", "kill"]])
+@pytest.mark.parametrize("count", [1, 700])
+@pytest.mark.parametrize("later", [True, False], ids=["messages follow", "nothing follows"])
+async def test_a_gap_after_a_removed_file_is_not_gone(
+    start_broker: StartBroker, restarts: list[str], count: int, later: bool
+) -> None:
+    """A reader has read everything before a crash; then the file goes. Nothing that it has not read is missing."""
+    broker = await start_broker(**SMALL)
+    consumer = Client(broker)
+    await consumer.subscribe("t", "c", 2_500)
+    stop = max(await filled(broker, count)) + 1
+    await until(lambda: len(consumer.messages) == count)
+    consumer.finish(*consumer.messages)
+    await quiet(broker)
+    broker.journal.flush()
+    broker.kill()
+    broker = await start_broker(**SMALL)
+    if later:
+        await Client(broker).publish("t", b"after")
+        await synced(broker)
+    for end in [None, *restarts]:
+        if end is not None:
+            broker.kill() if end == "kill" else await broker.stop()
+            broker = await start_broker(**SMALL)
+        topic = broker.topics["t"]
+        for _ in range(2):
+            broker._sync()
+            await quiet(broker)
+        assert not topic.log.segments or topic.log.segments[0].base > stop, "the first file is removed"
+        async with HttpClient.connect(broker.http_address) as http:
+            answer = await fetch(http, stop, topic.durable)
+            assert answer.status == 200, answer.body
+            assert list(messages(answer.body).values()) == [b"after"] * later
+            gone = await fetch(http, stop - 1, topic.durable)
+            assert (gone.status, gone.json["first"]) == (410, stop)
+
+
+async def test_a_mark_of_a_removed_file_does_not_outlive_the_next_one(start_broker: StartBroker) -> None:
+    """The file after the gap goes, too: now something is missing, whatever a start finds."""
+    broker = await start_broker(**SMALL)
+    consumer = Client(broker)
+    await consumer.subscribe("t", "c", 2_500)
+    stop = max(await filled(broker, 10)) + 1
+    await until(lambda: len(consumer.messages) == 10)
+    consumer.finish(*consumer.messages)
+    await quiet(broker)
+    broker.journal.flush()
+    broker.kill()
+    broker = await start_broker(**SMALL)
+    consumer = Client(broker)
+    await consumer.subscribe("t", "c", 2_500)
+    for body in numbered(3, 90_000):
+        await Client(broker).publish("t", body)
+        await synced(broker)
+        broker._sync()
+        await quiet(broker)
+    topic = broker.topics["t"]
+    assert topic.log.first == stop
+    await until(lambda: len(consumer.messages) == 3)
+    consumer.finish(*consumer.messages[:2])
+    await quiet(broker)
+    broker._sync()
+    await quiet(broker)
+    for end in ("", "kill", "stop"):
+        if end:
+            broker.kill() if end == "kill" else await broker.stop()
+            broker = await start_broker(**SMALL)
+        async with HttpClient.connect(broker.http_address) as http:
+            answer = await fetch(http, stop, stop)
+            assert answer.status == 410 and answer.json["first"] > stop

@@ -25,7 +25,7 @@ from flintmq.broker import backup
 from flintmq.broker.daemon import Broker
 from flintmq.broker.delivery.channel import Channel
 from flintmq.broker.delivery.topic import SLICED_FROM
-from flintmq.broker.observe import stats
+from flintmq.broker.observe import prometheus
 from flintmq.broker.storage import keys as keys_module
 from flintmq.broker.storage.disk import BACKGROUND, Disk
 from flintmq.broker.storage.keys import KeyBlock, KeyFiles, Window, digest_of, key_extra, key_in
@@ -335,7 +335,7 @@ async def test_a_repeat_is_answered_and_not_stored(start_broker: StartBroker, du
     assert stored(broker) == [b"one", b"two", b"three", b"four", b"one"]
     assert broker.topics["t"].message_count == 5
     assert client.session.publish_counts == {"t": 5}
-    scraped, _ = await stats.scrape(broker)
+    scraped, _ = await prometheus.scrape(broker)
     assert b'nsqd_topic_keys{topic="t"} 4' in scraped
     assert b'nsqd_topic_repeats_total{topic="t"} 3' in scraped
 

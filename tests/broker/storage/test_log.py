@@ -10,6 +10,7 @@ import errno
 import logging
 import os
 import random
+import threading
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -20,10 +21,13 @@ import pytest
 from conftest import StartBroker
 
 from flintmq.broker.storage import log as log_module
-from flintmq.broker.storage.log import FILE_HEADER, RECORD_HEADER
+from flintmq.broker.storage import reader as reader_module
+from flintmq.broker.storage import store as store_module
+from flintmq.broker.storage.reader import READ_TRIES
+from flintmq.broker.storage.segment import FILE_HEADER, RECORD_HEADER
 from flintmq.errors import DamageError, FormatError, StartError
 from flintmq.protocol.wire import FRAME_ERROR, FRAME_RESPONSE, encode_mpub
-from support.fakes import SECOND, Client, FakeClock, dpub, pub
+from support.fakes import SECOND, Client, CountingDisk, FakeClock, dpub, pub, quiet, until
 from support.log_rig import BASE, Rig, numbered
 from support.simdisk import SimDisk, settled
 
@@ -293,7 +297,7 @@ def test_a_failed_sync_is_fatal_and_not_tried_again() -> None:
     assert rig.log.durable == BASE + 1
     assert [kind for kind, _ in rig.disk.history].count("sync") == 2
     # The broker closes its logs then; nothing may call the lost pages durable.
-    rig.log.closed = True
+    rig.log.halt()
     rig.log.sync()
     rig.run()
     assert rig.log.durable == BASE + 1
@@ -304,6 +308,8 @@ def test_a_sync_of_a_folder_that_was_deleted_meanwhile_is_not_fatal() -> None:
     rig.disk.hold()
     rig.publish(b"one")
     rig.log.discard()
+    for path in rig.files:
+        rig.disk.remove(path)
     rig.disk.remove_folder(rig.folder)
     rig.disk.release()
     rig.run()
@@ -404,11 +410,11 @@ def test_a_read_error_that_stays_gives_up_a_chunk_until_the_next_start() -> None
     rig = Rig()
     rig.publish(*numbered(5))
     rig.forget()
-    for tries in range(log_module.READ_TRIES):
+    for tries in range(READ_TRIES):
         rig.disk.fail("read", errno.EIO)
         assert rig.log.block(BASE) is None
         rig.run()
-        assert len(rig.delayed) == (tries + 1 < log_module.READ_TRIES)
+        assert len(rig.delayed) == (tries + 1 < READ_TRIES)
         while rig.delayed:
             rig.delayed.pop()()
     with pytest.raises(DamageError) as info:
@@ -436,14 +442,18 @@ def test_no_descriptor_at_all_means_not_ready_and_is_asked_again() -> None:
     rig.publish(*numbered(5))
     rig.forget()
     rig.store.close_file(rig.log.segments[0])
-    rig.disk.fail("open", errno.EMFILE, times=2)
+    rig.disk.fail("open", errno.EMFILE)
     assert rig.log.frame(BASE) is None
     assert rig.log.segments[0].damaged == []
+    # Nobody has to ask: it is tried again.
+    (again,) = rig.delayed
+    again()
+    assert rig.arrived == 1
     assert rig.body(BASE) == numbered(1)[0]
 
 
 def test_a_start_with_more_segments_than_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(log_module, "_MOST_FILES", 4)
+    monkeypatch.setattr(store_module, "_MOST_FILES", 4)
     rig = Rig(max_bytes_per_file=1_000)
     for body in numbered(20, 900):
         rig.publish(body)
@@ -1001,3 +1011,81 @@ def test_what_a_thread_is_still_writing_is_not_taken_for_damaged(monkeypatch: py
     rig.run()
     rig.forget()
     assert list(rig.bodies().values()) == numbered(100) and rig.log.damaged == []
+
+
+class SlowToRemove(CountingDisk):
+    """Removing a segment takes until the test says so."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.go_on = threading.Event()
+        self.threads: set[int] = set()
+
+    def remove(self, path: Path) -> None:
+        if path.suffix == ".seg":
+            self.threads.add(threading.get_ident())
+            if threading.get_ident() != threading.main_thread().ident:
+                self.go_on.wait(30)
+        super().remove(path)
+
+
+@pytest.mark.parametrize("how", ["delete the topic", "finish everything"])
+async def test_others_are_served_while_files_are_removed(start_broker: StartBroker, how: str) -> None:
+    disk = SlowToRemove()
+    broker = await start_broker(disk=disk, max_bytes_per_file=1_000)
+    client, consumer = Client(broker), Client(broker)
+    await consumer.subscribe("t", "c", 100)
+    await client.publish("t", *numbered(10, 900))
+    await until(lambda: len(consumer.messages) == 10)
+    folder = broker.topics["t"].folder
+    assert folder is not None
+    if how == "delete the topic":
+        broker.delete_topic("t")
+    else:
+        consumer.finish(*consumer.messages)
+        await until(lambda: broker.topics["t"].channels["c"].in_flight_count == 0)
+        broker._sync()
+    await until(lambda: disk.threads)
+    await client.publish("u", b"meanwhile")
+    assert threading.get_ident() not in disk.threads, "files are removed on the event loop"
+    disk.go_on.set()
+    await quiet(broker)
+    assert not folder.exists() if how == "delete the topic" else len(disk.names(folder)) == 1
+
+
+async def test_many_topics_with_a_little_each_do_not_stop_their_publishers(
+    start_broker: StartBroker, tmp_path: Path
+) -> None:
+    """None of them has enough for a sync of its own, all together have more than may be unsynced."""
+    broker = await start_broker(sync_timeout=3600 * SECOND, sync_every=1 << 40, mem_queue_size=100)
+    clients = [Client(broker) for _ in range(14)]
+    batch = [bytes(100_000)] * 10
+    for _ in range(11):
+        for number, client in enumerate(clients):
+            client.send(encode_mpub(b"t%d" % number, batch))
+        for client in clients:
+            await until(lambda client=client: client.take() == [(FRAME_RESPONSE, b"OK")])
+    assert broker.store.unsynced < 128 << 20
+    await quiet(broker)
+
+
+@pytest.mark.parametrize("error", [errno.EIO, errno.ENOMEM, errno.EMFILE])
+@pytest.mark.parametrize("times", [1, 3, 9])
+async def test_a_file_that_cannot_be_opened_for_a_while_costs_no_message(
+    start_broker: StartBroker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: int, times: int
+) -> None:
+    monkeypatch.setattr(reader_module, "READ_PAUSE", 0.001)
+    disk = SimDisk(tmp_path)
+    broker = await start_broker(disk=disk, mem_queue_size=0, cold_cache_bytes=1, max_bytes_per_file=20_000)
+    client = Client(broker)
+    await Client(broker).subscribe("t", "c")
+    for number in range(0, 50, 10):
+        await client.publish_many("t", numbered(10, 1_000, number))
+    await settled(broker)
+    for segment in broker.topics["t"].log.segments:
+        broker.store.close_file(segment)
+    disk.fail("open", error, times=times, path=".seg")
+    consumer = Client(broker)
+    await consumer.subscribe("t", "c", 100)
+    await until(lambda: broker.topics["t"].channels["c"].depth == 0)
+    assert sorted(consumer.bodies) == sorted(numbered(50, 1_000))

@@ -32,7 +32,8 @@ from flintmq.broker.storage.journal import NEVER, State
 from flintmq.broker.storage.segment import timestamp_of
 from flintmq.errors import DamageError, HttpError, NotFoundError, PublishError
 from flintmq.kernel import FRAME_OVERHEAD
-from flintmq.protocol.wire import SEQ_MASK, is_ephemeral, valid_name
+from flintmq.protocol.seqs import seq_of
+from flintmq.protocol.wire import is_ephemeral, valid_name
 
 if TYPE_CHECKING:
     from flintmq.broker.daemon import Broker
@@ -427,7 +428,7 @@ def finish_moved(topics: Iterable[Topic], state: State) -> None:
             origin = by_name.get(dead["topic"]) if dead is not None else None
             for channel in origin.channels.values() if origin is not None else ():
                 if channel.name == dead["channel"]:
-                    seq = int(dead["id"], 16) & SEQ_MASK
+                    seq = seq_of(dead["id"])
                     channel.finish(seq, seq + 1)
         topic.log.salvaged.clear()
         if topic.side is None:

@@ -697,7 +697,7 @@ class Topic:
         self.exiting = True
         for storage in (self.log, self.side):
             if storage is not None:
-                storage.closed = True
+                storage.halt()
 
     def abandon(self) -> None:
         """Close all files and leave them as they are."""

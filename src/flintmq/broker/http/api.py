@@ -9,57 +9,38 @@ or the broker's business; how the broker is doing is told by ``stats``.
 from __future__ import annotations
 
 import asyncio
-import gc
 import logging
-import os
-import re
 import socket
-import sys
-import threading
-import time
-import traceback
-from collections import Counter
 from collections.abc import Awaitable, Callable
 from functools import partial
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from flintmq import addresses
+from flintmq.addresses import BACKLOG
 from flintmq.broker.delivery import dead_letters as deadletters
-from flintmq.broker.delivery.topic import Topic
+from flintmq.broker.http import debug, peek
 from flintmq.broker.http import log as log_api
-from flintmq.broker.http import peek
 from flintmq.broker.http import settings as settings_api
 from flintmq.broker.http.lane import IDLE_SECONDS, REPEATED, HttpLane, Publishing, refusal
+from flintmq.broker.http.targets import existing_topic, named_channel, named_topic
 from flintmq.broker.net.sockets import Poller, SocketTransport
 from flintmq.broker.observe import stats
-from flintmq.errors import HttpError, NotFoundError, OptionError, PublishError
-from flintmq.http.site import (
-    ADMIN,
-    JSON,
-    OPEN,
-    PUBLISH,
-    READ,
-    Answer,
-    Request,
-    Route,
-    Server,
-    Site,
-    Tokens,
-    envelope,
-    load,
-    reload_tls,
-    server_tls,
-)
+from flintmq.broker.observe.prometheus import scrape
+from flintmq.broker.observe.statsd import statsd_prefix
+from flintmq.errors import HttpError, OptionError, PublishError
+from flintmq.http.server import Server, load
+from flintmq.http.site import ADMIN, JSON, OPEN, PUBLISH, READ, Answer, Request, Route, Site, envelope
+from flintmq.http.tls import reload_tls, server_tls
+from flintmq.http.tokens import Tokens
 from flintmq.options import LOG_LEVEL, option_table
-from flintmq.protocol.wire import NSQ_VERSION, valid_name
+from flintmq.protocol.wire import NSQ_VERSION
 
 if TYPE_CHECKING:
     import ssl
 
     from flintmq.broker.daemon import Broker
-    from flintmq.broker.delivery.channel import Channel
 
 __all__ = ["Api"]
 
@@ -68,9 +49,6 @@ logger = logging.getLogger(__name__)
 #: What is read from a socket that the general server serves.
 RECEIVE_BYTES = 64 << 10
 HANDSHAKE_SECONDS = 10.0
-#: A profile takes a sample this often, and at most this long.
-PROFILE_INTERVAL = 0.01
-LONGEST_PROFILE = 300
 
 
 class Api:
@@ -93,7 +71,6 @@ class Api:
         self._lanes: list[HttpLane] = []
         self._general: list[_GeneralServer] = []
         self._listeners: list[asyncio.Server] = []
-        self._profiling = False
         broker.options_changed.append(self._forget)
         broker.reloaders.append(self.reload)
         if self._tokens is not None:
@@ -106,22 +83,26 @@ class Api:
         refused = None
         if self._broker.options.tls_required == "true":
             # Clients look for the port in it, in this very form.
-            text = f'{{"message": "TLS_REQUIRED", "https_port": {max(port_of(self._broker.https_address), 0)}}}'
+            text = f'{{"message": "TLS_REQUIRED", "https_port": {addresses.port_of(self._broker.https_address)}}}'
             refused = envelope(Answer(text.encode(), JSON, 403))
         lane = self._lane(refused)
         if poller is not None:
             poller.listen(sock, lane.connection)
         elif sock.family == socket.AF_UNIX:
-            self._listeners.append(await self._loop.create_unix_server(lane.connection, sock=sock, backlog=1024))
+            self._listeners.append(await self._loop.create_unix_server(lane.connection, sock=sock, backlog=BACKLOG))
         else:
-            self._listeners.append(await self._loop.create_server(lane.connection, sock=sock, backlog=1024))
+            self._listeners.append(await self._loop.create_server(lane.connection, sock=sock, backlog=BACKLOG))
 
     async def listen_tls(self, sock: socket.socket) -> None:
         """Serve HTTPS on a bound socket; for a broker with a certificate."""
         lane = self._lane(None)
         self._listeners.append(
             await self._loop.create_server(
-                lane.connection, sock=sock, ssl=self._tls, ssl_handshake_timeout=HANDSHAKE_SECONDS, backlog=1024
+                lane.connection,
+                sock=sock,
+                ssl=self._tls,
+                ssl_handshake_timeout=HANDSHAKE_SECONDS,
+                backlog=BACKLOG,
             )
         )
 
@@ -200,18 +181,7 @@ class Api:
             Route("GET", "/config/:opt", self._get_config, READ),
             Route("PUT", "/config/:opt", self._put_config, ADMIN),
             *settings_api.routes(self._broker),
-            # A look inside. Paths are those of Go's profiler, what they show is Python's.
-            Route("GET", "/debug/pprof/", self._debug_index, ADMIN, plain=True, unlogged=True),
-            Route("GET", "/debug/pprof/cmdline", self._debug_cmdline, ADMIN, plain=True, unlogged=True),
-            Route("GET", "/debug/pprof/symbol", self._debug_symbol, ADMIN, plain=True, unlogged=True),
-            Route("POST", "/debug/pprof/symbol", self._debug_symbol, ADMIN, plain=True, unlogged=True),
-            Route("GET", "/debug/pprof/profile", self._debug_profile, ADMIN, plain=True, unlogged=True),
-            Route("GET", "/debug/pprof/heap", self._debug_heap, ADMIN, plain=True, unlogged=True),
-            Route("GET", "/debug/pprof/goroutine", self._debug_tasks, ADMIN, plain=True, unlogged=True),
-            Route("GET", "/debug/pprof/block", self._debug_nothing, ADMIN, plain=True, unlogged=True),
-            Route("GET", "/debug/pprof/threadcreate", self._debug_nothing, ADMIN, plain=True, unlogged=True),
-            Route("PUT", "/debug/setblockrate", self._debug_block_rate, ADMIN, plain=True),
-            Route("POST", "/debug/freememory", self._debug_free_memory, ADMIN, plain=True),
+            *debug.routes(),
         ]
 
     async def _ping(self, request: Request) -> str:
@@ -226,8 +196,8 @@ class Api:
             "version": NSQ_VERSION,
             "broadcast_address": options.broadcast_address,
             "hostname": socket.gethostname(),
-            "http_port": port_of(broker.http_address),
-            "tcp_port": port_of(broker.tcp_address),
+            "http_port": _shown_port(broker.http_address),
+            "tcp_port": _shown_port(broker.tcp_address),
             "start_time": broker.start_time,
             "max_heartbeat_interval": options.max_heartbeat_interval,
             "max_output_buffer_size": options.max_output_buffer_size,
@@ -240,7 +210,7 @@ class Api:
         if "extended" in request.query and request.arguments().get("extended") == "true":
             info["flintmq"] = broker.about()
             if broker.http_port:
-                info["flintmq"]["http_address"] = f"{options.broadcast_address}:{broker.http_port}"
+                info["flintmq"]["http_address"] = addresses.join(options.broadcast_address, broker.http_port)
         return info
 
     async def _drain(self, request: Request) -> str:
@@ -295,8 +265,8 @@ class Api:
         wanted: dict[str, Any] = {
             "topic": arguments.get("topic", ""),
             "channel": arguments.get("channel", ""),
-            "include_clients": arguments.get("include_clients") not in ("false", "0"),
-            "include_mem": arguments.get("include_mem") not in ("false", "0"),
+            "include_clients": arguments.flag("include_clients", True),
+            "include_mem": arguments.flag("include_mem", True),
         }
         if arguments.get("format") == "json":
             extended = arguments.get("extended") == "true"
@@ -304,15 +274,13 @@ class Api:
         return await stats.report(self._broker, **wanted)
 
     async def _metrics(self, request: Request) -> Answer:
-        body, content_type = await stats.scrape(self._broker)
+        body, content_type = await scrape(self._broker)
         return Answer(body, content_type)
 
     # --- Topics and channels ---------------------------------------------------------------------------------------
 
     async def _create_topic(self, request: Request) -> None:
-        name = _argument(request.arguments(), "topic")
-        if not valid_name(name):
-            raise HttpError(400, "INVALID_TOPIC")
+        name = request.arguments().topic()
         try:
             topic = self._broker.topic(name)
         except PublishError as exc:
@@ -321,69 +289,47 @@ class Api:
         await self._broker.as_safe_as(topic)
 
     async def _delete_topic(self, request: Request) -> None:
-        topic = self._topic(request.arguments())
+        # Deleting and pausing look the name up without asking whether it can exist, as in NSQ.
+        topic = existing_topic(self._broker, request.arguments().text("topic"))
         self._broker.delete_topic(topic.name)
         await self._broker.as_safe_as(topic)
 
     async def _empty_topic(self, request: Request) -> None:
-        arguments = request.arguments()
-        # Deleting and pausing look the name up without asking whether there can be such a one.
-        if not valid_name(_argument(arguments, "topic")):
-            raise HttpError(400, "INVALID_TOPIC")
-        topic = self._topic(arguments)
+        topic = named_topic(self._broker, request.arguments())
         topic.empty()
         await self._broker.as_safe_as(topic)
 
     def _pause_topic(self, paused: bool) -> Callable[[Request], Awaitable[None]]:
         async def handler(request: Request) -> None:
-            topic = self._topic(request.arguments())
+            topic = existing_topic(self._broker, request.arguments().text("topic"))
             topic.pause(paused)
             await self._broker.as_safe_as(topic)
 
         return handler
 
     async def _create_channel(self, request: Request) -> None:
-        topic, name = self._channel_arguments(request)
+        topic_name, name = request.arguments().topic_and_channel()
+        topic = existing_topic(self._broker, topic_name)
         topic.channel(name)
         await self._broker.as_safe_as(topic)
 
     async def _delete_channel(self, request: Request) -> None:
-        channel = self._channel(request)
+        channel = named_channel(self._broker, request.arguments())
         channel.topic.delete_channel(channel.name)
         await self._broker.as_safe_as(channel.topic)
 
     async def _empty_channel(self, request: Request) -> None:
-        channel = self._channel(request)
+        channel = named_channel(self._broker, request.arguments())
         channel.empty()
         await self._broker.as_safe_as(channel.topic)
 
     def _pause_channel(self, paused: bool) -> Callable[[Request], Awaitable[None]]:
         async def handler(request: Request) -> None:
-            channel = self._channel(request)
+            channel = named_channel(self._broker, request.arguments())
             channel.pause(paused)
             await self._broker.as_safe_as(channel.topic)
 
         return handler
-
-    def _topic(self, arguments: dict[str, str]) -> Topic:
-        try:
-            return self._broker.existing_topic(_argument(arguments, "topic"))
-        except NotFoundError as exc:
-            raise HttpError(404, "TOPIC_NOT_FOUND") from exc
-
-    def _channel_arguments(self, request: Request) -> tuple[Topic, str]:
-        arguments = request.arguments()
-        for kind in ("topic", "channel"):
-            if not valid_name(_argument(arguments, kind)):
-                raise HttpError(400, f"INVALID_ARG_{kind.upper()}")
-        return self._topic(arguments), arguments["channel"]
-
-    def _channel(self, request: Request) -> Channel:
-        topic, name = self._channel_arguments(request)
-        try:
-            return topic.existing_channel(name)
-        except NotFoundError as exc:
-            raise HttpError(404, "CHANNEL_NOT_FOUND") from exc
 
     # --- Settings --------------------------------------------------------------------------------------------------
 
@@ -399,20 +345,13 @@ class Api:
             raise HttpError(400, "INVALID_OPTION")
         value = getattr(options, key)
         if key == "statsd_prefix":
-            return self._statsd_prefix(value)
+            return statsd_prefix(self._broker)
         if entry.kind.words is not None and entry.kind.words[value] is not None:
             value = entry.kind.words[value]
         if isinstance(value, str):
             return value
         # Numbers, too, are JSON, not text; and a whole number has no fraction, whatever its type.
         return int(value) if isinstance(value, float) and value.is_integer() else value
-
-    def _statsd_prefix(self, prefix: str) -> str:
-        options = self._broker.options
-        port = options.broadcast_http_port or max(port_of(self._broker.http_address), 0)
-        host = re.sub("[.:]", "_", f"{options.broadcast_address}:{port}")
-        prefix = prefix.replace("%s", host)
-        return prefix if not prefix or prefix.endswith(".") else prefix + "."
 
     async def _put_config(self, request: Request) -> Any:
         limit = self._broker.options.max_msg_size
@@ -436,114 +375,10 @@ class Api:
             raise HttpError(400, "INVALID_OPTION")
         return self._setting(key)
 
-    # --- A look inside ---------------------------------------------------------------------------------------------
 
-    async def _debug_index(self, request: Request) -> Answer:
-        rows = "".join(
-            f'<tr><td><a href="/debug/pprof/{name}">{name}</a></td><td>{what}</td></tr>\n'
-            for name, what in _PROFILES.items()
-        )
-        page = f"<html>\n<title>/debug/pprof/</title>\n<body>\n<table>\n{rows}</table>\n</body>\n</html>\n"
-        return Answer(page.encode(), "text/html; charset=utf-8")
-
-    async def _debug_cmdline(self, request: Request) -> bytes:
-        return "\0".join(sys.argv).encode("utf-8", "surrogateescape")
-
-    async def _debug_symbol(self, request: Request) -> str:
-        # There are no addresses to look up: the profiles have names in them.
-        return "num_symbols: 0\n"
-
-    async def _debug_profile(self, request: Request) -> str:
-        text = request.arguments().get("seconds", "30")
-        if not text.isdecimal() or len(text) > 4 or not 0 < int(text) <= LONGEST_PROFILE:
-            raise HttpError(400, f"seconds must be a number from 1 to {LONGEST_PROFILE}")
-        if self._profiling:
-            raise HttpError(500, "Could not enable CPU profiling: cpu profiling already in use")
-        self._profiling = True
-        over = threading.Event()
-        try:
-            return await self._loop.run_in_executor(None, _profile, threading.get_ident(), int(text), over)
-        finally:
-            over.set()
-            self._profiling = False
-
-    async def _debug_heap(self, request: Request) -> str:
-        return await self._loop.run_in_executor(None, _heap)
-
-    async def _debug_tasks(self, request: Request) -> str:
-        lines = []
-        names = {thread.ident: thread.name for thread in threading.enumerate()}
-        for ident, frame in sys._current_frames().items():
-            lines.append(f"thread {names.get(ident, ident)}\n{''.join(traceback.format_stack(frame))}")
-        for task in asyncio.all_tasks():
-            stack = "".join("".join(traceback.format_stack(frame, 1)) for frame in task.get_stack())
-            lines.append(f"task {task.get_name()} {task.get_coro()}\n{stack}")
-        return "\n".join(lines)
-
-    async def _debug_nothing(self, request: Request) -> str:
-        name = request.path.rpartition("/")[2]
-        return f"{name}: this profile has no meaning in Python; see /debug/pprof/ for those that have\n"
-
-    async def _debug_block_rate(self, request: Request) -> None:
-        text = request.arguments().get("rate", "")
-        if re.fullmatch(r"[+-]?[0-9]{1,18}", text) is None:
-            raise HttpError(400, f'invalid block rate : strconv.Atoi: parsing "{text}": invalid syntax')
-
-    async def _debug_free_memory(self, request: Request) -> None:
-        gc.collect()
-
-
-_PROFILES = {
-    "cmdline": "the command line",
-    "goroutine": "stacks of all threads and tasks",
-    "heap": "memory, and what it is used for",
-    "profile": "where the time goes: stacks with their number of samples, for ?seconds=N",
-}
-
-
-def _profile(thread: int, seconds: int, over: threading.Event) -> str:
-    """Look where the event loop is, again and again. Stacks in the folded form that flame graphs are made from."""
-    stacks: Counter[str] = Counter()
-    end = time.monotonic() + seconds
-    while time.monotonic() < end and not over.wait(PROFILE_INTERVAL):
-        frame = sys._current_frames().get(thread)
-        if frame is not None:
-            stacks[_folded(frame)] += 1
-    return "".join(f"{stack} {count}\n" for stack, count in stacks.most_common())
-
-
-def _folded(frame: FrameType | None) -> str:
-    calls: list[str] = []
-    while frame is not None:
-        code = frame.f_code
-        calls.append(f"{os.path.basename(code.co_filename)}:{code.co_qualname}")
-        frame = frame.f_back
-    return ";".join(reversed(calls))
-
-
-def _heap() -> str:
-    objects = Counter(type(found).__qualname__ for found in gc.get_objects())
-    lines = [f"objects that the collector knows: {objects.total()}"]
-    try:
-        with open("/proc/self/status", encoding="ascii", errors="replace") as file:
-            lines += [line.rstrip() for line in file if line.startswith(("VmRSS", "VmHWM", "VmData", "Threads"))]
-    except OSError:
-        pass
-    lines += [f"collections by generation: {[generation['collections'] for generation in gc.get_stats()]}", ""]
-    lines += [f"{count:10} {name}" for name, count in objects.most_common(50)]
-    return "\n".join(lines) + "\n"
-
-
-def _argument(arguments: dict[str, str], kind: str) -> str:
-    if kind not in arguments:
-        raise HttpError(400, f"MISSING_ARG_{kind.upper()}")
-    return arguments[kind]
-
-
-def port_of(address: str) -> int:
-    """The port of ``host:port``; -1 for the path of a unix socket, 0 for nothing at all."""
-    port = address.rpartition(":")[2]
-    return int(port) if port.isdigit() else -1 if address else 0
+def _shown_port(address: str) -> int:
+    """Return the port as NSQ shows it: -1 for a unix socket, 0 for no listener at all."""
+    return addresses.port_of(address) or (-1 if address else 0)
 
 
 # --- Handing over -----------------------------------------------------------------------------------------------------

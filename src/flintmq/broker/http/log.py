@@ -13,9 +13,11 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from flintmq.broker.delivery.topic import Topic
+from flintmq.broker.http.targets import existing_channel, existing_topic
 from flintmq.broker.storage.fetch import Fetch, Fetches
 from flintmq.broker.storage.readers import Readers
-from flintmq.errors import DamageError, FullError, HttpError, NotFoundError, StorageError
+from flintmq.errors import DamageError, FullError, HttpError, StorageError
+from flintmq.http.arguments import Arguments, is_number
 from flintmq.http.site import ADMIN, READ, Answer, Request, Route
 
 if TYPE_CHECKING:
@@ -26,8 +28,6 @@ __all__ = ["routes"]
 
 #: What one fetch gives if nothing else is asked for.
 FETCH_BYTES = 16 << 20
-#: Seqs and times, in ns, are no larger.
-_DIGITS = 19
 _READER = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 _RFC3339 = re.compile(
     r"(?P<date>\d{4}-\d\d-\d\d)[Tt ](?P<time>\d\d:\d\d:\d\d)(\.(?P<fraction>\d{1,9}))?(?P<zone>[Zz]|[+ -]\d\d:\d\d)"
@@ -55,7 +55,7 @@ class _LogApi:
     # --- The log ---------------------------------------------------------------------------------------------------
 
     async def info(self, request: Request) -> dict[str, Any]:
-        topic = self._topic(request.arguments())
+        topic = self._topic(request.arguments().topic())
         segments = topic.log.segments
         durable = topic.durable
         return {
@@ -71,9 +71,9 @@ class _LogApi:
 
     async def offset(self, request: Request) -> dict[str, int]:
         arguments = request.arguments()
-        topic = self._topic(arguments)
-        text = _argument(arguments, "time")
-        time = int(text) if _is_number(text) else time_of(text)
+        topic = self._topic(arguments.topic())
+        text = arguments.text("time")
+        time = int(text) if is_number(text) else time_of(text)
         if time is None:
             raise HttpError(400, "INVALID_TIME: write it as 2026-11-16T02:00:00Z, or as nanoseconds since 1970")
         return {"offset": min(await self._seq_at(topic, time), topic.durable)}
@@ -97,9 +97,9 @@ class _LogApi:
 
     async def fetch(self, request: Request) -> Answer:
         arguments = request.arguments()
-        topic = self._topic(arguments)
+        topic = self._topic(arguments.topic())
         first, stop = (_offset(topic, arguments, name) for name in ("from", "to"))
-        most = _number(arguments, "max_bytes") if "max_bytes" in arguments else FETCH_BYTES
+        most = arguments.number("max_bytes", FETCH_BYTES)
         if arguments.get("epoch", topic.epoch) != topic.epoch:
             raise HttpError(409, "EPOCH_CHANGED: this log began anew, begin at its first message", epoch=topic.epoch)
         if stop < first:
@@ -107,11 +107,7 @@ class _LogApi:
         if first < topic.log.first:
             raise _gone(topic)
         if stop > topic.durable:
-            raise HttpError(
-                416,
-                f"NOT_YET: only what lies before {topic.durable} is durable, ask again later",
-                durable=topic.durable,
-            )
+            raise _not_yet(topic)
         fetch = Fetch(self._fetches, topic.log, first, stop, most)
         try:
             await fetch.open()
@@ -138,15 +134,15 @@ class _LogApi:
 
     async def positions(self, request: Request) -> dict[str, Any]:
         arguments = request.arguments()
-        readers = self._topic(arguments).readers
+        readers = self._topic(arguments.topic()).readers
         if "reader" in arguments:
             return readers.describe(self._reader(readers, arguments))
         return {"positions": [readers.describe(name) for name in sorted(readers.positions)]}
 
     async def move(self, request: Request) -> dict[str, Any]:
         arguments = request.arguments()
-        topic = self._topic(arguments)
-        name = _argument(arguments, "reader")
+        topic = self._topic(arguments.topic())
+        name = arguments.text("reader")
         if not _READER.fullmatch(name):
             raise HttpError(400, "INVALID_READER: 1 to 128 letters, digits or any of . _ : - are needed")
         offset = _offset(topic, arguments, "to")
@@ -164,12 +160,12 @@ class _LogApi:
 
     async def remove(self, request: Request) -> None:
         arguments = request.arguments()
-        readers = self._topic(arguments).readers
+        readers = self._topic(arguments.topic()).readers
         readers.remove(self._reader(readers, arguments))
         await self._broker.synced()
 
-    def _reader(self, readers: Readers, arguments: dict[str, str]) -> str:
-        name = _argument(arguments, "reader")
+    def _reader(self, readers: Readers, arguments: Arguments) -> str:
+        name = arguments.text("reader")
         if name not in readers.positions:
             raise HttpError(404, "READER_NOT_FOUND")
         return name
@@ -178,14 +174,15 @@ class _LogApi:
 
     async def seek(self, request: Request) -> dict[str, Any]:
         arguments = request.arguments()
-        topic = self._topic(arguments)
-        channel = self._channel(topic, arguments)
-        text = _argument(arguments, "to")
+        topic_name, channel_name = arguments.topic_and_channel()
+        topic = self._topic(topic_name)
+        channel = self._channel(topic, channel_name)
+        text = arguments.text("to")
         time = time_of(text)
         if time is not None:
             start = await self._seq_at(topic, time)
             # Reading may have taken a while.
-            channel = self._channel(self._topic(arguments), arguments)
+            channel = self._channel(self._topic(topic_name), channel_name)
         elif text == "latest":
             start = topic.log.end
         else:
@@ -201,21 +198,16 @@ class _LogApi:
             "messages": channel.depth,
         }
 
-    def _channel(self, topic: Topic, arguments: dict[str, str]) -> Channel:
-        try:
-            channel = topic.existing_channel(_argument(arguments, "channel"))
-        except NotFoundError as exc:
-            raise HttpError(404, "CHANNEL_NOT_FOUND") from exc
+    def _channel(self, topic: Topic, name: str) -> Channel:
+        """Return a channel, which must be one that reads the log."""
+        channel = existing_channel(topic, name)
         if channel.ephemeral:
             raise HttpError(400, "NO_LOG: an ephemeral channel gets nothing from files")
         return channel
 
-    def _topic(self, arguments: dict[str, str]) -> Topic:
-        """The topic, which must have a log that can be read."""
-        try:
-            topic = self._broker.existing_topic(_argument(arguments, "topic"))
-        except NotFoundError as exc:
-            raise HttpError(404, "TOPIC_NOT_FOUND") from exc
+    def _topic(self, name: str) -> Topic:
+        """Return a topic, which must have a log that can be read."""
+        topic = existing_topic(self._broker, name)
         if topic.ephemeral:
             raise HttpError(400, "NO_LOG: an ephemeral topic keeps nothing in files")
         if topic.log.durability == "memory":
@@ -237,34 +229,15 @@ def _not_yet(topic: Topic) -> HttpError:
     return HttpError(416, f"NOT_YET: only what lies before {durable} is durable, ask again later", durable=durable)
 
 
-def _argument(arguments: dict[str, str], name: str) -> str:
-    if name not in arguments:
-        raise HttpError(400, f"MISSING_ARG_{name.upper()}")
-    return arguments[name]
-
-
-def _number(arguments: dict[str, str], name: str) -> int:
-    text = _argument(arguments, name)
-    if not _is_number(text):
-        raise HttpError(400, f"INVALID_ARG_{name.upper()}: a whole number is needed")
-    return int(text)
-
-
-def _offset(
-    topic: Topic, arguments: dict[str, str], name: str, needed: str = "an offset, `earliest` or `latest`"
-) -> int:
+def _offset(topic: Topic, arguments: Arguments, name: str, needed: str = "an offset, `earliest` or `latest`") -> int:
     """A seq, or ``earliest`` or ``latest``."""
     words = {"earliest": topic.log.first, "latest": topic.durable}
-    text = _argument(arguments, name)
+    text = arguments.text(name)
     if text in words:
         return words[text]
-    if not _is_number(text):
+    if not is_number(text):
         raise HttpError(400, f"INVALID_ARG_{name.upper()}: {needed} is needed")
     return int(text)
-
-
-def _is_number(text: str) -> bool:
-    return text.isascii() and text.isdecimal() and len(text) <= _DIGITS
 
 
 def time_of(text: str) -> int | None:

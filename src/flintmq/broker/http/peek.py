@@ -1,10 +1,10 @@
-"""A look at messages without taking them, and one message finished, put back or deferred by its id: for operators.
+"""A look at messages without taking them, and one message finished, requeued or deferred by its id: for operators.
 
 Looking changes nothing: no attempt is counted, nothing is delivered, and what has to be read from files is kept out of
 the cache that consumers live on. A page holds what was so when it was asked for. Pages are in an order in which a
 message keeps its place, so one that stays in its state while somebody turns the pages is seen exactly once:
 
-    ready       those put back, then those for this channel alone, then the never sent; each by seq
+    ready       the requeued, then those for this channel alone, then the never sent; each by seq
     in flight   by seq
     deferred    by the time they are due, then by seq
     a topic     by seq
@@ -22,11 +22,12 @@ from dataclasses import dataclass
 from itertools import chain, islice, starmap
 from typing import TYPE_CHECKING, Any
 
+from flintmq.broker.http.targets import named_channel, named_topic
 from flintmq.broker.storage.journal import SIDE
-from flintmq.errors import HttpError, NotFoundError, StorageError
+from flintmq.errors import HttpError, StorageError
+from flintmq.http.arguments import Arguments
 from flintmq.http.site import ADMIN, READ, Request, Route
 from flintmq.kernel import FRAME_OVERHEAD, Block
-from flintmq.protocol.wire import valid_name
 
 if TYPE_CHECKING:
     from flintmq.broker.daemon import Broker
@@ -53,7 +54,7 @@ ASK_AGAIN_SECONDS = 0.2
 _MS = 1_000_000
 _READY, _IN_FLIGHT, _DEFERRED = "ready", "in_flight", "deferred"
 #: What is ready comes from three places, shown in this order.
-_PUT_BACK, _SIDE, _WAITING = 0, 1, 2
+_REQUEUED, _SIDE, _WAITING = 0, 1, 2
 
 #: Where a page begins: after this pair. What its first number means depends on what is looked at.
 Cursor = tuple[int, int]
@@ -95,9 +96,9 @@ async def _ready(channel: Channel, count: int, after: Cursor) -> list[_Found]:
     channel.catch_up(channel.topic.pumped)
     place, last = after
     found: list[_Found] = []
-    if place <= _PUT_BACK:
-        put_back = await _lowest(list(channel.requeued), count, last)
-        found += [_Found(seq, (_PUT_BACK, seq), _attempts(channel, seq), {}) for seq in put_back]
+    if place <= _REQUEUED:
+        requeued = await _lowest(list(channel.requeued), count, last)
+        found += [_Found(seq, (_REQUEUED, seq), _attempts(channel, seq), {}) for seq in requeued]
     for number, unsent in ((_SIDE, channel.side), (_WAITING, channel.waiting)):
         if place <= number:
             ranges = unsent.since(last + 1 if place == number else 0)
@@ -187,7 +188,7 @@ async def _page(
         try:
             message = await _message(topic, reader, candidate, shown)
         except (StorageError, OSError):
-            # Asking may take a while where very many were put back.
+            # Asking may take a while where very many are requeued.
             await asyncio.sleep(0)
             if not exists(candidate.seq):
                 # Finished while we looked, and the file it stood in is gone.
@@ -320,26 +321,23 @@ def cursor_of(text: str) -> Cursor:
 def routes(broker: Broker) -> list[Route]:
     async def channel_page(request: Request) -> dict[str, Any]:
         arguments = request.arguments()
-        channel = _channel(broker, arguments)
-        state = arguments.get("state", _READY)
-        if state not in (_READY, _IN_FLIGHT, _DEFERRED):
-            raise HttpError(400, "INVALID_STATE: state must be ready, in_flight or deferred")
+        channel = named_channel(broker, arguments)
+        state = arguments.word("state", (_READY, _IN_FLIGHT, _DEFERRED), code="INVALID_STATE")
         return await peek_channel(channel, state, *_page_arguments(arguments))
 
     async def topic_page(request: Request) -> dict[str, Any]:
         arguments = request.arguments()
-        return await peek_topic(_topic(broker, arguments), *_page_arguments(arguments))
+        return await peek_topic(named_topic(broker, arguments), *_page_arguments(arguments))
 
-    def one(act: Callable[[Channel, int, int], bool], *, delay: str | None) -> Callable[[Request], Awaitable[None]]:
+    def one(act: Callable[[Channel, int, int], bool], *, delay: int | None) -> Callable[[Request], Awaitable[None]]:
         """What is done to one message; ``delay`` is the one that is meant where none is given."""
 
         async def handler(request: Request) -> None:
             arguments = request.arguments()
-            channel = _channel(broker, arguments)
-            if "id" not in arguments:
-                raise HttpError(400, "MISSING_ARG_ID: say which message, by its id of 16 hex digits")
-            seq = channel.topic.ids.seq(arguments["id"].encode("utf-8", "surrogateescape"))
-            wait = _delay(channel, arguments.get("delay", delay))
+            channel = named_channel(broker, arguments)
+            id = arguments.text("id", "say which message, by its id of 16 hex digits")
+            seq = channel.topic.ids.seq(id.encode("utf-8", "surrogateescape"))
+            wait = _delay(channel, arguments, delay)
             if seq < 0 or not act(channel, seq, wait):
                 raise HttpError(404, "MESSAGE_NOT_FOUND: the channel has no such message; it may be finished")
             await broker.as_safe_as(channel.topic)
@@ -355,58 +353,29 @@ def routes(broker: Broker) -> list[Route]:
     return [
         Route("GET", "/channel/peek", channel_page, READ),
         Route("GET", "/topic/peek", topic_page, READ),
-        Route("POST", "/message/finish", one(finish, delay="0"), ADMIN),
-        Route("POST", "/message/requeue", one(reschedule, delay="0"), ADMIN),
+        Route("POST", "/message/finish", one(finish, delay=0), ADMIN),
+        Route("POST", "/message/requeue", one(reschedule, delay=0), ADMIN),
         Route("POST", "/message/defer", one(reschedule, delay=None), ADMIN),
     ]
 
 
-def _page_arguments(arguments: dict[str, str]) -> tuple[int, Cursor, int]:
-    limit = _number(arguments.get("limit", str(LIMIT)))
-    if not 1 <= limit <= MOST:
-        raise HttpError(400, f"INVALID_LIMIT: limit must be a number from 1 to {MOST}")
-    text = arguments.get("bytes", str(SHOWN))
-    shown = 1 << 62 if text == "all" else _number(text)
-    if shown < 0:
-        raise HttpError(400, "INVALID_BYTES: bytes must be a number from 0 on, or all")
+def _page_arguments(arguments: Arguments) -> tuple[int, Cursor, int]:
+    limit = arguments.number("limit", LIMIT, lowest=1, highest=MOST, code="INVALID_LIMIT", what="a number")
+    if arguments.get("bytes") == "all":
+        shown = 1 << 62
+    else:
+        shown = arguments.number("bytes", SHOWN, code="INVALID_BYTES", what="all, or a number")
     return limit, cursor_of(arguments.get("after", "")), shown
 
 
-def _delay(channel: Channel, text: str | None) -> int:
-    """Milliseconds, in nanoseconds."""
-    if text is None:
-        raise HttpError(400, "MISSING_ARG_DELAY: say for how many milliseconds, as in delay=60000")
-    delay = _number(text) * _MS
-    longest = channel.settings.max_defer
-    if not 0 <= delay <= longest:
-        raise HttpError(400, f"INVALID_DELAY: delay must be a number of milliseconds from 0 to {longest // _MS}")
-    return delay
-
-
-def _number(text: str) -> int:
-    """-1 for what is none."""
-    return int(text) if re.fullmatch("[0-9]{1,18}", text, re.ASCII) else -1
-
-
-def _topic(broker: Broker, arguments: dict[str, str]) -> Topic:
-    try:
-        return broker.existing_topic(_name(arguments, "topic"))
-    except NotFoundError as exc:
-        raise HttpError(404, "TOPIC_NOT_FOUND") from exc
-
-
-def _channel(broker: Broker, arguments: dict[str, str]) -> Channel:
-    _, name = _name(arguments, "topic"), _name(arguments, "channel")
-    topic = _topic(broker, arguments)
-    try:
-        return topic.existing_channel(name)
-    except NotFoundError as exc:
-        raise HttpError(404, "CHANNEL_NOT_FOUND") from exc
-
-
-def _name(arguments: dict[str, str], kind: str) -> str:
-    if kind not in arguments:
-        raise HttpError(400, f"MISSING_ARG_{kind.upper()}")
-    if not valid_name(arguments[kind]):
-        raise HttpError(400, f"INVALID_ARG_{kind.upper()}")
-    return arguments[kind]
+def _delay(channel: Channel, arguments: Arguments, default: int | None) -> int:
+    """Return the delay, which is given in milliseconds, in nanoseconds."""
+    longest = channel.settings.max_defer // _MS
+    return _MS * arguments.number(
+        "delay",
+        default,
+        highest=longest,
+        code="INVALID_DELAY",
+        what="a number of milliseconds",
+        hint="say for how many milliseconds, as in delay=60000",
+    )

@@ -64,9 +64,7 @@ def _names(broker: Broker, request: Request, kinds: tuple[str, ...]) -> Names:
     """The topic, or topic and channel, that a request is about. One without a ``*`` must be there."""
     arguments = request.arguments()
     for kind in kinds:
-        if kind not in arguments:
-            raise HttpError(400, f"MISSING_ARG_{kind.upper()}")
-        if not valid_name_or_pattern(arguments[kind]):
+        if not valid_name_or_pattern(arguments.text(kind)):
             # As the other routes of topics and of channels say it.
             raise HttpError(400, "INVALID_TOPIC" if len(kinds) == 1 else f"INVALID_ARG_{kind.upper()}")
     names = tuple(arguments[kind] for kind in kinds)

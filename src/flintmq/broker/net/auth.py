@@ -20,9 +20,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 from urllib.parse import urlencode, urlsplit, urlunsplit
 
+from flintmq import addresses
 from flintmq.broker.net.patterns import Pattern, PatternError
 from flintmq.errors import AuthError
-from flintmq.http import site as web
+from flintmq.http.server import load
+from flintmq.http.site import json_bytes
 from flintmq.options import NsqdOptions
 
 if TYPE_CHECKING:
@@ -80,7 +82,7 @@ class Grant:
 
     def response(self) -> bytes:
         """The answer to AUTH."""
-        return web.json_bytes(
+        return json_bytes(
             {"identity": self.identity, "identity_url": self.identity_url, "permission_count": self.count}
         )
 
@@ -196,7 +198,7 @@ class AuthServers:
         return task
 
     async def _ask_any(self, question: Mapping[str, str | bytes]) -> Grant:
-        await web.load("aiohttp")
+        await load("aiohttp")
         import aiohttp
 
         # From anywhere on: all servers get their share, and one that is down costs the others nothing.
@@ -235,7 +237,7 @@ class AuthServers:
         if self._post:
             values = {key: [_decoded(value)] for key, value in question.items()}
             request = client.post(
-                URL(url), data=web.json_bytes(values), headers={"Content-Type": "application/json"}, ssl=tls
+                URL(url), data=json_bytes(values), headers={"Content-Type": "application/json"}, ssl=tls
             )
         else:
             # Encoded here, and as Go does it: a secret is any bytes.
@@ -269,8 +271,7 @@ def _over_https(url: str, body: bytes) -> str:
     if type(port) is not int or not 0 < port < 65_536:
         raise AuthError(f"got response 403 {body[:100]!r}")
     parts = urlsplit(url)
-    host = parts.hostname or ""
-    return urlunsplit(("https", f"[{host}]:{port}" if ":" in host else f"{host}:{port}", *parts[2:]))
+    return urlunsplit(("https", addresses.join(parts.hostname or "", port), *parts[2:]))
 
 
 def _decoded(value: str | bytes) -> str:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from flintmq.errors import ProtocolError
-from flintmq.http import site as web
+from flintmq.http.tls import server_tls
 from flintmq.options import NsqdOptions
 
 __all__ = ["Encryption", "HandshakeError", "server_context"]
@@ -41,7 +41,7 @@ _SUITES = {
 
 def server_context(options: NsqdOptions) -> ssl.SSLContext:
     """What the broker's TLS options ask for. OptionError if the files do not fit."""
-    context = web.server_tls(
+    context = server_tls(
         options.tls_cert,
         options.tls_key,
         client_ca=options.tls_root_ca_file,

@@ -153,6 +153,10 @@ class Disk:
     def open(self, path: Path, *, create: bool = False) -> int:
         return self.system.open(path, os.O_RDWR | (os.O_CREAT | os.O_EXCL if create else 0))
 
+    def spare_descriptor(self, folder: Path) -> int:
+        """Open a descriptor that is of no use but to be closed when one is needed."""
+        return self.system.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+
     def close_file(self, fd: int) -> None:
         self.system.close(fd)
 

@@ -21,6 +21,7 @@ from typing import Any
 
 from flintmq.broker.storage.disk import FETCH, Disk
 from flintmq.broker.storage.log import Log
+from flintmq.broker.storage.reader import Place
 from flintmq.broker.storage.segment import Segment
 from flintmq.errors import DamageError, StorageError
 from flintmq.kernel import Block
@@ -92,23 +93,23 @@ class Fetch:
         """Read the first chunk and decide how far to go."""
         await self._fetches.turns.acquire()
         self._has_turn = True
-        place = self._log.place_from(self._seq, self._stop)
+        place = self._log.reader.place_from(self._seq, self._stop)
         if place is None:
             return
         seq, segment, chunk = place
         block = await self._read(place)
         end = min(self._stop, block.base + block.count)
         self._take(block, seq, end, self._most)
-        if self._seq < end or end < min(self._stop, self._log.extent(segment, chunk)[3]):
+        if self._seq < end or end < min(self._stop, self._log.reader.extent(segment, chunk)[3]):
             # That is enough; or the rest of the chunk is not all there: whoever asks on from here learns it.
             self.next = self._seq
         else:
             self.next = self._reach(segment, chunk + 1)
-            lost = self._log.first_lost(self._seq, self.next)
+            lost = self._log.reader.first_lost(self._seq, self.next)
             if lost is not None:
                 self.next = lost[0]
         with contextlib.suppress(DamageError):
-            if self._log.place_from(self.next, self._stop) is None:
+            if self._log.reader.place_from(self.next, self._stop) is None:
                 self.next = self._stop
 
     def _reach(self, segment: Segment, chunk: int) -> int:
@@ -118,7 +119,7 @@ class Fetch:
         storage = self._log
         for later in storage.segments[storage.segments.index(segment) :]:
             for number in range(chunk, len(later.index_seqs)):
-                _, size, first, _ = storage.extent(later, number)
+                _, size, first, _ = storage.reader.extent(later, number)
                 left -= size
                 if left < 0 or first >= self._stop:
                     return min(first, self._stop)
@@ -128,7 +129,7 @@ class Fetch:
     async def __aiter__(self) -> AsyncIterator[memoryview]:
         try:
             while self._frames is not None:
-                place = self._log.place_from(self._seq, self.next) if self._seq < self.next else None
+                place = self._log.reader.place_from(self._seq, self.next) if self._seq < self.next else None
                 self._ahead = None if place is None else self._read(place)
                 yield self._frames
                 self._frames = None
@@ -144,7 +145,7 @@ class Fetch:
         self._frames = block.view[block.start : block.stop]
         self._seq = seq + count
 
-    def _read(self, place: tuple[int, Segment, int]) -> asyncio.Future[Block]:
+    def _read(self, place: Place) -> asyncio.Future[Block]:
         """Read what is at this place; its segment stays until the next one is read."""
         future: asyncio.Future[Block] = asyncio.get_running_loop().create_future()
 
@@ -160,7 +161,7 @@ class Fetch:
             self._log.pin(place[1])
             self._let_go()
             self._segment = place[1]
-        self._log.read_from(place, self._stop, self._fetches.submit, then)
+        self._log.reader.read_from(place, self._stop, self._fetches.submit, then)
         return future
 
     def _let_go(self) -> None:

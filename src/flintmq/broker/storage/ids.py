@@ -23,11 +23,12 @@ import msgspec
 
 from flintmq.broker.storage.journal import SIDE
 from flintmq.broker.storage.segment import Entry, read_records
-from flintmq.protocol.wire import format_id, parse_id
+from flintmq.protocol.seqs import SEQ_BITS, format_id, parse_id
 
 if TYPE_CHECKING:
-    from flintmq.broker.storage.log import Log, Store
+    from flintmq.broker.storage.log import Log
     from flintmq.broker.storage.mover import Mover
+    from flintmq.broker.storage.store import Store
 
 __all__ = ["NODE_IDS", "Ids", "NodeIds"]
 
@@ -35,8 +36,6 @@ logger = logging.getLogger(__name__)
 
 #: The record's file, in the folder ``flintmq``.
 NODE_IDS = "node-ids.json"
-#: Bits of an id that are its seq.
-SEQ_BITS = 54
 
 #: From a seq on, this node id was used.
 Step = tuple[int, int]

@@ -60,6 +60,9 @@ _number = Struct(">I")
 FILE_HEADER = _file_head.size + 4
 
 DONE, BACK, NOTE = 1, 2, 3
+#: Bytes of the entry at the beginning of a batch that says up to where the file was on the device. It is a DONE of
+#: channel 0, which no channel is: replaying it changes nothing.
+MARK_SIZE = _entry_head.size + 4 + 16
 
 #: Seqs from here on are those of a topic's side log: messages for one channel only.
 SIDE = 1 << 53
@@ -337,6 +340,14 @@ class Journal:
         # A new file could not be begun: on the clock, when to try again, and how long to wait after that.
         self._roll_after = 0
         self._roll_delay = FIRST_ROLL_DELAY
+        # Of the present file: up to where it is on the device, and up to where it says so.
+        self._safe = 0
+        self._marked = 0
+        # Found by ``recover``: what is damaged, in which files; the end of the last file.
+        self.damage: list[str] = []
+        self._damaged_files: dict[Path, None] = {}
+        self.end = folder, 0
+        self.is_new = False
         self.closed = False
 
     # --- Writing ---------------------------------------------------------------------------------------------------
@@ -386,6 +397,10 @@ class Journal:
         self._collect()
         if not self._buffer or self.closed:
             return
+        if self._safe > self._marked:
+            self._marked = self._safe
+            mark = pack_numbers(array("q", (self._safe, self._safe)))
+            self._buffer.insert(0, _entry(DONE, _number.pack(0) + mark))
         entries = b"".join(self._buffer)
         self._buffer.clear()
         batch = _batch_head.pack(self._salt, len(entries), google_crc32c.extend(self._salt, entries))
@@ -416,14 +431,16 @@ class Journal:
             return
         self._syncing = True
         fd, mark = self._fd, self._written
+        done = functools.partial(self._sync_done, mark, self._number, self._offset)
+        self._disk.submit(lambda: self._disk.sync(fd), done, urgency)
 
-        self._disk.submit(lambda: self._disk.sync(fd), functools.partial(self._sync_done, mark), urgency)
-
-    def _sync_done(self, mark: int, _: None, error: BaseException | None) -> None:
+    def _sync_done(self, mark: int, number: int, offset: int, _: None, error: BaseException | None) -> None:
         self._syncing = False
         if error is not None:
             self._fatal(StorageError(f"cannot sync the journal in {self._folder}: {error}"))
             return
+        if number == self._number:
+            self._safe = offset
         self._reached(mark)
 
     def _reached(self, mark: int) -> None:
@@ -440,6 +457,7 @@ class Journal:
         """Write and sync everything said so far, and wait for it: at the start, before anybody is served."""
         self.flush()
         self._disk.sync(self._fd)
+        self._safe = self._offset
         self._reached(self._written)
 
     def save(self, *, clean: bool) -> None:
@@ -516,6 +534,7 @@ class Journal:
         self._roll_delay = FIRST_ROLL_DELAY
         # The old file must be whole before the new one counts.
         self._fd, self._salt, self._offset = fd, salt, FILE_HEADER
+        self._safe = self._marked = 0
         self.note("open", self._clock.boot_id())
         self.flush()
         self._syncing = True
@@ -527,7 +546,8 @@ class Journal:
             self._disk.sync(fd)
             self._disk.sync_folder(self._folder)
 
-        self._disk.submit(work, functools.partial(self._sync_done, mark), COMMIT)
+        done = functools.partial(self._sync_done, mark, self._number, self._offset)
+        self._disk.submit(work, done, COMMIT)
         self.take_snapshot()
 
     def take_snapshot(self) -> None:
@@ -604,8 +624,12 @@ class Journal:
 
     # --- Recovery --------------------------------------------------------------------------------------------------
 
-    def recover(self) -> State:
-        """Snapshot and journal, read back."""
+    def recover(self, *, accept: bool = False) -> State:
+        """Snapshot and journal, read back. StorageError if they are damaged, unless that is to be accepted.
+
+        A torn tail is normal: the last writes before a crash. Damage is what must have been on the device and is not
+        there. Then ``damage`` has a sentence for each place, and the state is what the rest of it says.
+        """
         state = State()
         snapshots: list[int] = []
         journals: list[int] = []
@@ -617,34 +641,98 @@ class Journal:
             if digits.isdigit():
                 (snapshots if kind == "snapshot" else journals if kind == "journal" else []).append(int(digits))
         start = max(snapshots, default=0)
+        last = max([start, *journals])
+        self.is_new = not last
         if start:
-            if not self._replay(f"snapshot-{start:08d}", state):
-                raise StorageError(f"{self._folder / f'snapshot-{start:08d}'} is damaged; restore it from a backup")
-        for number in sorted(journals):
-            if number >= start:
+            self._replay(f"snapshot-{start:08d}", state)
+        for number in range(max(start, 1), last + 1):
+            if number in journals:
                 self._replay(f"journal-{number:08d}", state)
-        self._number = max([start, *journals], default=0)
+            else:
+                name = f"journal-{number:08d}"
+                self.damage.append(f"{self._folder / name} is missing, and no snapshot stands for it")
+        self._number = last
+        if self.damage:
+            if not accept:
+                raise damaged(self.damage)
+            state.clean = False
+            self._keep_damaged()
         return state
 
-    def _replay(self, name: str, state: State) -> bool:
-        """Apply a file's entries up to the first that is not whole; True if the file says that it ends there."""
+    def _replay(self, name: str, state: State) -> None:
+        """Apply the batches of a file up to its end; where one that was on the device is not whole, note it."""
         path = self._folder / name
         fd = self._disk.open(path)
         try:
             data = self._disk.read(fd, self._disk.size(fd), 0)
         finally:
             self._disk.close_file(fd)
+        is_snapshot = name.startswith("snapshot-")
         head = read_head(data, path)
         if head is None:
-            # The power went while it was made. Nothing was in it yet: its header is synced before it is used.
-            return False
+            # The first batch begins with the salt.
+            salt = int.from_bytes(data[FILE_HEADER : FILE_HEADER + 4], "big")
+            if not is_snapshot and (not salt or next(read_batches(data, salt), None) is None):
+                # The power went while it was made. Nothing was in it yet: its header is synced before it is used.
+                return
+            self._damaged(path, "its header at offset 0 is unreadable")
+            head = salt, bytes(16)
         salt, boot = head
         state.count_from(boot)
-        for _, entries in read_batches(data, salt):
-            if not entries:
-                return True
-            _apply_all(entries, state)
-        return False
+        at = FILE_HEADER
+        while True:
+            for stop, entries in read_batches(data, salt, at):
+                if not entries:
+                    return
+                apply_all(entries, state)
+                at = stop
+            self.end = path, at
+            following = find_batch(data, salt, at)
+            if following < 0:
+                if is_snapshot:
+                    self._damaged(path, f"the batch at offset {at} is unreadable, and so is all that follows")
+                return
+            if not is_snapshot and boot != self._clock.boot_id() and not synced_beyond(data, salt, following, at):
+                # Not synced when the power went: such writes reach the device in any order.
+                return
+            count = sum(1 for _, entries in read_batches(data, salt, following) if entries)
+            self._damaged(
+                path,
+                f"the batch at offset {at} is unreadable, and whole ones follow it from offset {following} on "
+                f"({count} in a row)",
+            )
+            at = following
+
+    def _damaged(self, path: Path, what: str) -> None:
+        self.damage.append(f"{path}: {what}")
+        self._damaged_files.setdefault(path)
+
+    def _keep_damaged(self) -> None:
+        """Copy the damaged files, for those who want to look: the next snapshot replaces them."""
+        for line in self.damage:
+            logger.error("JOURNAL: damaged, which was accepted - %s", line)
+        for path in self._damaged_files:
+            copy = path.with_name(f"{path.name}.bad")
+            if self._disk.exists(copy):
+                self._disk.remove(copy)
+            source, target = self._disk.open(path), self._disk.open(copy, create=True)
+            try:
+                self._disk.write(target, [self._disk.read(source, self._disk.size(source), 0)], 0)
+                self._disk.sync(target)
+            finally:
+                self._disk.close_file(source)
+                self._disk.close_file(target)
+
+
+def damaged(what: list[str]) -> StorageError:
+    """The error that refuses a start."""
+    return StorageError(
+        f"the journal is damaged: {'; '.join(what)}. It knows topics, channels and which messages are finished: some "
+        "of these may be missing. Restore the data path from a backup (flintmq restore), or start once with "
+        "--accept-damaged-journal: everything that can be read is used, messages whose end was recorded there are "
+        "delivered again, and topics that are no longer known are set aside as NAME@N.lost, from where "
+        "flintmq recover brings their messages back"
+    )
 
 
 def read_head(data: bytes, path: Path) -> tuple[int, bytes] | None:
@@ -677,11 +765,41 @@ def read_batches(data: bytes, salt: int, at: int = FILE_HEADER) -> Iterator[tupl
             return
 
 
+def find_batch(data: bytes, salt: int, at: int) -> int:
+    """Where the next whole batch behind ``at`` begins, -1 if none does."""
+    mark = salt.to_bytes(4, "big")
+    at = data.find(mark, at + 1)
+    while at >= 0 and next(read_batches(data, salt, at), None) is None:
+        at = data.find(mark, at + 1)
+    return at
+
+
+def synced_beyond(data: bytes, salt: int, at: int, offset: int) -> bool:
+    """Does any batch from ``at`` on say that the file was on the device beyond ``offset``?"""
+    while at >= 0:
+        for stop, entries in read_batches(data, salt, at):
+            if synced_mark(entries) > offset:
+                return True
+            at = stop - 1
+        at = find_batch(data, salt, at)
+    return False
+
+
+def synced_mark(entries: bytes) -> int:
+    """Up to where the batch says that its file was on the device; 0 if it does not say."""
+    if len(entries) < MARK_SIZE:
+        return 0
+    kind, length = _entry_head.unpack_from(entries)
+    if kind != DONE or length != MARK_SIZE - _entry_head.size or _number.unpack_from(entries, _entry_head.size)[0]:
+        return 0
+    return unpack_numbers(entries[MARK_SIZE - 16 : MARK_SIZE])[0]
+
+
 def _entry(kind: int, payload: bytes) -> bytes:
     return _entry_head.pack(kind, len(payload)) + payload
 
 
-def _apply_all(entries: bytes, state: State) -> None:
+def apply_all(entries: bytes, state: State) -> None:
     at = 0
     while at < len(entries):
         kind, length = _entry_head.unpack_from(entries, at)

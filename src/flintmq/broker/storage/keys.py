@@ -416,7 +416,7 @@ class Keys:
         self._files: KeyFiles | None = None
         if topic.folder is not None:
             self._files = KeyFiles(topic.broker.disk, topic.folder, topic.name)
-            topic.log.keep_keys = self._keep
+            topic.log.keep_keys_with(self._keep)
 
     # --- Publishing ------------------------------------------------------------------------------------------------
 

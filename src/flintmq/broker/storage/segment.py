@@ -78,6 +78,7 @@ class Segment:
         "index_times",
         "key_count",
         "key_crc",
+        "key_failures",
         "keys",
         "lost",
         "path",
@@ -114,6 +115,8 @@ class Segment:
         self.keys: KeyBlock | None = None
         self.key_count = 0
         self.key_crc = 0
+        # How often they could not be read.
+        self.key_failures = 0
         # The open file, how many threads use it, and whether its name is on the device.
         self.fd = -1
         self.pins = 0

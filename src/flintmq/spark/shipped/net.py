@@ -20,10 +20,11 @@ from functools import partial
 from typing import Any, NamedTuple
 from urllib.parse import quote, urlencode, urlsplit
 
+from flintmq.addresses import join, split
 from flintmq.errors import ConnectError, HttpError, ProtocolError
 from flintmq.spark.shipped.options import Network
 
-__all__ = ["Broker", "Cluster", "Connection", "Refused", "Web", "http_url", "split_address"]
+__all__ = ["Broker", "Cluster", "Connection", "Refused", "Web", "http_url"]
 
 logger = logging.getLogger("flintmq.spark")
 
@@ -34,17 +35,8 @@ _RESPONSE, _ERROR, _MESSAGE = 0, 1, 2
 _HEARTBEAT = b"_heartbeat_"
 
 
-def split_address(address: str) -> tuple[str, int]:
-    host, _, port = address.rpartition(":")
-    return host.strip("[]"), int(port)
-
-
 def http_url(address: str) -> str:
     return (address if "://" in address else f"http://{address}").rstrip("/")
-
-
-def _join(host: str, port: int) -> str:
-    return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
 
 
 def _tls_context(network: Network) -> ssl.SSLContext:
@@ -75,7 +67,7 @@ class Connection:
         self._deflate: Any = None
         try:
             self._socket: socket.socket = socket.create_connection(
-                split_address(address), timeout=timeout or network.timeout
+                split(address)[:2], timeout=timeout or network.timeout
             )
         except OSError as exc:
             raise ConnectError(f"nsqd {address} cannot be reached: {exc}") from exc
@@ -110,7 +102,7 @@ class Connection:
             if not self.features.get("tls_v1"):
                 raise ConnectError(f"nsqd {self.address} has no TLS: take nsq.tls away, or set it up there")
             context = _tls_context(network)
-            self._socket = context.wrap_socket(self._socket, server_hostname=split_address(self.address)[0])
+            self._socket = context.wrap_socket(self._socket, server_hostname=split(self.address).host)
             self._answer("TLS")
         if network.deflate and self.features.get("deflate"):
             self._inflate = zlib.decompressobj(-15)
@@ -405,14 +397,14 @@ class Cluster:
                 continue
             for entry in answer.get("producers") or []:
                 host = entry.get("broadcast_address") or entry.get("hostname") or ""
-                tcp = _join(host, entry.get("tcp_port") or 0)
+                tcp = join(host, entry.get("tcp_port") or 0)
                 hidden = entry.get("tombstones") or []
                 topics = tuple(
                     topic
                     for number, topic in enumerate(entry.get("topics") or [])
                     if not (number < len(hidden) and hidden[number])
                 )
-                producer = found.setdefault(tcp, Broker(tcp, _join(host, entry.get("http_port") or 0)))
+                producer = found.setdefault(tcp, Broker(tcp, join(host, entry.get("http_port") or 0)))
                 producer.topics = tuple(dict.fromkeys([*producer.topics, *topics]))
         if len(failures) == len(self._network.lookupds):
             raise ConnectError(f"no nsqlookupd answered: {'; '.join(failures)}")
@@ -431,11 +423,11 @@ class Cluster:
         connection = Connection(address, self._network, timeout=self._timeout)
         about = connection.flintmq
         connection.close()
-        host = split_address(address)[0]
+        host = split(address).host
         port = about.get("http_port")
         return Broker(
             tcp=address,
-            http=_join(host, port) if isinstance(port, int) and port else "",
+            http=join(host, port) if isinstance(port, int) and port else "",
             node=str(about.get("node") or address),
             has_log=bool(about.get("log")),
             has_keys=bool(about.get("keys")),
@@ -446,7 +438,7 @@ class Cluster:
         found = info.get("flintmq")
         about = found if isinstance(found, dict) else {}
         host = urlsplit(http_url(address)).hostname or ""
-        tcp = _join(host, info.get("tcp_port") or 0)
+        tcp = join(host, info.get("tcp_port") or 0)
         return Broker(
             tcp=tcp,
             http=address,

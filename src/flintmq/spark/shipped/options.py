@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from datetime import UTC, datetime, timedelta
 from typing import Any, NamedTuple
 
+from flintmq.addresses import split
 from flintmq.errors import OptionError
 
 __all__ = [
@@ -351,10 +352,11 @@ class _Given:
             text = address
             if "http" in name:
                 text = re.sub(r"^https?://", "", address).partition("/")[0]
-            host, _, port = text.rpartition(":")
-            if not host.strip("[]") or not re.fullmatch(r"\d{1,5}", port) or "://" in text or "@" in text:
+            try:
+                split(text, unix=False)
+            except OptionError as exc:
                 shape = "host:port or http(s)://host:port" if "http" in name else "host:port"
-                raise OptionError(f"{name}: each address is {shape}, separated by commas")
+                raise OptionError(f"{name}: each address is {shape}, separated by commas") from exc
         return found
 
     def position(self, offsets_name: str, time_name: str, words: tuple[str, ...]) -> Start | None:

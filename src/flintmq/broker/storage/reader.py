@@ -1,0 +1,464 @@
+"""Messages of a log that are no longer in memory: where they stand in the files, and how they are read back.
+
+A Reader owns what is being read, what could not be read, and the extra bytes that were read last. One function,
+``read``, reads a chunk of a file in a thread, whoever wants it and whatever is made of its bytes. What a channel waits
+for is read with a pause in between until it works, and given up as damaged after some tries; where descriptors are
+missing it is tried for ever.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from bisect import bisect_left, bisect_right
+from collections import OrderedDict
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from flintmq.broker.storage.disk import READ
+from flintmq.broker.storage.keys import KeyBlock
+from flintmq.broker.storage.memory import ExtraRow, extra_of
+from flintmq.broker.storage.segment import (
+    Entry,
+    Segment,
+    decode_chunk,
+    extras_in_chunk,
+    read_keys,
+    read_records,
+    seq_in_chunk,
+    timestamp_of,
+)
+from flintmq.broker.storage.store import NO_DESCRIPTOR, Store
+from flintmq.errors import DamageError, StorageError
+from flintmq.kernel import Block
+
+if TYPE_CHECKING:
+    from flintmq.broker.storage.log import Log
+
+__all__ = ["READ_TRIES", "Place", "Reader", "Submit"]
+
+logger = logging.getLogger(__name__)
+
+#: Tries, and seconds between them, before the messages of a chunk that the device refuses are given up.
+READ_TRIES, READ_PAUSE = 10, 1.0
+#: Chunks of a log whose extra bytes are remembered once they were read.
+_EXTRA_CHUNKS = 4
+
+T = TypeVar("T")
+
+#: Runs the first in a thread, then calls the second with its result or its error, as ``Disk.submit`` does.
+Submit = Callable[[Callable[[], Any], Callable[[Any, BaseException | None], None]], None]
+#: Where a message stands: its seq, its segment, the number of its chunk.
+Place = tuple[int, Segment, int]
+#: What a channel waits for: blocks or extra bytes, of which chunk.
+_Key = tuple[str, Segment, int]
+
+
+class Reader:
+    def __init__(self, log: Log, store: Store, arrived: Callable[[], None]) -> None:
+        self._log = log
+        self._store = store
+        self._disk = store.disk
+        # Called when something that was wanted was read, or given up.
+        self._arrived = arrived
+        # What is being read or waits for its next try; how often each was tried in vain.
+        self._reading: set[_Key] = set()
+        self._failures: dict[_Key, int] = {}
+        # Extra bytes by segment and chunk: up to which seq they are known, and those of each record.
+        self._extras: OrderedDict[tuple[Segment, int], tuple[int, list[ExtraRow]]] = OrderedDict()
+        #: Seqs that could not be read.
+        self.damaged: list[tuple[int, int]] = []
+        #: Seqs of files that could not be made sense of at all.
+        self.set_aside: list[tuple[int, int]] = []
+
+    # --- The one way to read ---------------------------------------------------------------------------------------
+
+    def read(
+        self,
+        segment: Segment,
+        chunk: int,
+        decode: Callable[[bytes, int, int], T],
+        done: Callable[[T | None, BaseException | None], None],
+        submit: Submit | None = None,
+        *,
+        keep_open: bool = False,
+    ) -> None:
+        """Read a chunk in a thread and make something of it: ``decode(bytes, first seq, seq after its last)``.
+
+        ``done`` gets that, or the error. OSError, StorageError: the file cannot be opened now; ``done`` is not called.
+        ``keep_open``: more of the file will be read soon.
+        """
+        offset, size, first, after = self.extent(segment, chunk)
+        log, disk = self._log, self._disk
+        fd = log.pin(segment)
+
+        def work() -> T:
+            return decode(disk.read(fd, size, offset), first, after)
+
+        def finished(result: T | None, error: BaseException | None) -> None:
+            log.unpin(segment, keep_open=keep_open)
+            done(result, error)
+
+        try:
+            (submit or self._submit)(work, finished)
+        except BaseException:
+            log.unpin(segment, keep_open=keep_open)
+            raise
+
+    def _submit(self, work: Callable[[], Any], done: Callable[[Any, BaseException | None], None]) -> None:
+        self._disk.submit(work, done, READ)
+
+    # --- For channels ----------------------------------------------------------------------------------------------
+
+    def block(self, seq: int) -> Block | None:
+        """Return the block that holds ``seq``. None: it is being read back. DamageError: it cannot be."""
+        segment, chunk = self.place(seq)
+        found = self._store.cold(segment, chunk)
+        if found is not None and seq < found.base + found.count:
+            # Read ahead: by the time this block is sent the next one is there.
+            self._read_ahead(segment, chunk)
+            if seq >= found.base:
+                return found
+        self._want_block(segment, chunk, seq)
+        return None
+
+    def extra(self, seq: int) -> bytes | None:
+        """Return the extra bytes of the record that ``seq`` is in. None, DamageError: as with ``block``."""
+        segment, chunk = self.place(seq)
+        if not segment.extras:
+            return b""
+        known = self._extras.get((segment, chunk))
+        if known is not None and seq < known[0]:
+            return extra_of(known[1], seq)
+        self._want_extras(segment, chunk)
+        return None
+
+    def _read_ahead(self, segment: Segment, chunk: int) -> None:
+        if chunk + 1 < len(segment.index_seqs):
+            if self._store.cold(segment, chunk + 1) is None:
+                self._want_block(segment, chunk + 1, segment.index_seqs[chunk + 1])
+        elif segment.sealed:
+            segments = self._log.segments
+            i = segments.index(segment) + 1
+            if i < len(segments) and segments[i].index_seqs and not self._log.in_memory(segments[i].base):
+                if self._store.cold(segments[i], 0) is None:
+                    self._want_block(segments[i], 0, segments[i].base)
+
+    def _want_block(self, segment: Segment, chunk: int, seq: int) -> None:
+        # What a thread is still writing is not there yet, and is not damaged.
+        written = self._log.written
+
+        def decode(data: bytes, first: int, after: int) -> tuple[Block | None, list[tuple[int, int]]]:
+            return decode_chunk(data, segment.salt, first, after, seq)
+
+        def take(result: tuple[Block | None, list[tuple[int, int]]]) -> None:
+            block, damage = result
+            if block is not None:
+                self._store.keep_cold(segment, chunk, block)
+            self._note_damage(segment, damage, written)
+
+        self._want(("block", segment, chunk), decode, take)
+
+    def _want_extras(self, segment: Segment, chunk: int) -> None:
+        after = self.extent(segment, chunk)[3]
+
+        def decode(data: bytes, first: int, stop: int) -> list[ExtraRow]:
+            return extras_in_chunk(data, segment.salt, first, stop)
+
+        def take(rows: list[ExtraRow]) -> None:
+            self._extras[segment, chunk] = (after, rows)
+            self._extras.move_to_end((segment, chunk))
+            while len(self._extras) > _EXTRA_CHUNKS:
+                self._extras.popitem(last=False)
+
+        self._want(("extras", segment, chunk), decode, take)
+
+    def _want(self, key: _Key, decode: Callable[[bytes, int, int], T], take: Callable[[T], None]) -> None:
+        """Read what somebody waits for, unless it is being read; call ``arrived`` when it is there, or given up."""
+        log = self._log
+        if key in self._reading or log.closed or self._disk.closing:
+            return
+        _, segment, chunk = key
+
+        def done(result: T | None, error: BaseException | None) -> None:
+            self._reading.discard(key)
+            if log.closed or segment not in log.segments:
+                return
+            if isinstance(error, OSError):
+                if not self._retried(key, error):
+                    self._arrived()
+                return
+            if error is not None or result is None:
+                self._store.fatal(error or StorageError("no result"))
+                return
+            self._failures.pop(key, None)
+            take(result)
+            self._arrived()
+
+        try:
+            self.read(segment, chunk, decode, done, keep_open=True)
+        except OSError as exc:
+            if not self._retried(key, exc):
+                # The one who asked is told to wait.
+                self._store.delay(0, self._arrived)
+        else:
+            self._reading.add(key)
+
+    def _retried(self, key: _Key, error: OSError) -> bool:
+        """Try again after a pause; False if the chunk is given up instead."""
+        _, segment, chunk = key
+        logger.error("LOG(%s): cannot read %s - %s", self._log.name, segment.path, error)
+        if error.errno not in NO_DESCRIPTOR:
+            self._failures[key] = failures = self._failures.get(key, 0) + 1
+            if failures >= READ_TRIES:
+                del self._failures[key]
+                _, _, first, after = self.extent(segment, chunk)
+                segment.damaged.append((first, min(after, max(first, self._log.written))))
+                return False
+        # It may pass: nothing is given up for it, whoever wants it waits.
+        self._reading.add(key)
+        self._store.delay(READ_PAUSE, functools.partial(self._try_again, key))
+        return True
+
+    def _try_again(self, key: _Key) -> None:
+        self._reading.discard(key)
+        if not self._log.closed and key[1] in self._log.segments:
+            self._arrived()
+
+    def forget(self, segment: Segment) -> None:
+        """The segment is removed."""
+        self._store.forget_cold(segment)
+        for key in [key for key in self._extras if key[0] is segment]:
+            del self._extras[key]
+        for failed in [key for key in self._failures if key[1] is segment]:
+            del self._failures[failed]
+
+    # --- For others ------------------------------------------------------------------------------------------------
+
+    def look(self, seq: int, then: Callable[[Block | None, BaseException | None], None]) -> Block | None:
+        """Return the block that holds ``seq`` if it is at hand. None: ``then`` gets it, or an error.
+
+        What is read for it is kept nowhere, so that consumers still find what was read for them.
+        """
+        segment, chunk = self.place(seq)
+        found = self._store.cold(segment, chunk)
+        if found is not None and found.base <= seq < found.base + found.count:
+            return found
+        self.read_from((seq, segment, chunk), seq + 1, self._submit, then, note=False)
+        return None
+
+    def read_from(
+        self,
+        place: Place,
+        stop: int,
+        submit: Submit,
+        then: Callable[[Block | None, BaseException | None], None],
+        *,
+        note: bool = True,
+    ) -> None:
+        """Read what ``place_from`` found, and what follows it in its chunk, checked, for somebody who is no channel.
+
+        ``submit`` runs it in a thread. ``then`` gets a block that holds the message, or the error: a DamageError if
+        it cannot be read. Nothing from ``stop`` on is looked at. OSError, StorageError: the file cannot be read now.
+        """
+        seq, segment, chunk = place
+
+        def decode(data: bytes, first: int, after: int) -> tuple[Block | None, list[tuple[int, int]]]:
+            return decode_chunk(data, segment.salt, first, after, seq)
+
+        def done(result: tuple[Block | None, list[tuple[int, int]]] | None, error: BaseException | None) -> None:
+            if result is None:
+                then(None, error)
+                return
+            block, damage = result
+            if note:
+                self._note_damage(segment, damage, stop)
+            if block is None or not block.base <= seq < block.base + block.count:
+                last = next((b for a, b in damage if a <= seq < b), seq + 1)
+                then(None, self.damage_error(seq, min(last, stop)))
+            else:
+                then(block, None)
+
+        self.read(segment, chunk, decode, done, submit)
+
+    def seq_at(self, time: int, blocks: list[Block], then: Callable[[int, BaseException | None], None]) -> None:
+        """Call ``then`` with the first seq that was published at or after ``time``: see ``Log.seq_at``.
+
+        ``blocks`` are those in memory that lead up to the end.
+        """
+        start = blocks[0].base if blocks else self._log.end
+        # The chunk of the files that begins too early, right before one that does not or that is in memory.
+        before: tuple[Segment, int] | None = None
+        for segment in self._log.segments:
+            cold = bisect_left(segment.index_seqs, start)
+            late = bisect_left(segment.index_times, time, 0, cold)
+            if late:
+                before = segment, late - 1
+            if late < cold:
+                start = segment.index_seqs[late]
+                break
+        else:
+            if blocks and (before is None or timestamp_of(blocks[0].view) < time):
+                then(_seq_in_memory(blocks, time), None)
+                return
+        if before is None:
+            then(start, None)
+            return
+        segment, chunk = before
+
+        def decode(data: bytes, first: int, after: int) -> int:
+            seq = seq_in_chunk(data, segment.salt, first, after, time)
+            return seq if seq < min(after, start) else start
+
+        def done(seq: int | None, error: BaseException | None) -> None:
+            then(start if seq is None else seq, error)
+
+        try:
+            self.read(segment, chunk, decode, done)
+        except (OSError, StorageError) as exc:
+            then(start, exc)
+
+    # --- Where messages stand --------------------------------------------------------------------------------------
+
+    def extent(self, segment: Segment, chunk: int) -> tuple[int, int, int, int]:
+        """Return where a chunk stands: its offset and size; and its seqs: the first, and the one after its last."""
+        offset = segment.index_offsets[chunk]
+        first = segment.index_seqs[chunk]
+        if chunk + 1 == len(segment.index_offsets):
+            return offset, segment.size - offset, first, segment.end
+        return offset, segment.index_offsets[chunk + 1] - offset, first, segment.index_seqs[chunk + 1]
+
+    def place(self, seq: int) -> tuple[Segment, int]:
+        """Return in which segment and chunk ``seq`` is written; DamageError if in none."""
+        name, segments = self._log.name, self._log.segments
+        low = bisect_right(segments, seq, key=_base)
+        after = segments[low].base if low < len(segments) else self._log.end
+        if low == 0:
+            raise DamageError(f"LOG({name}): seq {seq} is gone", seq, max(after, seq + 1))
+        segment = segments[low - 1]
+        for first, stop in segment.damaged:
+            if first <= seq < stop:
+                raise DamageError(f"LOG({name}): seq {seq} is damaged in {segment.path}", seq, stop)
+        i = bisect_right(segment.spans, seq)
+        if i % 2 == 0:
+            stop = segment.spans[i] if i < len(segment.spans) else after
+            raise DamageError(f"LOG({name}): seq {seq} was never written", seq, max(stop, seq + 1))
+        return segment, bisect_right(segment.index_seqs, seq) - 1
+
+    def place_from(self, seq: int, stop: int) -> Place | None:
+        """Return the place of the first message from ``seq`` on and before ``stop``. None if there is none.
+
+        Seqs that no message ever had are passed over. DamageError if messages there are known to be lost, StorageError
+        if the log is closed.
+        """
+        if self._log.closed:
+            raise StorageError(f"LOG({self._log.name}): closed")
+        found: Place | None = None
+        for segment in self.segments_from(seq):
+            if segment.base >= stop:
+                break
+            k = bisect_right(segment.spans, seq)
+            if k < len(segment.spans):
+                first = seq if k % 2 else segment.spans[k]
+                if first < stop:
+                    found = first, segment, bisect_right(segment.index_seqs, first) - 1
+                break
+        lost = self.first_lost(seq, found[0] + 1 if found is not None else stop)
+        if lost is not None:
+            raise self.damage_error(lost[0], min(lost[1], stop))
+        return found
+
+    def segments_from(self, seq: int) -> list[Segment]:
+        """Return the segment that holds ``seq``, if any does, and those after it."""
+        segments = self._log.segments
+        return segments[max(0, bisect_right(segments, seq, key=_base) - 1) :]
+
+    def first_lost(self, first: int, stop: int) -> tuple[int, int] | None:
+        """Return the first of ``first`` … ``stop - 1`` that are known to be lost."""
+        lost = list(self.set_aside)
+        for segment in self.segments_from(first):
+            if segment.base >= stop:
+                break
+            if segment.damaged or segment.lost:
+                lost += segment.damaged + segment.lost
+        met = [(max(a, first), b) for a, b in lost if a < stop and b > first]
+        return min(met) if met else None
+
+    def damage_error(self, first: int, stop: int) -> DamageError:
+        return DamageError(f"LOG({self._log.name}): seqs {first} to {stop - 1} cannot be read", first, stop)
+
+    def _note_damage(self, segment: Segment, damage: list[tuple[int, int]], stop: int) -> None:
+        """Remember, and log, which seqs before ``stop`` could not be read."""
+        for first, last in damage:
+            for a, b in segment.present(first, min(last, stop)):
+                if (a, b) not in segment.damaged:
+                    logger.error(
+                        "LOG(%s): seqs %d to %d in %s do not match their checksum",
+                        self._log.name,
+                        a,
+                        b - 1,
+                        segment.path,
+                    )
+                    segment.damaged.append((a, b))
+                    self.damaged.append((a, b))
+
+    # --- Whole files -----------------------------------------------------------------------------------------------
+
+    def addressed(self) -> Iterator[tuple[int, int, bytes]]:
+        """Yield (first seq, count, extra bytes) of every record in the files."""
+        for segment in self._log.segments:
+            fd = self._log.pin(segment)
+            try:
+                for entry in self._entries(segment, fd):
+                    yield entry.seq, entry.count, entry.extra
+            finally:
+                self._log.unpin(segment, keep_open=True)
+
+    def _entries(self, segment: Segment, fd: int) -> Iterator[Entry]:
+        """Yield every record of a segment."""
+        for chunk in range(len(segment.index_offsets)):
+            start, size, _, _ = self.extent(segment, chunk)
+            for entry in read_records(self._disk.read(fd, size, start), segment.salt, 0, start, True):
+                if isinstance(entry, Entry):
+                    yield entry
+
+    def keys(self) -> Iterator[KeyBlock]:
+        """Yield the keys in the files, of the newest segment first."""
+        for segment in reversed(self._log.segments):
+            if not segment.key_count:
+                continue
+            try:
+                yield self.keys_in(segment, self._store.file(segment))
+            except OSError as exc:
+                # They are forgotten: what is published again with one of them is stored again.
+                logger.error("LOG(%s): the keys in %s cannot be read - %s", self._log.name, segment.path, exc)
+
+    def keys_in(self, segment: Segment, fd: int) -> KeyBlock:
+        """Return the keys in a segment. May be called in a thread."""
+        keys = segment.keys
+        if keys is None and segment.sealed:
+            keys = read_keys(self._disk, fd, segment)
+            if keys is None:
+                logger.warning("LOG(%s): the keys in %s are read from its records", self._log.name, segment.path)
+        if keys is None:
+            # The records have them too.
+            again = Segment(segment.path, segment.base, segment.salt, segment.boot)
+            for entry in self._entries(segment, fd):
+                if entry.extra:
+                    again.note_key(entry.extra, entry.flags, entry.seq, entry.timestamp)
+            keys = again.keys or KeyBlock()
+        keys.cut(segment.end)
+        return keys
+
+
+def _base(segment: Segment) -> int:
+    return segment.base
+
+
+def _seq_in_memory(blocks: list[Block], time: int) -> int:
+    i = bisect_left(blocks, time, key=lambda block: timestamp_of(block.view)) - 1
+    if i < 0:
+        return blocks[0].base
+    block = blocks[i]
+    seqs = range(block.base, block.base + block.count)
+    return block.base + bisect_left(seqs, time, key=lambda seq: timestamp_of(block.view, block.find(seq)))

@@ -1,0 +1,313 @@
+"""What all logs of a broker share: disk, clock, open files, spare memory, the cache of what was read back.
+
+A Store owns the table of open segment files and keeps a few descriptors in reserve, so that storage can go on when
+connections have taken all others. It knows how many bytes of all logs are not synced yet, and which logs have some: it
+starts syncs by the total. It knows nothing of what the bytes mean.
+"""
+
+from __future__ import annotations
+
+import errno
+import functools
+import resource
+from collections import OrderedDict
+from collections.abc import Callable
+from mmap import MAP_ANON, MAP_PRIVATE, mmap
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from flintmq.broker.storage.disk import SPARE, Clock, Disk
+from flintmq.broker.storage.segment import Segment
+from flintmq.kernel import Block, populate
+from flintmq.options import NsqdOptions
+
+if TYPE_CHECKING:
+    from flintmq.broker.storage.syncer import Syncer
+
+__all__ = ["LARGEST_BLOCK", "NO_DESCRIPTOR", "PAUSE_AT", "Store", "descriptors_for_connections"]
+
+#: Bytes of a large block; only blocks of this size are used again.
+LARGEST_BLOCK = 1 << 20
+#: Bytes of all logs for which no sync was started yet at which syncs of the largest are started, and those that may be
+#: left then.
+SYNC_TOTAL_AT, SYNC_TOTAL_LEAVES = 48 << 20, 16 << 20
+#: Unsynced bytes of all logs at which publishers pause.
+PAUSE_AT = 128 << 20
+#: Large blocks that are kept for later use, and those that are prepared in a thread.
+_POOL_BLOCKS = 8
+_SPARE_BLOCKS = 12
+#: Segment files that are open at once, unless more are in use.
+_MOST_FILES = 400
+#: Descriptors that are held open for the time when there are no others.
+_RESERVE = 8
+#: The process, or the system, has no descriptor left. That says nothing about the file.
+NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)
+
+
+def descriptors_for_connections() -> int:
+    """Return how many descriptors connections may take, by the process's limit, so that storage never starves."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    if limit == resource.RLIM_INFINITY:
+        limit = 1 << 20
+    return max(limit // 2, limit - _MOST_FILES - 2 * _RESERVE)
+
+
+def _fresh_memory() -> list[mmap]:
+    """Return memory for blocks whose pages are there already: a busy loop has no time to wait for them one by one."""
+    spare = [_memory(LARGEST_BLOCK) for _ in range(_SPARE_BLOCKS)]
+    populate(spare)
+    return spare
+
+
+def _memory(size: int) -> mmap:
+    return mmap(-1, size, flags=MAP_PRIVATE | MAP_ANON)
+
+
+class Store:
+    """See the module's text."""
+
+    def __init__(
+        self,
+        disk: Disk,
+        clock: Clock,
+        options: NsqdOptions,
+        *,
+        fatal: Callable[[BaseException], None],
+        relieved: Callable[[], None],
+        delay: Callable[[float, Callable[[], None]], object],
+        recovered: Callable[[], None],
+    ) -> None:
+        self.disk = disk
+        self.clock = clock
+        self.options = options
+        self.prefix = options.id << 54
+        #: Called when a sync failed: what is on the device is unknown from then on, so the broker must stop.
+        self.fatal = fatal
+        #: Calls a function after some seconds.
+        self.delay = delay
+        # Called when unsynced bytes fall below the mark at which publishers pause.
+        self._relieved = relieved
+        #: Called at the first write that succeeds after one failed (``ill``).
+        self.recovered = recovered
+        self.ill = False
+        # Written and not synced: bytes of all logs, those for which no sync was started, the logs that have some.
+        self.unsynced = 0
+        self.unstarted = 0
+        self.dirty: dict[Syncer, None] = {}
+        # Open files, least recently used first; descriptors in reserve.
+        self._files: OrderedDict[Segment, None] = OrderedDict()
+        self._reserve: list[int] = []
+        self._reserve_folder: Path | None = None
+        # Blocks that can be used again, memory for new ones.
+        self._blocks: list[Block] = []
+        self._spare: list[mmap] = []
+        self._preparing = False
+        self._busy = False
+        # What was read back, by segment and chunk; in the order of use; what logs were lent of the room for it.
+        self._cold: OrderedDict[Segment, dict[int, Block]] = OrderedDict()
+        self._cold_order: OrderedDict[tuple[Segment, int], int] = OrderedDict()
+        self._cold_bytes = 0
+        self._lent = 0
+
+    # --- Unsynced bytes --------------------------------------------------------------------------------------------
+
+    @property
+    def congested(self) -> bool:
+        return self.unsynced >= PAUSE_AT
+
+    def note_health(self, *, ill: bool) -> None:
+        """A write failed, or succeeded again: the broker says which."""
+        self.ill = ill
+
+    def synced(self, size: int) -> None:
+        """So many bytes are on the device, or need not go there any more."""
+        was = self.congested
+        self.unsynced -= size
+        if was and not self.congested:
+            self._relieved()
+
+    def sync_largest(self) -> None:
+        """Start syncs of the logs with the most unsynced bytes, if those of all logs together are too many.
+
+        Each log syncs by its own size too. But many logs with a little each would pause all publishers.
+        """
+        if self.unstarted < SYNC_TOTAL_AT:
+            return
+        for syncer in sorted(self.dirty, key=lambda syncer: syncer.bytes, reverse=True):
+            if self.unstarted < SYNC_TOTAL_LEAVES:
+                return
+            if not syncer.running:
+                syncer.sync()
+
+    # --- Blocks ----------------------------------------------------------------------------------------------------
+
+    def new_block(self, size: int, base: int) -> Block:
+        if size == LARGEST_BLOCK:
+            self._busy = True
+            while self._blocks:
+                block = self._blocks.pop()
+                if block.recycle(base):
+                    return block
+            if len(self._spare) < _SPARE_BLOCKS and not self._preparing and not self.disk.closing:
+                self.disk.submit(_fresh_memory, self._prepared, SPARE)
+                self._preparing = True
+            return Block(size, base, self._spare.pop() if self._spare else _memory(size))
+        return Block(size, base)
+
+    def _prepared(self, spare: list[mmap] | None, error: BaseException | None) -> None:
+        self._preparing = False
+        if not self.disk.closing:
+            self._spare.extend(spare or ())
+
+    def give_back(self, block: Block) -> None:
+        """Nobody needs the block any more: keep it, because fresh memory costs page faults."""
+        if block.size == LARGEST_BLOCK and len(self._blocks) < _POOL_BLOCKS:
+            self._blocks.append(block)
+
+    def tidy(self) -> None:
+        """Called now and then: fill the reserve of descriptors; free spare blocks if none was needed since."""
+        if self._reserve_folder is not None:
+            self.fill_reserve(self._reserve_folder)
+        if not self._busy:
+            self._drop_spare()
+        self._busy = False
+
+    def _drop_spare(self) -> None:
+        self._blocks.clear()
+        self._spare.clear()
+
+    def close(self) -> None:
+        """The broker has stopped: free all memory now, not when the garbage collector comes by."""
+        self._drop_spare()
+        self._cold.clear()
+        self._cold_order.clear()
+        self._cold_bytes = 0
+        while self._release_one():
+            pass
+
+    # --- Open files ------------------------------------------------------------------------------------------------
+
+    def file(self, segment: Segment) -> int:
+        """Return the segment's open file. It may be closed by the next call, unless the segment is pinned."""
+        if segment.fd >= 0:
+            self._files.move_to_end(segment)
+            return segment.fd
+        self.adopt_file(segment, self.open(segment.path))
+        return segment.fd
+
+    def open(self, path: Path, *, create: bool = False) -> int:
+        """Open a file; without a descriptor, close files that nobody uses, then give up one of the reserve."""
+        while True:
+            try:
+                return self.disk.open(path, create=create)
+            except OSError as exc:
+                if exc.errno not in NO_DESCRIPTOR or not (self._close_files(0) or self._release_one()):
+                    raise
+
+    def sync_folder(self, path: Path) -> None:
+        """Sync a folder's entries, which takes a descriptor. May be called in a thread."""
+        while True:
+            try:
+                self.disk.sync_folder(path)
+                return
+            except OSError as exc:
+                if exc.errno not in NO_DESCRIPTOR or not self._release_one():
+                    raise
+
+    def fill_reserve(self, folder: Path) -> None:
+        """Hold some descriptors of a folder open, so that storage can have them when there are no others."""
+        self._reserve_folder = folder
+        try:
+            while len(self._reserve) < _RESERVE:
+                self._reserve.append(self.disk.spare_descriptor(folder))
+        except OSError:
+            # There are none: the time the reserve is for.
+            pass
+
+    def _release_one(self) -> bool:
+        """Close a descriptor of the reserve; False if there is none. May be called in a thread."""
+        try:
+            fd = self._reserve.pop()
+        except IndexError:
+            return False
+        self.disk.close_file(fd)
+        return True
+
+    def adopt_file(self, segment: Segment, fd: int) -> None:
+        self._close_files(_MOST_FILES - 1)
+        segment.fd = fd
+        self._files[segment] = None
+
+    def _close_files(self, keep: int) -> bool:
+        """Close files that are not pinned until ``keep`` are open; False if none was closed."""
+        closed = False
+        if len(self._files) > keep:
+            for segment in list(self._files):
+                if not segment.pins:
+                    self.close_file(segment)
+                    closed = True
+                    if len(self._files) <= keep:
+                        break
+        return closed
+
+    def close_file(self, segment: Segment, *, deleted: bool = False) -> None:
+        """Close the segment's file. Of one that was ``deleted`` the system frees the space now: in a thread."""
+        if segment.fd < 0:
+            return
+        close = functools.partial(self.disk.close_file, segment.fd)
+        segment.fd = -1
+        self._files.pop(segment, None)
+        if deleted and not self.disk.closing:
+            self.disk.submit(close, _ignore)
+        else:
+            close()
+
+    # --- What was read back ----------------------------------------------------------------------------------------
+
+    def cold(self, segment: Segment, chunk: int) -> Block | None:
+        chunks = self._cold.get(segment)
+        if chunks is None:
+            return None
+        block = chunks.get(chunk)
+        if block is not None:
+            self._cold_order.move_to_end((segment, chunk))
+        return block
+
+    def keep_cold(self, segment: Segment, chunk: int, block: Block) -> None:
+        chunks = self._cold.setdefault(segment, {})
+        old = chunks.get(chunk)
+        if old is not None:
+            self._cold_bytes -= old.size
+        chunks[chunk] = block
+        self._cold_order[segment, chunk] = block.size
+        self._cold_order.move_to_end((segment, chunk))
+        self._cold_bytes += block.size
+        self._shrink_cold()
+
+    def _shrink_cold(self) -> None:
+        while self._cold_bytes + self._lent > self.options.cold_cache_bytes and len(self._cold_order) > 2:
+            (other, number), size = self._cold_order.popitem(last=False)
+            del self._cold[other][number]
+            if not self._cold[other]:
+                del self._cold[other]
+            self._cold_bytes -= size
+
+    def lend(self, before: int, size: int) -> bool:
+        """May a log hold ``size`` bytes, more than its own limit? ``before``: what it was lent so far.
+
+        What one log is lent another cannot have, nor the cache.
+        """
+        lent = self._lent - before + size
+        if lent > self.options.cold_cache_bytes:
+            return False
+        self._lent = lent
+        self._shrink_cold()
+        return True
+
+    def forget_cold(self, segment: Segment) -> None:
+        for chunk in self._cold.pop(segment, {}):
+            self._cold_bytes -= self._cold_order.pop((segment, chunk))
+
+
+def _ignore(_: None, error: BaseException | None) -> None:
+    """A file that was deleted is closed; nobody minds whether that failed."""

@@ -1,0 +1,272 @@
+"""The general HTTP server: a site on sockets that the daemon has bound.
+
+A ``Server`` owns its connections; what a request means is its site's business. aiohttp is imported only when a server
+is made: it costs as much memory as all of an idle broker.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import socket
+import sys
+from collections.abc import Callable
+from dataclasses import replace
+from functools import cache
+from http import HTTPStatus
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from flintmq.addresses import BACKLOG, text_of
+from flintmq.errors import HttpError
+from flintmq.http.arguments import split_target
+from flintmq.http.site import CONTINUE, LINGER_SECONDS, TEXT, Answer, Pieces, Request, Site
+
+if TYPE_CHECKING:
+    import ssl
+
+    from aiohttp import web as aio
+
+__all__ = ["Server", "load"]
+
+logger = logging.getLogger(__name__)
+
+#: The request line and each header; a client that needs more does not speak NSQ.
+LONGEST_LINE = 64 << 10
+#: A connection without a request is kept for this long, and this long a request line with its headers may take.
+IDLE_SECONDS = 75.0
+#: How long the head of a request may take to arrive once it has begun.
+HEAD_SECONDS = 30.0
+#: A client that has sent all it will gets this long to be answered.
+HALF_OPEN_SECONDS = 10.0
+#: What an answer in pieces may take: so long for each piece, and as much again for each MiB of it.
+PIECE_SECONDS = 60.0
+
+
+async def load(name: str) -> None:
+    """Import a large module in a thread: reading so many files would hold up everybody for a third of a second."""
+    if name not in sys.modules:
+        await asyncio.get_running_loop().run_in_executor(None, import_module, name)
+
+
+class Server:
+    """A site on listening sockets. ``protocol()`` makes the protocol of one connection, for those who accept it.
+
+    A connection without a request is kept for ``idle`` seconds; the head of a request, and its body, may take ``head``
+    and ``body`` seconds. ``refusal`` is given instead of every answer, on a listener that is not to be used.
+    """
+
+    def __init__(
+        self,
+        site: Site,
+        *,
+        idle: float = IDLE_SECONDS,
+        head: float = HEAD_SECONDS,
+        body: float | None = None,
+        refusal: Answer | None = None,
+    ) -> None:
+        from aiohttp import web as aio
+
+        self.site = site
+        self._idle = idle
+        self._head_seconds = head
+        self._body_seconds = body
+        self._refusal = refusal
+        self._loop = asyncio.get_running_loop()
+        self._broken_body = aio.RequestPayloadError
+        self._listeners: list[asyncio.Server] = []
+        self._server = aio.Server(self._handle)
+
+    def protocol(self, gone: Callable[[], None] | None = None) -> asyncio.Protocol:
+        """The protocol of one connection; ``gone`` is called when it has ended."""
+        settings: dict[str, Any] = {
+            "access_log": None,
+            "keepalive_timeout": self._idle,
+            "max_line_size": LONGEST_LINE,
+            "max_field_size": LONGEST_LINE,
+            "lingering_time": LINGER_SECONDS,
+            # NSQ takes a body as it is, whatever its Content-Encoding.
+            "auto_decompress": False,
+        }
+        protocol: Any = _classes()[0](self._server, loop=self._loop, **settings)
+        protocol.head_seconds = self._head_seconds
+        protocol.gone = gone
+        made: asyncio.Protocol = protocol
+        return made
+
+    async def listen(self, sock: socket.socket, tls: ssl.SSLContext | None = None) -> None:
+        """Serve connections to a bound socket, which may be one of the unix kind."""
+        if sock.family == getattr(socket, "AF_UNIX", None):
+            listener = await self._loop.create_unix_server(lambda: self.protocol(), sock=sock, ssl=tls, backlog=BACKLOG)
+        else:
+            listener = await self._loop.create_server(lambda: self.protocol(), sock=sock, ssl=tls, backlog=BACKLOG)
+        self._listeners.append(listener)
+
+    def abort(self) -> None:
+        """Close every connection at once, whatever is under way."""
+        for listener in self._listeners:
+            listener.close()
+        self._listeners.clear()
+        for connection in self._server.connections:
+            connection.force_close()
+
+    async def close(self, grace: float = 1.0) -> None:
+        """Accept no more, let requests that are under way end within ``grace`` seconds, close every connection."""
+        for listener in self._listeners:
+            listener.close()
+        self._listeners.clear()
+        self._server.pre_shutdown()
+        await self._server.shutdown(grace)
+
+    async def _handle(self, raw: aio.BaseRequest) -> aio.StreamResponse:
+        # HEAD is no method of any route, so nothing here is ever without its body.
+        target = raw.raw_path
+        transport = raw.transport
+        if transport is None:
+            raise ConnectionError("the client is gone")
+        if self._refusal is not None:
+            return _response(self._refusal)
+        if target == "*" and raw.method == "OPTIONS":
+            return _response(Answer())
+        try:
+            path, query = split_target(target)
+        except HttpError as exc:
+            return _response(Answer(exc.code.encode(), TEXT, exc.status, close=True))
+        if len(raw.headers.getall("Authorization", ())) > 1:
+            # Which of them counts? A proxy in front of us may have looked at the other one.
+            return _response(Answer(b"400 Bad Request", TEXT, 400, close=True))
+        if raw.headers.get("Transfer-Encoding", "chunked").lower() != "chunked":
+            return _response(Answer(b"Unsupported transfer encoding", TEXT, 501, close=True))
+        expectation = raw.headers.get("Expect", "").lower()
+        if expectation not in ("", "100-continue"):
+            return _response(Answer(status=417, close=True))
+
+        async def read() -> bytes:
+            nonlocal expectation
+            if expectation:
+                # The client waits for a word before it sends the body. It gets it from whoever wants the body.
+                expectation = ""
+                if not raw.content.total_bytes and raw.version >= (1, 1):
+                    transport.write(CONTINUE)
+            try:
+                return await raw.content.readany()
+            except self._broken_body as exc:
+                raise ConnectionError(str(exc)) from exc
+
+        remote = text_of(transport.get_extra_info("peername"))
+        length, patience = raw.content_length, self._body_seconds
+        request = Request(raw.method, target, path, query, raw.headers, remote, read, length, patience)
+        answer = await self.site.answer(request)
+        # Nobody said that the body may come: whether it does is not known. Nor is what follows a wish for another
+        # protocol, and aiohttp loses some of it.
+        if (expectation and raw.content_length) or "Upgrade" in raw.headers:
+            answer = replace(answer, close=True)
+        if answer.pieces is not None:
+            return await self._stream(raw, transport, answer, answer.pieces)
+        return _response(answer)
+
+    async def _stream(
+        self, raw: aio.BaseRequest, transport: asyncio.Transport, answer: Answer, pieces: Pieces
+    ) -> aio.StreamResponse:
+        try:
+            if raw.version < (1, 1):
+                # It could not tell an answer that was cut off from a whole one.
+                return _response(Answer(b"505 HTTP Version Not Supported", TEXT, 505, close=True))
+            response = _response(answer)
+            response.enable_chunked_encoding()
+            await response.prepare(raw)
+            async for piece in pieces:
+                async with asyncio.timeout(PIECE_SECONDS * (1 + len(piece) / (1 << 20))):
+                    await response.write(piece)
+            await response.write_eof()
+        except TimeoutError as exc:
+            # What it has not taken would be kept for it for ever.
+            transport.abort()
+            raise ConnectionError("the client takes no more") from exc
+        except ConnectionError:
+            raise
+        except Exception as exc:
+            logger.exception("an answer was cut off - %s %s", raw.method, raw.raw_path)
+            raise ConnectionError("cut off") from exc
+        finally:
+            await pieces.aclose()
+        return response
+
+
+def _response(answer: Answer) -> aio.StreamResponse:
+    headers = dict(answer.headers)
+    if answer.content_type:
+        headers["Content-Type"] = answer.content_type
+    _, whole, streamed = _classes()
+    response: aio.StreamResponse
+    if answer.pieces is None:
+        response = whole(status=answer.status, headers=headers, body=answer.body)
+    else:
+        response = streamed(status=answer.status, headers=headers)
+    if answer.close:
+        response.force_close()
+    return response
+
+
+@cache
+def _classes() -> tuple[Any, type[aio.Response], type[aio.StreamResponse]]:
+    """aiohttp's own, less talkative."""
+    from aiohttp import web as aio
+
+    class Streamed(aio.StreamResponse):
+        async def _prepare_headers(self) -> None:
+            await super()._prepare_headers()
+            # Go's servers do not say what they are made of. Should aiohttp rename this method, ours will say it.
+            self.headers.pop("Server", None)
+
+    class Response(Streamed, aio.Response):
+        pass
+
+    class Connection(aio.RequestHandler):
+        head_seconds = HEAD_SECONDS
+        gone: Callable[[], None] | None = None
+        _deadline: asyncio.TimerHandle | None = None
+
+        def data_received(self, data: bytes) -> None:
+            """aiohttp waits for the rest of a head as long as it takes, if only a byte comes now and then."""
+            super().data_received(data)
+            if self._messages or self._current_request is not None:
+                self._end_deadline()
+            elif self._deadline is None:
+                self._deadline = asyncio.get_running_loop().call_later(self.head_seconds, self.force_close)
+
+        def connection_lost(self, exc: BaseException | None) -> None:
+            super().connection_lost(exc)
+            self._end_deadline()
+            if self.gone is not None:
+                self.gone()
+
+        def _end_deadline(self) -> None:
+            if self._deadline is not None:
+                self._deadline.cancel()
+                self._deadline = None
+
+        def eof_received(self) -> bool:  # type: ignore[override]
+            """The client sends no more. aiohttp would hang up, with the answer still to come."""
+            if self.ssl_context is not None:
+                # There is no such thing as half a TLS connection.
+                return False
+            if self._waiter is not None and not self._messages:
+                # It waits for a request, and none can come.
+                return False
+            asyncio.get_running_loop().call_later(HALF_OPEN_SECONDS, self.force_close)
+            return True
+
+        def handle_error(
+            self,
+            request: aio.BaseRequest,
+            status: int = 500,
+            exc: BaseException | None = None,
+            message: str | None = None,
+        ) -> aio.StreamResponse:
+            """What cannot be parsed is its sender's business: no line in the log, and Go's words as the answer."""
+            if request.writer.output_size > 0:
+                raise ConnectionError("a part of the answer is sent already")
+            return _response(Answer(f"{status} {HTTPStatus(status).phrase}".encode(), TEXT, status, close=True))
+
+    return Connection, Response, Streamed

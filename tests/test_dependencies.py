@@ -1,0 +1,79 @@
+"""The dependencies that pyproject.toml declares are those that the source imports."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+# Distributions whose module has another name.
+MODULES = {"google-crc32c": "google_crc32c"}
+PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+
+
+def names(requirements: list[str]) -> set[str]:
+    found = {re.split(r"[^A-Za-z0-9_-]", requirement, maxsplit=1)[0] for requirement in requirements}
+    return {MODULES.get(name, name.replace("-", "_")) for name in found}
+
+
+def imported() -> set[str]:
+    """The foreign top-level modules that some source file imports, at its top or inside a function."""
+    found: set[str] = set()
+    for path in (ROOT / "src").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Import):
+                found |= {name.name.partition(".")[0] for name in node.names}
+            elif isinstance(node, ast.ImportFrom) and not node.level and node.module:
+                found.add(node.module.partition(".")[0])
+    return found - set(sys.stdlib_module_names) - {"flintmq", "pyspark_nsq"}
+
+
+def test_every_run_time_dependency_is_imported_by_the_source() -> None:
+    assert names(PROJECT["dependencies"]) - imported() == set()
+
+
+def test_what_only_tests_need_is_not_imported_by_the_source() -> None:
+    extras = PROJECT["optional-dependencies"]
+    # The pytest plugin is part of the product, and only runs where pytest does.
+    assert names(extras["test"]) & imported() <= {"pytest", "pytest_asyncio", "hypothesis"}
+
+
+# Both daemons answer /metrics in a process where prometheus_client cannot be imported.
+SCRIPT = """
+import asyncio, sys, tempfile
+sys.modules["prometheus_client"] = None
+from flintmq.broker.daemon import Broker
+from flintmq.lookup.daemon import Lookupd
+from flintmq.options import NsqlookupdOptions
+
+async def get(address, path):
+    host, _, port = address.rpartition(":")
+    reader, writer = await asyncio.open_connection(host, int(port))
+    writer.write(f"GET {path} HTTP/1.0\\r\\n\\r\\n".encode())
+    answer = await reader.read()
+    writer.close()
+    return answer
+
+async def main(folder):
+    lookupd = Lookupd(NsqlookupdOptions(tcp_address="127.0.0.1:0", http_address="127.0.0.1:0"))
+    broker = Broker(data_path=folder, disk_reserve=0, http_address="127.0.0.1:0")
+    async with lookupd, broker:
+        for daemon in (broker, lookupd):
+            answer = await get(daemon.http_address, "/metrics")
+            print(type(daemon).__name__, answer.split(b" ", 2)[1].decode(), b"# TYPE " in answer)
+
+with tempfile.TemporaryDirectory() as folder:
+    asyncio.run(main(folder))
+"""
+
+
+def test_metrics_need_no_library() -> None:
+    result = subprocess.run(
+        [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=90, env=os.environ, check=False
+    )
+    assert (result.stdout, result.returncode) == ("Broker 200 True\nLookupd 200 True\n", 0), result.stderr
