@@ -1,9 +1,10 @@
 """A broker under mixed load on real sockets, with a ledger of what it owes to whom; everything is drawn from a seed.
 
 An Engine runs one broker in this process and drives it over TCP and HTTP: publishers of every kind on several topics,
-durable and ephemeral, fast, slow and lagging consumers, small memory and small files, timeouts, clean restarts and kills,
-another node id, full disks and missing descriptors. Sockets, the poller and its lanes are the real ones; files and the
-clock are replaceable. The Ledger judges every delivery as it arrives, and at the end what is still owed.
+durable and ephemeral, fast, slow and lagging consumers, small memory and small files, timeouts, clean restarts and
+kills, another node id, full disks and missing descriptors. Sockets, the poller and its lanes are the real ones; the
+clock and the system calls on files are replaced. The Ledger judges every delivery as it arrives, and at the end what
+is still owed.
 
 A failing seed runs again with ``python -m support.engine SEED`` in the folder of the tests.
 """
@@ -19,14 +20,16 @@ import sys
 import tempfile
 import time
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from flintmq import kernel
 from flintmq.broker.daemon import Broker
 from flintmq.broker.storage import journal as journal_module
 from flintmq.protocol.wire import FRAME_ERROR, FRAME_MESSAGE, HEARTBEAT, FrameDecoder, decode_message
+from flintmq.system import Buffer, System
 from support.fakes import SECOND, CountingDisk, FakeClock
 
 DURABLE_TOPICS = ("orders", "audit", "logs")
@@ -42,28 +45,51 @@ class Violation(AssertionError):
     """The broker broke a promise."""
 
 
-class FaultyDisk(CountingDisk):
-    """The real disk, whose calls fail while a fault is on."""
+class FaultySystem(System):
+    """The real system calls, which fail while a fault is on; the kernel's own writes too."""
 
     def __init__(self) -> None:
         super().__init__()
-        #: Error number by kind of call: "open", "write".
+        #: Error number by call: "open", "pwritev", "mkdir".
         self.faults: dict[str, int] = {}
         self.failures: Counter[str] = Counter()
+        self._paths: dict[int, Path] = {}
 
-    def _check(self, kind: str) -> None:
-        error = self.faults.get(kind)
+    def check(self, call: str) -> None:
+        error = self.faults.get(call)
         if error:
-            self.failures[errno.errorcode[error]] += 1
+            self.failures[f"{call}: {errno.errorcode[error]}"] += 1
             raise OSError(error, "injected")
 
-    def open(self, path: Path, *, create: bool = False) -> int:
-        self._check("open")
-        return super().open(path, create=create)
+    def open(self, path: Path, flags: int, mode: int = 0o600) -> int:
+        self.check("open")
+        fd = super().open(path, flags, mode)
+        self._paths[fd] = path
+        return fd
 
-    def write(self, fd: int, buffers: Any, offset: int) -> int:
-        self._check("write")
-        return super().write(fd, buffers, offset)
+    def mkdir(self, path: Path) -> None:
+        self.check("mkdir")
+        super().mkdir(path)
+
+    def pwritev(self, fd: int, buffers: Sequence[Buffer], offset: int) -> int:
+        # The journal's file has its space reserved: a disk that is full does not concern it.
+        if not self._paths[fd].name.startswith("journal"):
+            self.check("pwritev")
+        return super().pwritev(fd, buffers, offset)
+
+
+class FaultyCalls(kernel.Calls):
+    """The kernel's table over a FaultySystem."""
+
+    def __init__(self, system: FaultySystem) -> None:
+        super().__init__()
+        self._system = system
+
+    def pwritev(self, fd: int, parts: Any, offset: int) -> int:
+        try:
+            return self._system.pwritev(fd, parts, offset)
+        except OSError as exc:
+            return -(exc.errno or errno.EIO)
 
 
 @dataclass
@@ -298,14 +324,17 @@ class Engine:
     # --- The broker --------------------------------------------------------------------------------------------------
 
     async def start(self) -> None:
-        self.disk = FaultyDisk()
+        self.system = FaultySystem()
+        self.calls = FaultyCalls(self.system)
+        kernel.replace_calls(self.calls)
+        self.disk = CountingDisk(self.system)
         self.broker = Broker(
             clock=self.clock, disk=self.disk, data_path=self.path, http_address="127.0.0.1:0", **self.options
         )
         await self.broker.start()
 
     async def stop(self, how: str) -> None:
-        self.disk.faults.clear()
+        self.system.faults.clear()
         if how == "clean":
             await self.settle()
         self._count_lanes()
@@ -411,7 +440,7 @@ class Engine:
         if kind == FRAME_ERROR:
             self.ledger.refused.update(bodies)
             self.ledger.counts["refused"] += len(bodies)
-            if not self.disk.failures:
+            if not self.system.failures:
                 self.violations.append(f"a publish was refused without a fault: {payload!r}")
         else:
             self.ledger.published(topic, bodies)
@@ -447,7 +476,7 @@ class Engine:
                 self.ledger.published(topic, bodies)
             else:
                 self.ledger.refused.update(bodies)
-                if not self.disk.failures:
+                if not self.system.failures:
                     self.violations.append(f"/pub was answered with {peer.statuses[-1]} without a fault")
 
     async def consume(self) -> None:
@@ -518,7 +547,7 @@ class Engine:
 
     async def housekeeping(self) -> None:
         await self.settle()
-        self.broker._sync()
+        self.broker.upkeep.sync()
         await self.settle()
 
     async def restart(self) -> None:
@@ -531,17 +560,18 @@ class Engine:
 
     async def full_disk(self) -> None:
         """Writes fail for a while."""
-        self.disk.faults["write"] = self.random.choice([errno.ENOSPC, errno.EIO])
-        await self.publish()
-        await self.work_hard()
-        self.disk.faults.clear()
+        self.system.faults["pwritev"] = self.random.choice([errno.ENOSPC, errno.EIO])
+        self.system.faults["mkdir"] = errno.ENOSPC
+        for step in self.random.sample([self.publish, self.publish_over_http, self.work_hard, self.housekeeping], 3):
+            await step()
+        self.system.faults.clear()
 
     async def no_descriptors(self) -> None:
         """Files cannot be opened for a while; new connections still can."""
-        self.disk.faults["open"] = errno.EMFILE
+        self.system.faults["open"] = errno.EMFILE
         for step in self.random.sample([self.publish, self.answer, self.work_hard, self.housekeeping], 2):
             await step()
-        self.disk.faults.clear()
+        self.system.faults.clear()
 
     def _weighted(self) -> list[tuple[Callable[[], Awaitable[None]], int]]:
         return [
@@ -589,13 +619,14 @@ class Engine:
         self.check()
 
     def check(self) -> None:
-        if self.violations or self.raised:
+        if self.violations or self.raised or self.calls.failures:
+            self.violations += [f"a call of the kernel raised {exc!r}" for exc in self.calls.failures]
             raised = [f"{context.get('message')}: {context.get('exception')!r}" for context in self.raised]
             raise Violation("\n".join([*self.violations[:5], *raised[:5]]))
 
     async def drain(self) -> None:
         """Everything that is owed must arrive now."""
-        self.disk.faults.clear()
+        self.system.faults.clear()
         await self.settle()
         for consumer in self.consumers:
             consumer.close()
@@ -647,6 +678,7 @@ def run_seed(seed: int, *, steps: int = 60) -> Engine:
                 raise Violation(f"seed {seed}, {engine.options}, sizes {engine.sizes}: {exc}\n{steps_taken}") from exc
             return engine
     finally:
+        kernel.replace_calls(None)
         journal_module.ROLL_AT = roll_at
 
 

@@ -27,6 +27,7 @@ from flintmq.protocol.wire import (
     encode_command,
     encode_mpub,
 )
+from flintmq.system import System
 
 SECOND = 1_000_000_000
 #: How long a condition may take to come true. Only failures take that long.
@@ -70,8 +71,8 @@ class FakeClock:
 class CountingDisk(Disk):
     """The real disk, which also knows whether any of its threads still has something to do or to say."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, system: System | None = None) -> None:
+        super().__init__(system)
         self.under_way = 0
         #: What ``free`` says, if not the truth.
         self.free_bytes: int | None = None
