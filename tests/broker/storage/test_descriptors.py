@@ -82,7 +82,7 @@ async def test_a_file_that_cannot_be_opened_once_is_synced_later(
     client.send(pub("t", b"one"))
     await settled(broker)
     # Another topic needed the descriptor meanwhile.
-    disk.most_files = len(disk._open_files)
+    disk.most_files = len(disk.open_files)
     client.send(pub("u", b"two"))
     await settled(broker)
     disk.most_files = None
