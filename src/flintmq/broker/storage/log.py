@@ -60,7 +60,7 @@ WRITE_IN_THREAD_AT = 64 << 20
 WRITE_AT = 32 << 10
 #: Bytes taken from sockets, written and answered before the loop does anything else.
 TAKE_AT_ONCE = 256 << 10
-#: Bytes that a large block must have left for that; at most so many of it stay empty.
+#: Bytes that a large block must have left for that.
 TAKE_ROOM = 64 << 10
 #: take_in() read nothing, because there is no block to read into.
 NO_BLOCK = -1
@@ -301,7 +301,11 @@ class Log:
             ):
                 answer = False
             else:
-                file = store.file(segment)
+                try:
+                    file = store.file(segment)
+                except OSError:
+                    # The write at the end of the turn finds out, and its publishers are told.
+                    answer = False
         first, used = block.count, block.used
         status = intake.run(
             block,
@@ -724,7 +728,7 @@ class Log:
         self.closed = True
 
     def discard(self) -> None:
-        """The topic is deleted: let go of all files. Whoever calls removes them, in a thread."""
+        """The topic is deleted: close all files. The caller deletes them, in a thread."""
         self.abandon()
         self.syncer.drop()
 

@@ -1,9 +1,9 @@
 """Messages of a log that are no longer in memory: where they stand in the files, and how they are read back.
 
 A Reader owns what is being read, what could not be read, and the extra bytes that were read last. One function,
-``read``, reads a chunk of a file in a thread, whoever wants it and whatever is made of its bytes. What a channel waits
-for is read with a pause in between until it works, and given up as damaged after some tries; where descriptors are
-missing it is tried for ever.
+``read``, reads a chunk of a file in a thread, for channels, readers and searches alike. A chunk that a channel waits
+for is tried several times with a pause in between, then its messages are given up as damaged; a missing descriptor
+does not count as a try.
 """
 
 from __future__ import annotations
@@ -215,7 +215,7 @@ class Reader:
                 _, _, first, after = self.extent(segment, chunk)
                 segment.damaged.append((first, min(after, max(first, self._log.written))))
                 return False
-        # It may pass: nothing is given up for it, whoever wants it waits.
+        # It may pass: nothing is given up for it, the channel waits.
         self._reading.add(key)
         self._store.delay(READ_PAUSE, functools.partial(self._try_again, key))
         return True
