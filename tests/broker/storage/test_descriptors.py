@@ -7,6 +7,7 @@ import errno
 import os
 import random
 import re
+import resource
 import signal
 import socket
 import sys
@@ -16,7 +17,8 @@ import pytest
 from conftest import StartBroker
 
 from flintmq.broker.storage import log as log_module
-from flintmq.protocol.wire import FrameDecoder, encode_command
+from flintmq.broker.storage.store import descriptors_for_connections
+from flintmq.protocol.wire import FrameDecoder, encode_command, encode_mpub
 from support.fakes import Client, CountingDisk, FakeClock, pub, quiet, until
 from support.simdisk import SimDisk, settled
 
@@ -82,7 +84,7 @@ async def test_a_file_that_cannot_be_opened_once_is_synced_later(
     client.send(pub("t", b"one"))
     await settled(broker)
     # Another topic needed the descriptor meanwhile.
-    disk.most_files = len(disk._open_files)
+    disk.most_files = len(disk.open_files)
     client.send(pub("u", b"two"))
     await settled(broker)
     disk.most_files = None
@@ -191,3 +193,54 @@ async def test_connections_that_take_all_descriptors_stop_nothing_else(tmp_path:
             status = await broker.wait()
     assert status == 0, (await draining).decode()[-2_000:]
     await draining
+
+
+@pytest.mark.parametrize("batch", [1, 3], ids=["PUB", "MPUB"])
+async def test_a_publish_without_a_descriptor_is_refused_and_the_next_one_taken(
+    start_broker: StartBroker, batch: int
+) -> None:
+    """Over sockets, where publishes of several connections are taken together."""
+    disk = FewFiles(5)
+    broker = await start_broker(disk=disk)
+    host, port = broker.tcp_address.split(":")
+    command = encode_command(b"PUB", b"t", body=b"x") if batch == 1 else encode_mpub(b"t", [b"x"] * batch)
+    connections = [await asyncio.open_connection(host, int(port)) for _ in range(3)]
+
+    async def publish() -> list[bytes]:
+        answers = []
+        for _, writer in connections:
+            writer.write(command)
+        for reader, _ in connections:
+            async with asyncio.timeout(30):
+                size = int.from_bytes(await reader.readexactly(4), "big")
+                answers.append((await reader.readexactly(size))[4:])
+        return answers
+
+    for _, writer in connections:
+        writer.write(b"  V2")
+    for _ in range(5):
+        assert await publish() == [b"OK"] * 3
+    disk.most = 0
+    broker.store._close_files(0)
+    refused = await publish()
+    assert all(b"PUB_FAILED" in answer and b"Too many open files" in answer for answer in refused), refused
+    for _, writer in connections:
+        writer.close()
+    disk.most = 5
+    connections = [await asyncio.open_connection(host, int(port)) for _ in range(3)]
+    for _, writer in connections:
+        writer.write(b"  V2")
+    for _ in range(5):
+        assert await publish() == [b"OK"] * 3
+    for _, writer in connections:
+        writer.close()
+    assert broker.topics["t"].depth == 30 * batch
+
+
+@pytest.mark.parametrize("limit", [64, 1_024, 65_536, resource.RLIM_INFINITY])
+def test_connections_leave_descriptors_for_storage(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
+    taken = descriptors_for_connections()
+    assert taken >= 32
+    if limit != resource.RLIM_INFINITY:
+        assert limit - taken >= min(limit // 2, 400)

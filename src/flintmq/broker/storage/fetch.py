@@ -30,9 +30,9 @@ __all__ = ["Fetch", "Fetches"]
 
 logger = logging.getLogger(__name__)
 
-#: So many ranges are on their way at once; others wait for their turn. Each may hold two chunks in memory.
+#: Ranges that are sent at once; others wait for their turn. Each may hold two chunks in memory.
 AT_ONCE = 16
-#: So many of them read at once.
+#: Ranges that read at once.
 READS_AT_ONCE = 2
 #: One range may be planned up to this size, however much is asked for.
 MOST_BYTES = 1 << 30
@@ -50,8 +50,8 @@ class Fetches:
         if self._reading >= READS_AT_ONCE:
             self._waiting.append((work, done))
             return
-        self._reading += 1
         self._disk.submit(work, functools.partial(self._done, done), FETCH)
+        self._reading += 1
 
     def _done(
         self, done: Callable[[Any, BaseException | None], None], result: Any, error: BaseException | None

@@ -46,7 +46,7 @@ __all__ = ["MOST_IN_SEGMENT", "KeyBlock", "Keys", "Window", "key_extra", "key_in
 logger = logging.getLogger(__name__)
 
 DIGEST = 16
-#: A segment ends at so many keys, so that writing them takes no longer than a few milliseconds.
+#: Keys at which a segment ends, so that writing them takes no longer than a few milliseconds.
 MOST_IN_SEGMENT = 1 << 16
 #: A file of keys is added to up to this many.
 MOST_IN_FILE = 1 << 16

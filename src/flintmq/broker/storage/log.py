@@ -3,13 +3,14 @@
 A Log owns its segment files and the marks ``first <= written <= end`` and ``durable <= written``. Only its topic
 appends; channels read ranges. It does not know who needs which message: its topic tells it what it may forget.
 
-Its parts: Memory holds the blocks, a Syncer brings what was written to the device, a Reader reads back messages that
-are no longer in memory, Recovery is what happens at a start. What the files look like is ``segment``'s business.
+Appending, writing and trimming change the same marks and the same records that wait to be written, so they stay in one
+module, although it is a long one. Its parts: Memory holds the blocks, a Syncer brings what was written to the device, a
+Reader reads back messages that are no longer in memory, a Removal deletes files, Recovery is what happens at a start.
+What the files look like is ``segment``'s business.
 """
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import logging
 import os
@@ -23,8 +24,9 @@ from pathlib import Path
 from flintmq.broker.storage.disk import BACKGROUND, COMMIT
 from flintmq.broker.storage.keys import MOST_IN_SEGMENT, KeyBlock
 from flintmq.broker.storage.memory import Memory, Pinned
-from flintmq.broker.storage.reader import READ_TRIES, Reader
-from flintmq.broker.storage.recovery import FIRST, Recovery
+from flintmq.broker.storage.reader import Reader
+from flintmq.broker.storage.recovery import Recovery
+from flintmq.broker.storage.removal import Removal
 from flintmq.broker.storage.segment import (
     CONTINUES,
     DEFERRED,
@@ -58,7 +60,7 @@ WRITE_IN_THREAD_AT = 64 << 20
 WRITE_AT = 32 << 10
 #: Bytes taken from sockets, written and answered before the loop does anything else.
 TAKE_AT_ONCE = 256 << 10
-#: Bytes that a large block must have left for that; at most so many of it stay empty.
+#: Bytes that a large block must have left for that.
 TAKE_ROOM = 64 << 10
 #: take_in() read nothing, because there is no block to read into.
 NO_BLOCK = -1
@@ -102,11 +104,12 @@ class Log:
         self._progressed = progressed
         self._failed = failed
         # Marks.
-        self.end = self.written = self.durable = self._first = base
+        self.end = self.written = self.durable = base
         # Parts.
         self.memory = Memory()
         self.syncer = Syncer(self, store)
         self.reader = Reader(self, store, arrived)
+        self.removal = Removal(self, store, base, progressed)
         # Bytes that the store lets it hold beyond its limit; the size of its next block.
         self._lent = 0
         self._block_size = SMALLEST_BLOCK
@@ -125,15 +128,11 @@ class Log:
         self._group_planned = False
         self._group_written: tuple[Segment, int, int] | None = None
         self._writing = False
-        # On the disk; files that are being removed, and what is to be removed after them.
+        # On the disk; the one that is written to.
         self.segments: list[Segment] = []
         self._active: Segment | None = None
-        self._removing = False
-        self._free_next: Callable[[], None] | None = None
         #: Was the last block found in memory?
         self.from_memory = False
-        # Takes the keys of a segment that is removed.
-        self._keep_keys: Callable[[KeyBlock, int], None] | None = None
         self.closed = False
 
     # --- Marks -----------------------------------------------------------------------------------------------------
@@ -142,7 +141,7 @@ class Log:
     def first(self) -> int:
         """The lowest seq that was not removed."""
         if self.durability != "memory":
-            return self._first
+            return self.removal.first
         if self.segments:
             return self.segments[0].base
         blocks = self.memory.all_blocks()
@@ -163,13 +162,7 @@ class Log:
     def resume_at(self, seq: int) -> None:
         """A start: go on at ``seq``, or where the log ends if that is later."""
         self.end = self.written = self.durable = max(seq, self.end)
-        if not (self.segments or self._mark_of(self._first) is not None):
-            self._first = self.end
-
-    def _mark_of(self, seq: int) -> Path | None:
-        """The file that says that nothing was ever published between ``seq`` and what is there, if it exists."""
-        mark = self.folder / f"{seq:016x}{FIRST}" if self.folder is not None else None
-        return mark if mark is not None and self._disk.exists(mark) else None
+        self.removal.resumed()
 
     def made_durable(self, seq: int) -> None:
         """The syncer says: everything before ``seq`` is on the device."""
@@ -308,7 +301,11 @@ class Log:
             ):
                 answer = False
             else:
-                file = store.file(segment)
+                try:
+                    file = store.file(segment)
+                except OSError:
+                    # The write at the end of the turn finds out, and its publishers are told.
+                    answer = False
         first, used = block.count, block.used
         status = intake.run(
             block,
@@ -398,7 +395,7 @@ class Log:
         """From now on publishes are as safe as this. To and from ``memory`` only while everything has been written."""
         if self.folder is None or durability == self.durability:
             return
-        self._first = self.first
+        self.removal.begin_at(self.first)
         self.durability = durability
         if durability == "fsync":
             self.syncer.sync(COMMIT)
@@ -731,7 +728,7 @@ class Log:
         self.closed = True
 
     def discard(self) -> None:
-        """The topic is deleted: let go of all files. Whoever calls removes them, in a thread."""
+        """The topic is deleted: close all files. The caller deletes them, in a thread."""
         self.abandon()
         self.syncer.drop()
 
@@ -838,22 +835,8 @@ class Log:
                     yield seq, due
 
     def deferrals(self, pumped: int = 0) -> Iterator[tuple[int, int]]:
-        """(seq, when due) of deferred messages in the files, on this boot's clock.
-
-        Those before ``pumped`` that are due are left out: they wait as any other.
-        """
-        now, wall = self._store.clock.now(), self._store.clock.wall()
-        boot = self._store.clock.boot_id()
-        for segment in self.segments:
-            same = segment.boot == boot
-            d = segment.deferrals
-            for i in range(0, len(d), 5):
-                first, count, started, delay, timestamp = d[i : i + 5]
-                due = started + delay if same else now + (timestamp + delay - wall)
-                if due <= now and first + count <= pumped:
-                    continue
-                for seq in range(first, first + count):
-                    yield seq, due
+        """(seq, when due) of deferred messages in the files: see ``Reader.deferrals``."""
+        return self.reader.deferrals(pumped)
 
     # --- Forgetting ------------------------------------------------------------------------------------------------
 
@@ -949,13 +932,7 @@ class Log:
 
     def measure(self, first: int, stop: int) -> tuple[int, int]:
         """How many messages of ``first`` … ``stop - 1`` are in the files, and about how many bytes they take there."""
-        count = size = 0
-        for segment in self.reader.segments_from(first):
-            if segment.base >= stop:
-                break
-            count += sum(b - a for a, b in segment.present(first, stop))
-            size += segment.offset_of(stop) - segment.offset_of(first)
-        return count, size
+        return self.reader.measure(first, stop)
 
     def boundary(self, seq: int) -> int:
         """Up to where files go if ``free(seq)`` is called; 0 if none does."""
@@ -966,129 +943,37 @@ class Log:
             found = following.base
         return found
 
-    # --- Removing files --------------------------------------------------------------------------------------------
-
-    def keep_keys_with(self, keep: Callable[[KeyBlock, int], None]) -> None:
-        """Hand the keys of a segment to ``keep`` before it is removed, and how many are in those after it.
-
-        It is called in a thread. Keys outlive their messages.
-        """
-        self._keep_keys = keep
+    # --- Deleting files --------------------------------------------------------------------------------------------
 
     def free(self, seq: int, first_kept: Callable[[], int]) -> None:
-        """Remove the segment files that lie wholly before ``seq``. Call it only when durable state allows it.
+        """Delete the segment files that lie wholly before ``seq``. Call it only when durable state allows it.
 
         ``first_kept``: what has to stay by now, because somebody may have gone back in the log meanwhile.
         """
-        if self._disk.closing or self.closed:
-            return
-        if self._removing:
-            self._free_next = functools.partial(self.free, seq, first_kept)
-            return
-        removed: list[Segment] = []
-        seq = min(seq, first_kept())
-        while self.segments and self.segments[0] is not self._active and not self.segments[0].pins:
-            segment = self.segments[0]
-            stop = self.segments[1].base if len(self.segments) > 1 else segment.end
-            if max(segment.end, stop) > seq:
-                break
-            if segment.key_count and self._keep_keys is not None:
-                self._save_keys(segment, self._keep_keys, functools.partial(self.free, seq, first_kept))
-                break
-            removed.append(segment)
-            self._forget_segment(segment)
-        if removed:
-            self._remove_files(removed)
-            self._progressed()
+        self.removal.free(seq, first_kept)
 
-    def _remove_files(self, segments: list[Segment]) -> None:
-        """Remove the files of segments that are forgotten, oldest first, in a thread: giving back space takes a while.
+    def keep_keys_with(self, keep: Callable[[KeyBlock, int], None]) -> None:
+        """Hand the keys of a segment to ``keep`` before it is deleted: see ``Removal``."""
+        self.removal.keep_keys_with(keep)
 
-        Where a gap follows them, no message was ever there: a mark remembers where they ended.
-        """
-        assert self.folder is not None
-        folder, disk = self.folder, self._disk
-        old, self._first = self._first, segments[-1].end
-        follows = self.segments[0].base if self.segments else self.end
-        stale = self._mark_of(old)
-        mark = folder / f"{self._first:016x}{FIRST}" if follows > self._first else None
-
-        def work() -> None:
-            if stale is not None:
-                # It must not outlive the files: it would say that what was in them never was.
-                disk.remove(stale)
-                self._store.sync_folder(folder)
-            if mark is not None and self.durability != "memory":
-                # Without it readers are told that something is gone: no reason to keep the files.
-                with contextlib.suppress(OSError):
-                    disk.close_file(disk.open(mark, create=True))
-            for segment in segments:
-                # It may have been removed already, with the whole topic.
-                with contextlib.suppress(FileNotFoundError):
-                    disk.remove(segment.path)
-
-        disk.submit(work, self._removed)
-        self._removing = True
-
-    def _removed(self, _: None, error: BaseException | None) -> None:
-        self._removing = False
-        if error is not None:
-            logger.error("LOG(%s): cannot remove a segment - %s", self.name, error)
-        following, self._free_next = self._free_next, None
-        if following is not None:
-            following()
-
-    def _save_keys(self, segment: Segment, keep: Callable[[KeyBlock, int], None], go_on: Callable[[], None]) -> None:
-        """Save the keys of the oldest segment elsewhere, in a thread; then removing goes on."""
-        try:
-            fd = self.pin(segment)
-        except OSError as exc:
-            logger.error("LOG(%s): cannot open %s - %s", self.name, segment.path, exc)
-            return
-        later = sum(other.key_count for other in self.segments[1:])
-
-        def work() -> None:
-            try:
-                keys = self.reader.keys_in(segment, fd)
-            except OSError as exc:
-                raise StorageError(f"the keys in {segment.path} cannot be read: {exc}") from exc
-            keep(keys, later)
-
-        def done(_: None, error: BaseException | None) -> None:
-            self.unpin(segment)
-            if self.closed or self._disk.closing:
-                return
-            if isinstance(error, StorageError):
-                segment.key_failures += 1
-                if segment.key_failures >= READ_TRIES:
-                    # It cannot stay for ever. What is published again with one of its keys is stored again.
-                    logger.error("LOG(%s): %s, they are given up", self.name, error)
-                    error = None
-            if error is not None:
-                logger.error("LOG(%s): %s stays for its keys - %s", self.name, segment.path, error)
-                return
-            segment.key_count = 0
-            go_on()
-
-        try:
-            self._disk.submit(work, done)
-        except BaseException:
-            self.unpin(segment)
-            raise
-
-    def _remove_segment(self, segment: Segment) -> None:
-        """Remove the file of a write that failed, at once: the next write may begin one of the same name."""
-        self._forget_segment(segment)
-        try:
-            self._disk.remove(segment.path)
-        except OSError as exc:
-            logger.error("LOG(%s): cannot remove %s - %s", self.name, segment.path, exc)
-
-    def _forget_segment(self, segment: Segment) -> None:
+    def forget(self, segment: Segment) -> None:
+        """The segment's file is going to be deleted."""
         self.segments.remove(segment)
         self.reader.forget(segment)
         if not segment.pins:
             self._store.close_file(segment)
+
+    def is_active(self, segment: Segment) -> bool:
+        """Is the segment the one that is written to?"""
+        return segment is self._active
+
+    def _remove_segment(self, segment: Segment) -> None:
+        """Remove the file of a write that failed, at once: the next write may begin one of the same name."""
+        self.forget(segment)
+        try:
+            self._disk.remove(segment.path)
+        except OSError as exc:
+            logger.error("LOG(%s): cannot remove %s - %s", self.name, segment.path, exc)
 
     # --- Opening ---------------------------------------------------------------------------------------------------
 
@@ -1105,7 +990,7 @@ class Log:
         self.salvaged = found.salvaged
         self.reader.set_aside = found.set_aside
         if found.first is not None:
-            self._first = found.first
+            self.removal.begin_at(found.first)
         elif self.segments:
-            self._first = self.segments[0].base
+            self.removal.begin_at(self.segments[0].base)
         self.resume_at(max([segment.end for segment in self.segments] + ([] if after is None else [after]), default=0))

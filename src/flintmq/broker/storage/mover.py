@@ -1,11 +1,12 @@
-"""Old messages that hold files: they get a copy in the topic's side log, so that their segment can go.
+"""Old messages that hold files: they get a copy in the topic's side log, so that their segment can be deleted.
 
-One message that is deferred for a day, put back again and again or in flight for long needs only itself, but keeps the
+One message that is deferred for a day, requeued again and again or in flight for long needs only itself, but keeps the
 whole segment it stands in, and all that follow. When such messages are few in the oldest segment, a Mover copies them.
 Nothing changes for channels: a message keeps its seq and its id, only its frame is read from elsewhere.
 
 A copy is a record of the side log that is for no channel in particular and carries the seq it stands for. The segment
-goes only when copies are on the device, and the journal knows when each deferred one is due: so far the segment did.
+is deleted only when copies are on the device, and the journal knows when each deferred one is due: until then the
+segment did.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ logger = logging.getLogger(__name__)
 _address = Struct(">IQ")
 _NOBODY = bytes(4)
 _u32 = Struct(">I")
-#: A segment is given up if no more than one in so many of its messages is still needed.
+#: Messages of a segment are copied if at most one in FEW of them is still needed.
 FEW = 4
 #: What is copied before the loop is handed back.
 COPY_BYTES = 1 << 20
@@ -79,7 +80,7 @@ class Mover:
         return [(seq, seq + 1) for seq in self._seqs]
 
     def frame(self, seq: int) -> bytearray | None:
-        """The frame of a message whose segment is gone; None while it is being read back."""
+        """The frame of a message whose segment was deleted; None while it is being read back."""
         side, place = self.place(seq)
         frame = side.frame(place)
         if frame is not None:
@@ -93,7 +94,7 @@ class Mover:
         return None if extra is None else extra[_address.size :]
 
     def place(self, seq: int) -> tuple[Log, int]:
-        """The log that holds the copy of a message whose segment is gone, and the copy's seq in it."""
+        """The log that holds the copy of a message whose segment was deleted, and the copy's seq in it."""
         side = self._topic.side
         i = bisect_left(self._seqs, seq)
         if side is None or i == len(self._seqs) or self._seqs[i] != seq:

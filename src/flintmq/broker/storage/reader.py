@@ -1,9 +1,9 @@
 """Messages of a log that are no longer in memory: where they stand in the files, and how they are read back.
 
 A Reader owns what is being read, what could not be read, and the extra bytes that were read last. One function,
-``read``, reads a chunk of a file in a thread, whoever wants it and whatever is made of its bytes. What a channel waits
-for is read with a pause in between until it works, and given up as damaged after some tries; where descriptors are
-missing it is tried for ever.
+``read``, reads a chunk of a file in a thread, for channels, readers and searches alike. A chunk that a channel waits
+for is tried several times with a pause in between, then its messages are given up as damaged; a missing descriptor
+does not count as a try.
 """
 
 from __future__ import annotations
@@ -215,7 +215,7 @@ class Reader:
                 _, _, first, after = self.extent(segment, chunk)
                 segment.damaged.append((first, min(after, max(first, self._log.written))))
                 return False
-        # It may pass: nothing is given up for it, whoever wants it waits.
+        # It may pass: nothing is given up for it, the channel waits.
         self._reading.add(key)
         self._store.delay(READ_PAUSE, functools.partial(self._try_again, key))
         return True
@@ -384,6 +384,16 @@ class Reader:
         met = [(max(a, first), b) for a, b in lost if a < stop and b > first]
         return min(met) if met else None
 
+    def measure(self, first: int, stop: int) -> tuple[int, int]:
+        """Return how many messages of ``first`` … ``stop - 1`` are in files, and about how many bytes they take."""
+        count = size = 0
+        for segment in self.segments_from(first):
+            if segment.base >= stop:
+                break
+            count += sum(b - a for a, b in segment.present(first, stop))
+            size += segment.offset_of(stop) - segment.offset_of(first)
+        return count, size
+
     def damage_error(self, first: int, stop: int) -> DamageError:
         return DamageError(f"LOG({self._log.name}): seqs {first} to {stop - 1} cannot be read", first, stop)
 
@@ -401,6 +411,24 @@ class Reader:
                     )
                     segment.damaged.append((a, b))
                     self.damaged.append((a, b))
+
+    def deferrals(self, pumped: int = 0) -> Iterator[tuple[int, int]]:
+        """(seq, when due) of deferred messages in the files, on this boot's clock.
+
+        Those before ``pumped`` that are due are left out: they wait as any other.
+        """
+        now, wall = self._store.clock.now(), self._store.clock.wall()
+        boot = self._store.clock.boot_id()
+        for segment in self._log.segments:
+            same = segment.boot == boot
+            d = segment.deferrals
+            for i in range(0, len(d), 5):
+                first, count, started, delay, timestamp = d[i : i + 5]
+                due = started + delay if same else now + (timestamp + delay - wall)
+                if due <= now and first + count <= pumped:
+                    continue
+                for seq in range(first, first + count):
+                    yield seq, due
 
     # --- Whole files -----------------------------------------------------------------------------------------------
 

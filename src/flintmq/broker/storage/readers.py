@@ -108,8 +108,9 @@ class Readers:
 class Retention:
     """What a topic keeps of its files whether anybody needs them or not: ``retain_bytes``, ``retain_age``.
 
-    A file goes when it is beyond either limit: when the newer ones alone hold so many bytes, or when its last message
-    is older than that. So a little more than the limits is kept, never less. A file that is still written to stays.
+    A file is deleted when it is beyond either limit: when the newer ones alone hold that many bytes, or when its last
+    message is older than that. So a little more than the limits is kept, never less. A file that is still written to
+    stays.
     """
 
     def __init__(self, topic: Topic) -> None:

@@ -120,7 +120,7 @@ class Store:
         self.ill = ill
 
     def synced(self, size: int) -> None:
-        """So many bytes are on the device, or need not go there any more."""
+        """Account for ``size`` bytes that are on the device now, or need not go there any more."""
         was = self.congested
         self.unsynced -= size
         if was and not self.congested:

@@ -1,4 +1,4 @@
-"""When what a log has written goes to the device, and who waits for it.
+"""Syncs of a log: when its written bytes go to the device, and who waits for that.
 
 A Syncer owns which segments of its log hold unsynced bytes, runs one sync of them at a time in a thread, and moves the
 log's mark ``durable``. A failed fdatasync is fatal. A file that cannot be opened, or a missing descriptor, is not: then
