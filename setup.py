@@ -1,8 +1,12 @@
-"""Build the kernel with Cython where that works; everywhere else the same source runs interpreted."""
+"""Build the kernel with Cython where that works; everywhere else the same sources run interpreted."""
 
 import os
+from glob import glob
 
 from setuptools import Extension, setup
+
+KERNEL = "src/flintmq/kernel"
+MODULES = ("lane", "frames", "heap", "columns", "records")
 
 extensions: list[Extension] = []
 if os.environ.get("FLINTMQ_PURE") != "1":
@@ -14,12 +18,13 @@ if os.environ.get("FLINTMQ_PURE") != "1":
         extensions = cythonize(
             [
                 Extension(
-                    "flintmq.kernel",
-                    ["src/flintmq/kernel.py"],
-                    depends=["src/flintmq/calls.h", "src/flintmq/checksum.h", "src/flintmq/native.pxd"],
-                    include_dirs=["src/flintmq"],
+                    f"flintmq.kernel.{name}",
+                    [f"{KERNEL}/{name}.py"],
+                    depends=[*glob(f"{KERNEL}/*.h"), *glob(f"{KERNEL}/*.pxd")],
+                    include_dirs=[KERNEL],
                     extra_compile_args=["-O3"],
                 )
+                for name in MODULES
             ],
             compiler_directives={"language_level": 3},
         )

@@ -43,8 +43,8 @@ ARROWS: dict[str, set[str]] = {
     "admin": {"cluster"},
 }
 # These stand above the others: the command line and the test plugin bring layers together, and `flintmq` itself
-# (with what it starts the kernel with) names what is public.
-ANYTHING = {"cli", "testing", "__init__", "__main__", "_cython"}
+names what is public.
+ANYTHING = {"cli", "testing", "__init__", "__main__"}
 # Whom nobody but the above may import.
 DAEMONS = {"broker", "lookup", "admin"}
 

@@ -8,6 +8,7 @@ import importlib.machinery
 import importlib.util
 import os
 import random
+import re
 import shutil
 import socket
 import subprocess
@@ -16,7 +17,7 @@ from array import array
 from collections.abc import Iterator
 from mmap import mmap
 from pathlib import Path
-from types import ModuleType
+from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import google_crc32c
@@ -25,8 +26,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
-import flintmq
-from flintmq import _cython
+import flintmq.kernel
+from flintmq.kernel import _cython, layout
 from flintmq.broker.storage.segment import Entry, Record, encode_record, read_records
 from flintmq.protocol.wire import encode_mpub
 
@@ -38,36 +39,48 @@ PREFIX = 513 << 54
 BASE = 7_000
 
 
-def _interpreted() -> ModuleType:
-    path = Path(flintmq.__file__).with_name("kernel.py")
-    spec = importlib.util.spec_from_file_location("interpreted_kernel", path)
-    assert spec is not None and spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
+MODULES = ("lane", "frames", "heap", "columns", "records")
+
+
+def _together(modules: list[ModuleType]) -> SimpleNamespace:
+    """The kernel's modules as one namespace."""
+    return SimpleNamespace(**{name: value for module in modules for name, value in vars(module).items()})
+
+
+def _interpreted() -> SimpleNamespace:
+    modules = []
     real = sys.modules.get("cython")
     sys.modules["cython"] = _cython
     try:
-        spec.loader.exec_module(module)
+        for name in MODULES:
+            path = Path(flintmq.__file__).parent / "kernel" / f"{name}.py"
+            spec = importlib.util.spec_from_file_location(f"interpreted_{name}", path)
+            assert spec is not None and spec.loader is not None
+            modules.append(importlib.util.module_from_spec(spec))
+            spec.loader.exec_module(modules[-1])
     finally:
         if real is None:
             del sys.modules["cython"]
         else:
             sys.modules["cython"] = real
-    return module
+    return _together(modules)
 
 
-def _compiled() -> ModuleType | None:
-    used = importlib.import_module("flintmq.kernel")
-    if used.COMPILED:
-        return used
-    spec = importlib.machinery.PathFinder.find_spec("flintmq.kernel", flintmq.__path__)
-    if spec is None or not isinstance(spec.loader, importlib.machinery.ExtensionFileLoader):
-        return None
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    return module
+def _compiled() -> SimpleNamespace | None:
+    modules = []
+    for name in MODULES:
+        used = importlib.import_module(f"flintmq.kernel.{name}")
+        if not importlib.import_module("flintmq.kernel").COMPILED:
+            spec = importlib.machinery.PathFinder.find_spec(f"flintmq.kernel.{name}", flintmq.kernel.__path__)
+            if spec is None or not isinstance(spec.loader, importlib.machinery.ExtensionFileLoader):
+                return None
+            used = importlib.util.module_from_spec(spec)
+            spec.loader.exec_module(used)
+        modules.append(used)
+    return _together(modules)
 
 
-FORMS: dict[str, ModuleType | None] = {"py": _interpreted(), "c": _compiled()}
+FORMS: dict[str, SimpleNamespace | None] = {"py": _interpreted(), "c": _compiled()}
 
 
 @pytest.fixture(params=["py", "c"], scope="module")
@@ -1160,8 +1173,8 @@ def test_without_a_table_calls_go_to_libc(
 
 
 #: The module with the table of system calls.
-TABLE_OWNER = "kernel"
-EXTENSIONS = sorted(Path(flintmq.__file__).parent.rglob("*.so"))
+TABLE_OWNER = "lane"
+EXTENSIONS = sorted((Path(flintmq.__file__).parent / "kernel").glob("*.so"))
 
 
 @pytest.mark.skipif(not EXTENSIONS, reason="the kernel was not compiled")
@@ -1186,3 +1199,19 @@ def test_only_the_extension_with_the_table_makes_system_calls() -> None:
         }:
             makes_calls.append(path.name.partition(".")[0])
     assert makes_calls == [TABLE_OWNER]
+
+
+def test_both_forms_have_the_same_layout() -> None:
+    folder = Path(flintmq.kernel.__file__).parent
+    in_c = dict(re.findall(r"^    (\w+) = (\d+)$", (folder / "layout.pxd").read_text(), re.MULTILINE))
+    in_python = {name: str(value) for name, value in vars(layout).items() if name.isupper()}
+    assert in_c == in_python
+
+
+def test_the_layout_is_that_of_a_frame() -> None:
+    whole = frame(BASE, b"body", timestamp=77, attempts=3)
+    assert whole[layout.TYPE_AT : layout.TIMESTAMP_AT] == layout.TYPE_MESSAGE.to_bytes(4, "big")
+    assert whole[layout.TIMESTAMP_AT : layout.ATTEMPTS_AT] == (77).to_bytes(8, "big")
+    assert whole[layout.ATTEMPTS_AT : layout.ID_AT] == (3).to_bytes(2, "big")
+    assert whole[layout.ID_AT : layout.BODY_AT] == b"%016x" % (PREFIX | BASE)
+    assert whole[layout.BODY_AT :] == b"body" and len(whole) == layout.FRAME_OVERHEAD + 4

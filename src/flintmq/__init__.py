@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import importlib.machinery
-import importlib.util
-import os
-import sys
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -27,39 +23,6 @@ _PUBLIC = {
     "NodeClient": "flintmq.cluster.node",
     "Producer": "flintmq.client.producer",
 }
-
-
-def _use_interpreted_kernel() -> None:
-    """Load ``kernel.py`` as it stands, with a stand-in for the ``cython`` module it imports.
-
-    Needed where the extension was not built, and where ``FLINTMQ_PURE=1`` asks for the interpreted form.
-    """
-    from flintmq import _cython
-
-    path = os.path.join(os.path.dirname(__file__), "kernel.py")
-    spec = importlib.util.spec_from_file_location("flintmq.kernel", path)
-    if spec is None or spec.loader is None:
-        raise ImportError(f"cannot load {path}")
-    module = importlib.util.module_from_spec(spec)
-    real = sys.modules.get("cython")
-    sys.modules["cython"] = _cython
-    try:
-        spec.loader.exec_module(module)
-    finally:
-        if real is None:
-            del sys.modules["cython"]
-        else:
-            sys.modules["cython"] = real
-    sys.modules["flintmq.kernel"] = globals()["kernel"] = module
-
-
-def _extension_is_there() -> bool:
-    spec = importlib.machinery.PathFinder.find_spec("flintmq.kernel", __path__)
-    return spec is not None and isinstance(spec.loader, importlib.machinery.ExtensionFileLoader)
-
-
-if os.environ.get("FLINTMQ_PURE") == "1" or not _extension_is_there():
-    _use_interpreted_kernel()
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,4 @@
-# What the compiled kernel takes from C: the table of system calls, and the checksum.
+# The table of system calls. For lane.py alone: each extension that includes it has a table of its own.
 cdef extern from "calls.h" nogil:
     ctypedef struct iovec "struct iovec":
         void* iov_base
@@ -15,6 +15,3 @@ cdef extern from "calls.h" nogil:
 
 cdef extern from "sys/mman.h" nogil:
     int madvise(void* p, size_t n, int advice)
-
-cdef extern from "checksum.h" nogil:
-    unsigned int flintmq_crc32c(unsigned int crc, const unsigned char* p, size_t n)

@@ -1,11 +1,11 @@
 # cython: language_level=3
-"""The hot byte loops: frames made from publishes, runs cut from blocks, FINs applied in runs, deadlines kept in heaps,
-frames turned into columns.
+"""The path of a message: blocks of frames, publishes taken from sockets, first deliveries, FINs. It makes system calls.
 
-Written in Cython's pure Python mode: one source, compiled where a C compiler was there at build time, run as it is
-where not. Each hot function holds two twins side by side, one for the compiler and one for the interpreter. It works
-on buffers and numbers only and knows nothing of topics, sessions or files. Bounds checks are dropped in single
-functions, after their inputs were checked.
+The only kernel module that does: recv, send and pwritev, through the table in ``calls.h`` (interpreted: a ``Calls``),
+which tests and simulations replace with ``replace_calls``.
+
+It is large because a Block's bytes are shared at the level of C: an Intake frames into them and writes them, a Ring
+sends them, and none of it may cost a call between modules.
 """
 
 import os
@@ -17,33 +17,30 @@ import cython
 
 if cython.compiled:
     from cython.cimports.cpython.buffer import PyBUF_READ, PyBUF_WRITE
-    from cython.cimports.cpython.bytearray import PyByteArray_FromStringAndSize
-    from cython.cimports.cpython.bytes import PyBytes_FromStringAndSize
     from cython.cimports.cpython.memoryview import PyMemoryView_FromMemory
-    from cython.cimports.flintmq.native import (
-        MSG_DONTWAIT,
-        MSG_NOSIGNAL,
-        calls,
-        flintmq_crc32c,
-        iovec,
-        libc_calls,
-        madvise,
+    from cython.cimports.flintmq.kernel.calls import MSG_DONTWAIT, MSG_NOSIGNAL, calls, iovec, libc_calls, madvise
+    from cython.cimports.flintmq.kernel.checksum import flintmq_crc32c
+    from cython.cimports.flintmq.kernel.layout import (
+        ATTEMPTS_AT,
+        BODY_AT,
+        FRAME_OVERHEAD,
+        ID_AT,
+        RECORD_HEADER,
+        TIMESTAMP_AT,
+        TYPE_AT,
+        TYPE_MESSAGE,
     )
+    from cython.cimports.flintmq.kernel.native import rd32, wr32
     from cython.cimports.libc.errno import EAGAIN, EINTR, EIO, ENOSPC
-    from cython.cimports.libc.string import memchr, memcmp, memcpy, memset
+    from cython.cimports.libc.string import memcmp, memcpy, memset
 else:
     from errno import EAGAIN, EINTR, EIO, ENOSPC
 
     import google_crc32c
 
-COMPILED = cython.compiled
+    from flintmq.kernel.layout import FRAME_OVERHEAD, RECORD_HEADER, TYPE_MESSAGE
 
-#: Bytes that a message's frame has beside its body.
-FRAME_OVERHEAD = 34
-#: A scan stopped because the buffer ends before the command does, or because of a size out of range.
-SCAN_MORE = 1
-SCAN_BAD = 2
-SCAN_DONE = 0
+COMPILED = cython.compiled
 
 #: How an Intake ended: no socket had more; so much was made that it is time for other work; a socket brought
 #: something else; what was made could not be written.
@@ -55,11 +52,9 @@ _nothing = cython.declare(cython.Py_ssize_t, NOTHING)
 _MARK_SHIFT = 6
 #: Frames of one command that an Intake makes; a larger one goes another way.
 _MOST_AT_ONCE = cython.declare(cython.Py_ssize_t, 64 << 10)
-#: A record's header in a segment file, see segment.py.
-_RECORD_HEADER = cython.declare(cython.Py_ssize_t, 44)
-_HEX = b"0123456789abcdef"
 #: The two digits of every byte.
 _PAIRS = cython.declare(bytes, b"".join(b"%02x" % n for n in range(256)))
+_HEX = b"0123456789abcdef"
 #: The value of every byte as a lower-case hex digit; 128 for one that is none.
 _DIGITS = cython.declare(bytes, bytes(_HEX.find(n) if n in _HEX else 128 for n in range(256)))
 _u32 = Struct(">I")
@@ -67,32 +62,6 @@ _i32 = Struct(">i")
 _two = Struct(">ii")
 _head = Struct(">IIQH16s")
 _record = Struct(">IIIQQIHHI")
-_sized = Struct(">II").unpack_from
-_stamped = Struct(">qH16s").unpack_from
-
-
-@cython.cfunc
-@cython.inline
-@cython.nogil
-@cython.exceptval(check=False)
-def _rd32(p: cython.p_uchar) -> cython.uint:
-    return (
-        (cython.cast(cython.uint, p[0]) << 24)
-        | (cython.cast(cython.uint, p[1]) << 16)
-        | (cython.cast(cython.uint, p[2]) << 8)
-        | p[3]
-    )
-
-
-@cython.cfunc
-@cython.inline
-@cython.nogil
-@cython.exceptval(check=False)
-def _wr32(p: cython.p_uchar, v: cython.uint) -> cython.void:
-    p[0] = (v >> 24) & 255
-    p[1] = (v >> 16) & 255
-    p[2] = (v >> 8) & 255
-    p[3] = v & 255
 
 
 class Calls:
@@ -292,162 +261,6 @@ def populate(memory: list) -> None:
                 zero.readinto(piece)
 
 
-def line_records(data: bytearray, pos: cython.Py_ssize_t, stop: cython.Py_ssize_t) -> tuple:
-    """The lines of ``data[pos:stop]`` as records ``[4-byte size][body]``, and how many; empty lines are left out."""
-    if not 0 <= pos <= stop <= len(data):
-        raise ValueError("pos and stop lie beyond the buffer")
-    count: cython.Py_ssize_t = 0
-    total: cython.Py_ssize_t = 0
-    at: cython.Py_ssize_t
-    size: cython.Py_ssize_t
-    if cython.compiled:
-        p: cython.p_uchar = data
-        found: cython.p_uchar
-        at = pos
-        while at < stop:
-            found = cython.cast(cython.p_uchar, memchr(p + at, 10, stop - at))
-            size = (found - p if found != cython.NULL else stop) - at
-            if size:
-                count += 1
-                total += 4 + size
-            at += size + 1
-        records: bytearray = bytearray(total)
-        out: cython.p_uchar = records
-        at = pos
-        while at < stop:
-            found = cython.cast(cython.p_uchar, memchr(p + at, 10, stop - at))
-            size = (found - p if found != cython.NULL else stop) - at
-            if size:
-                _wr32(out, cython.cast(cython.uint, size))
-                memcpy(out + 4, p + at, size)
-                out += 4 + size
-            at += size + 1
-        return records, count
-    lines = list(filter(None, bytes(memoryview(data)[pos:stop]).split(b"\n")))
-    sizes = map(_u32.pack, map(len, lines))
-    return bytearray().join([part for pair in zip(sizes, lines, strict=True) for part in pair]), len(lines)
-
-
-def total_size(bodies: list) -> cython.longlong:
-    """The bytes of all messages of a publish; -1 if one of them is empty, or is no ``bytes``."""
-    if cython.compiled:
-        total: cython.longlong = 0
-        size: cython.Py_ssize_t
-        i: cython.Py_ssize_t
-        for i in range(len(bodies)):
-            if type(bodies[i]) is not bytes:
-                return -1
-            size = len(cython.cast(bytes, bodies[i]))
-            if size == 0:
-                return -1
-            total += size
-        return total
-    if not set(map(type, bodies)) <= {bytes} or not all(bodies):
-        return -1
-    return sum(map(len, bodies))
-
-
-def encode_mpub(line: bytes, bodies: list) -> bytes:
-    """The command MPUB: its line, the size of what follows, the count, and each message behind its size."""
-    count: cython.Py_ssize_t = len(bodies)
-    total: cython.longlong = 4 + 4 * count
-    if cython.compiled:
-        body: bytes
-        i: cython.Py_ssize_t
-        size: cython.Py_ssize_t
-        for i in range(count):
-            body = bodies[i]
-            total += len(body)
-        if total > 0xFFFFFFFF:
-            raise OverflowError("too much for one MPUB")
-        size = len(line)
-        command: bytes = PyBytes_FromStringAndSize(cython.NULL, size + 4 + total)
-        start: cython.p_uchar = line
-        out: cython.p_uchar = command
-        memcpy(out, start, size)
-        _wr32(out + size, cython.cast(cython.uint, total))
-        _wr32(out + size + 4, cython.cast(cython.uint, count))
-        out += size + 8
-        for i in range(count):
-            body = bodies[i]
-            size = len(body)
-            start = body
-            _wr32(out, cython.cast(cython.uint, size))
-            memcpy(out + 4, start, size)
-            out += 4 + size
-        return command
-    # Two parts a message, put in place without a step of ours per message.
-    parts = [b""] * (2 * count)
-    sizes = list(map(len, bodies))
-    total += sum(sizes)
-    if total > 0xFFFFFFFF:
-        raise OverflowError("too much for one MPUB")
-    parts[::2] = map(_u32.pack, sizes)
-    parts[1::2] = bodies
-    return line + _u32.pack(total) + _u32.pack(count) + b"".join(parts)
-
-
-@cython.cclass
-class Scan:
-    """A walk over ``count`` records ``[4-byte size][body]``, which can stop at the end of a buffer and go on later.
-
-    ``pos`` is where it stands, ``index`` how many messages it has passed, ``size`` the last size read.
-    """
-
-    pos = cython.declare(cython.Py_ssize_t, visibility="public")
-    index = cython.declare(cython.Py_ssize_t, visibility="public")
-    size = cython.declare(cython.longlong, visibility="public")
-
-    def __init__(self, pos: cython.Py_ssize_t):
-        self.pos = pos
-        self.index = 0
-        self.size = 0
-
-    @cython.ccall
-    def run(
-        self, data: bytearray, stop: cython.Py_ssize_t, count: cython.Py_ssize_t, max_size: cython.longlong
-    ) -> cython.int:
-        """Walk on up to ``stop``. ``SCAN_DONE``, ``SCAN_MORE`` or ``SCAN_BAD`` (``size`` is not in 1 … max_size)."""
-        pos: cython.Py_ssize_t = self.pos
-        index: cython.Py_ssize_t = self.index
-        size: cython.longlong
-        if stop > len(data):
-            raise ValueError("stop lies beyond the buffer")
-        if cython.compiled:
-            p: cython.p_uchar = data
-            while index < count:
-                if pos + 4 > stop:
-                    break
-                size = cython.cast(cython.int, _rd32(p + pos))
-                if size <= 0 or size > max_size:
-                    self.pos = pos
-                    self.index = index
-                    self.size = size
-                    return SCAN_BAD
-                if pos + 4 + size > stop:
-                    break
-                pos += 4 + size
-                index += 1
-        else:
-            unpack = _i32.unpack_from
-            while index < count:
-                if pos + 4 > stop:
-                    break
-                (size,) = unpack(data, pos)
-                if size <= 0 or size > max_size:
-                    self.pos = pos
-                    self.index = index
-                    self.size = size
-                    return SCAN_BAD
-                if pos + 4 + size > stop:
-                    break
-                pos += 4 + size
-                index += 1
-        self.pos = pos
-        self.index = index
-        return SCAN_DONE if index == count else SCAN_MORE
-
-
 @cython.cclass
 class Block:
     """A piece of a log in memory: finished frames of consecutive seqs, back to back, each
@@ -561,20 +374,24 @@ class Block:
             while done < count:
                 if pos + 4 > stop:
                     raise ValueError("fill: a record is cut off")
-                size = _rd32(src + pos)
+                size = rd32(src + pos)
                 if pos + 4 + size > stop:
                     raise ValueError("fill: a record is cut off")
-                if used + 34 + size > limit or (done and used + 34 + size > budget) or n >= mark_room:
+                if (
+                    used + FRAME_OVERHEAD + size > limit
+                    or (done and used + FRAME_OVERHEAD + size > budget)
+                    or n >= mark_room
+                ):
                     break
                 if n & 63 == 0:
                     marks[n >> 6] = cython.cast(cython.uint, used)
                 d = dst + used
-                _wr32(d, cython.cast(cython.uint, size + 30))
-                _wr32(d + 4, 2)
-                _wr32(d + 8, cython.cast(cython.uint, timestamp >> 32))
-                _wr32(d + 12, cython.cast(cython.uint, timestamp))
-                d[16] = (attempts >> 8) & 255
-                d[17] = attempts & 255
+                wr32(d, cython.cast(cython.uint, size + FRAME_OVERHEAD - 4))
+                wr32(d + TYPE_AT, TYPE_MESSAGE)
+                wr32(d + TIMESTAMP_AT, cython.cast(cython.uint, timestamp >> 32))
+                wr32(d + TIMESTAMP_AT + 4, cython.cast(cython.uint, timestamp))
+                d[ATTEMPTS_AT] = (attempts >> 8) & 255
+                d[ATTEMPTS_AT + 1] = attempts & 255
                 # Only the last digits change from one message to the next.
                 v = ident + done
                 if fresh or (v >> 8) != high:
@@ -583,9 +400,9 @@ class Block:
                     for k in range(7):
                         memcpy(cython.address(digits[12 - 2 * k]), pairs + 2 * ((high >> (8 * k)) & 255), 2)
                 memcpy(cython.address(digits[14]), pairs + 2 * (v & 255), 2)
-                memcpy(d + 18, cython.address(digits[0]), 16)
-                memcpy(d + 34, src + pos + 4, size)
-                used += 34 + size
+                memcpy(d + ID_AT, cython.address(digits[0]), 16)
+                memcpy(d + BODY_AT, src + pos + 4, size)
+                used += FRAME_OVERHEAD + size
                 pos += 4 + size
                 n += 1
                 done += 1
@@ -601,12 +418,12 @@ class Block:
                 after = pos + 4 + size
                 if after > stop:
                     raise ValueError("fill: a record is cut off")
-                at = used + 34
+                at = used + FRAME_OVERHEAD
                 if at + size > limit or (done and at + size > budget):
                     break
                 if n & 63 == 0:
                     table[n >> 6] = used
-                pack(buf, used, size + 30, 2, timestamp, attempts, b"%016x" % (ident + done))
+                pack(buf, used, size + FRAME_OVERHEAD - 4, TYPE_MESSAGE, timestamp, attempts, b"%016x" % (ident + done))
                 used = at + size
                 buf[at:used] = data[pos + 4 : after]
                 pos = after
@@ -639,12 +456,12 @@ class Block:
             marks: cython.p_uint = self._mark
             room: cython.Py_ssize_t = self._mark_room
             while at < used:
-                if at + 34 > used or n >= room:
+                if at + FRAME_OVERHEAD > used or n >= room:
                     return False
                 if n & 63 == 0:
                     marks[n >> 6] = cython.cast(cython.uint, at)
-                size = _rd32(p + at)
-                if size < 30:
+                size = rd32(p + at)
+                if size < FRAME_OVERHEAD - 4:
                     return False
                 at += 4 + size
                 n += 1
@@ -653,12 +470,12 @@ class Block:
             buf = self.buf
             table = self._marks
             while at < used:
-                if at + 34 > used:
+                if at + FRAME_OVERHEAD > used:
                     return False
                 if n & 63 == 0:
                     table[n >> 6] = at
                 (size,) = unpack(buf, at)
-                if size < 30:
+                if size < FRAME_OVERHEAD - 4:
                     return False
                 at += 4 + size
                 n += 1
@@ -688,8 +505,8 @@ class Block:
             p: cython.p_uchar = self._bytes
             at = self._mark[i >> 6]
             for _ in range(i & 63):
-                at += 4 + _rd32(p + at)
-            self.stop = at + 4 + _rd32(p + at)
+                at += 4 + rd32(p + at)
+            self.stop = at + 4 + rd32(p + at)
         else:
             unpack = _u32.unpack_from
             buf = self.buf
@@ -752,7 +569,7 @@ class Block:
                 n = (stride << 6) - first
                 stride += 1
             while n < max_count:
-                size = 4 + _rd32(p + at)
+                size = 4 + rd32(p + at)
                 if at + size - start > max_bytes:
                     break
                 at += size
@@ -777,71 +594,6 @@ class Block:
         self.stop = self._cut_stop = at
         self._cut_count = n
         return n
-
-
-def gather(data: bytes, salt: cython.uint, first: cython.longlong, after: cython.longlong):
-    """The frames ``first`` … ``after - 1`` as a block, from the records in ``data``; None if they are not just that.
-
-    For a thread: the others go on while sums are checked and bytes are copied.
-    """
-    if not cython.compiled:
-        return None
-    p: cython.p_uchar = data
-    size: cython.Py_ssize_t = len(data)
-    at: cython.Py_ssize_t = 0
-    total: cython.Py_ssize_t = 0
-    expected: cython.longlong = first
-    good: cython.bint = True
-    with cython.nogil:
-        while at < size and good:
-            good = _whole_record(p + at, size - at, salt, expected)
-            if good:
-                total += _rd32(p + at + 4)
-                expected += _rd32(p + at + 8)
-                at += _record_size(p + at)
-    if not good or expected != after:
-        return None
-    frames: bytearray = PyByteArray_FromStringAndSize(cython.NULL, total)
-    out: cython.p_uchar = frames
-    with cython.nogil:
-        at = 0
-        while at < size:
-            total = _rd32(p + at + 4)
-            at += _record_size(p + at)
-            memcpy(out, p + at - total, total)
-            out += total
-    block = Block(0, first, frames)
-    return block if block.adopt(len(frames), after - first) else None
-
-
-if cython.compiled:
-
-    @cython.cfunc
-    @cython.nogil
-    @cython.exceptval(check=False)
-    def _record_size(p: cython.p_uchar) -> cython.Py_ssize_t:
-        return _RECORD_HEADER + ((cython.cast(cython.int, p[34]) << 8) | p[35]) + _rd32(p + 4)
-
-    @cython.cfunc
-    @cython.nogil
-    @cython.exceptval(check=False)
-    def _whole_record(
-        p: cython.p_uchar, left: cython.Py_ssize_t, salt: cython.uint, seq: cython.longlong
-    ) -> cython.bint:
-        """Does an undamaged record that begins with ``seq`` stand here? See segment.py for what it looks like."""
-        extra: cython.Py_ssize_t
-        size: cython.Py_ssize_t
-        found: cython.ulonglong
-        if left < _RECORD_HEADER or _rd32(p) != salt or _record_size(p) > left:
-            return False
-        found = (cython.cast(cython.ulonglong, _rd32(p + 12)) << 32) | _rd32(p + 16)
-        extra = (cython.cast(cython.int, p[34]) << 8) | p[35]
-        size = _rd32(p + 4)
-        if found != cython.cast(cython.ulonglong, seq):
-            return False
-        if _rd32(p + 40) != flintmq_crc32c(flintmq_crc32c(salt, p, 40), p + _RECORD_HEADER, extra):
-            return False
-        return _rd32(p + 36) == flintmq_crc32c(salt, p + _RECORD_HEADER + extra, size)
 
 
 @cython.cclass
@@ -985,8 +737,8 @@ class Intake:
             if memcmp(p, q, head) != 0:
                 return -1
             if self._max_body:
-                size = cython.cast(cython.int, _rd32(p + at))
-                count = cython.cast(cython.int, _rd32(p + at + 4))
+                size = cython.cast(cython.int, rd32(p + at))
+                count = cython.cast(cython.int, rd32(p + at + 4))
                 if size <= 0 or size > self._max_body or count <= 0 or count > n:
                     return -1
                 at += 8
@@ -996,11 +748,11 @@ class Intake:
                 left -= 1
                 if at + 4 > n:
                     return -1
-                size = cython.cast(cython.int, _rd32(p + at))
+                size = cython.cast(cython.int, rd32(p + at))
                 if size <= 0 or size > self._max_size or at + 4 + size > n:
                     return -1
                 at += 4 + size
-            size = n - head + 30 * count
+            size = n - head + (FRAME_OVERHEAD - 4) * count
             if at != n or size > _MOST_AT_ONCE or block.used + size > block.size:
                 return -1
             if block.count + count > block._mark_room:
@@ -1024,21 +776,21 @@ class Intake:
             parts: iovec[2]
             n: cython.Py_ssize_t
             size: cython.Py_ssize_t = block.used - start
-            memset(cython.address(head[0]), 0, _RECORD_HEADER)
-            _wr32(cython.address(head[0]), salt)
-            _wr32(cython.address(head[4]), cython.cast(cython.uint, size))
-            _wr32(cython.address(head[8]), cython.cast(cython.uint, count))
-            _wr32(cython.address(head[12]), cython.cast(cython.uint, seq >> 32))
-            _wr32(cython.address(head[16]), cython.cast(cython.uint, seq & 0xFFFFFFFF))
-            _wr32(cython.address(head[36]), flintmq_crc32c(salt, block._bytes + start, size))
-            _wr32(cython.address(head[40]), flintmq_crc32c(salt, cython.address(head[0]), 40))
+            memset(cython.address(head[0]), 0, RECORD_HEADER)
+            wr32(cython.address(head[0]), salt)
+            wr32(cython.address(head[4]), cython.cast(cython.uint, size))
+            wr32(cython.address(head[8]), cython.cast(cython.uint, count))
+            wr32(cython.address(head[12]), cython.cast(cython.uint, seq >> 32))
+            wr32(cython.address(head[16]), cython.cast(cython.uint, seq & 0xFFFFFFFF))
+            wr32(cython.address(head[36]), flintmq_crc32c(salt, block._bytes + start, size))
+            wr32(cython.address(head[40]), flintmq_crc32c(salt, cython.address(head[0]), 40))
             parts[0].iov_base = cython.address(head[0])
-            parts[0].iov_len = _RECORD_HEADER
+            parts[0].iov_len = RECORD_HEADER
             parts[1].iov_base = block._bytes + start
             parts[1].iov_len = size
             with cython.nogil:
                 n = calls.pwritev(file, cython.address(parts[0]), 2, offset)
-            if n != size + _RECORD_HEADER:
+            if n != size + RECORD_HEADER:
                 # Short: the disk is full, or nearly.
                 self.error = -n if n < 0 else ENOSPC
                 return self.error
@@ -1082,7 +834,7 @@ class Intake:
                 if not 0 < size <= self._max_size or at + 4 + size > n:
                     return -1
                 at += 4 + size
-            size = n - head + 30 * count
+            size = n - head + (FRAME_OVERHEAD - 4) * count
             if at != n or size > _MOST_AT_ONCE or block.used + size > block.size:
                 return -1
             block.fill(data, head, n, count, ident, timestamp, 1, size)
@@ -1093,7 +845,7 @@ class Intake:
             head = _record.pack(salt, size, count, seq, 0, 0, 0, 0, block.checksum(salt, start, block.used))
             head += _u32.pack(google_crc32c.extend(salt, head))
             n = calls.pwritev(file, [head, block.view[start : block.used]], offset)
-            if n != size + _RECORD_HEADER:
+            if n != size + RECORD_HEADER:
                 self.error = -n if n < 0 else ENOSPC
                 return self.error
             self.wrote += n
@@ -1461,409 +1213,3 @@ class Ring:
             if owner:
                 found.append((seq, owner))
         return found
-
-
-@cython.cclass
-class Heap:
-    """Pairs of (due, seq), the earliest due first, packed in arrays: 16 bytes each, a million take 16 MB."""
-
-    _due = cython.declare(object)
-    _seq = cython.declare(object)
-
-    def __init__(self):
-        self._due = array("q")
-        self._seq = array("q")
-
-    def __len__(self) -> int:
-        return len(self._due)
-
-    def clear(self) -> None:
-        self._due = array("q")
-        self._seq = array("q")
-
-    def first_due(self) -> int:
-        """When the earliest is due; raises IndexError if there is none."""
-        return self._due[0]
-
-    def items(self) -> object:
-        """All pairs as they are now, in no order; one after the other, because there may be a million."""
-        return zip(self._due[:], self._seq[:], strict=True)
-
-    def first_seq(self, start: cython.longlong = 0) -> int:
-        """The lowest seq from ``start`` on; -1 if there is none."""
-        low: cython.longlong = -1
-        seq: cython.longlong
-        i: cython.Py_ssize_t
-        seqs: cython.longlong[::1] = self._seq
-        for i in range(len(self._seq)):
-            seq = seqs[i]
-            if seq >= start and (seq < low or low < 0):
-                low = seq
-        return low
-
-    def count_between(self, first: cython.longlong, stop: cython.longlong) -> int:
-        """How many seqs of ``first`` … ``stop - 1`` there are."""
-        n: cython.Py_ssize_t = 0
-        i: cython.Py_ssize_t
-        seqs: cython.longlong[::1] = self._seq
-        for i in range(len(self._seq)):
-            if first <= seqs[i] and seqs[i] < stop:
-                n += 1
-        return n
-
-    def between(self, first: cython.longlong, stop: cython.longlong) -> list:
-        """Their pairs, in no order."""
-        i: cython.Py_ssize_t
-        dues: cython.longlong[::1] = self._due
-        seqs: cython.longlong[::1] = self._seq
-        found: list = []
-        for i in range(len(self._seq)):
-            if first <= seqs[i] and seqs[i] < stop:
-                found.append((dues[i], seqs[i]))  # noqa: PERF401  # Cython makes no comprehension over views
-        return found
-
-    def earliest(self, count: cython.Py_ssize_t, due: cython.longlong, seq: cython.longlong) -> list:
-        """The ``count`` earliest pairs after ``(due, seq)``, in order."""
-        i: cython.Py_ssize_t
-        dues: cython.longlong[::1] = self._due
-        seqs: cython.longlong[::1] = self._seq
-        found: list = []
-        # Beyond this one nothing is wanted any more, because there are enough before it.
-        last: cython.longlong = (1 << 63) - 1
-        for i in range(len(self._seq)):
-            if dues[i] > last or dues[i] < due or (dues[i] == due and seqs[i] <= seq):
-                continue
-            found.append((dues[i], seqs[i]))
-            if len(found) >= 2 * count + 64:
-                found.sort()
-                del found[count:]
-                if found:
-                    last = found[-1][0]
-        found.sort()
-        return found[:count]
-
-    def remove(self, seq: cython.longlong) -> int:
-        """Take this seq out, wherever it stands; when it was due, or -1 if it is not there."""
-        i: cython.Py_ssize_t
-        at: cython.Py_ssize_t = -1
-        dues: cython.longlong[::1] = self._due
-        seqs: cython.longlong[::1] = self._seq
-        for i in range(len(self._seq)):
-            if seqs[i] == seq:
-                at = i
-                break
-        if at < 0:
-            return -1
-        found: cython.longlong = dues[at]
-        # It becomes the earliest of all, and goes first.
-        while at > 0:
-            i = (at - 1) >> 1
-            dues[at] = dues[i]
-            seqs[at] = seqs[i]
-            at = i
-        # An array that somebody looks at cannot shrink.
-        del dues, seqs
-        self.pop()
-        return found
-
-    @cython.ccall
-    def push(self, due: cython.longlong, seq: cython.longlong) -> cython.int:
-        i: cython.Py_ssize_t
-        parent: cython.Py_ssize_t
-        self._due.append(due)
-        self._seq.append(seq)
-        i = len(self._due) - 1
-        if cython.compiled:
-            d: cython.longlong[::1] = self._due
-            s: cython.longlong[::1] = self._seq
-            while i > 0:
-                parent = (i - 1) >> 1
-                if d[parent] < due or (d[parent] == due and s[parent] <= seq):
-                    break
-                d[i] = d[parent]
-                s[i] = s[parent]
-                i = parent
-            d[i] = due
-            s[i] = seq
-        else:
-            dues = self._due
-            seqs = self._seq
-            while i > 0:
-                parent = (i - 1) >> 1
-                if dues[parent] < due or (dues[parent] == due and seqs[parent] <= seq):
-                    break
-                dues[i] = dues[parent]
-                seqs[i] = seqs[parent]
-                i = parent
-            dues[i] = due
-            seqs[i] = seq
-        return 0
-
-    @cython.ccall
-    def pop(self) -> cython.longlong:
-        """Take the earliest out; its seq."""
-        dues = self._due
-        seqs = self._seq
-        first: cython.longlong = seqs[0]
-        due: cython.longlong = dues.pop()
-        seq: cython.longlong = seqs.pop()
-        n: cython.Py_ssize_t = len(dues)
-        i: cython.Py_ssize_t = 0
-        child: cython.Py_ssize_t
-        if n == 0:
-            return first
-        if cython.compiled:
-            d: cython.longlong[::1] = dues
-            s: cython.longlong[::1] = seqs
-            while True:
-                child = 2 * i + 1
-                if child >= n:
-                    break
-                if child + 1 < n and (
-                    d[child + 1] < d[child] or (d[child + 1] == d[child] and s[child + 1] < s[child])
-                ):
-                    child += 1
-                if due < d[child] or (due == d[child] and seq <= s[child]):
-                    break
-                d[i] = d[child]
-                s[i] = s[child]
-                i = child
-            d[i] = due
-            s[i] = seq
-        else:
-            while True:
-                child = 2 * i + 1
-                if child >= n:
-                    break
-                if child + 1 < n and (dues[child + 1], seqs[child + 1]) < (dues[child], seqs[child]):
-                    child += 1
-                if (due, seq) <= (dues[child], seqs[child]):
-                    break
-                dues[i] = dues[child]
-                seqs[i] = seqs[child]
-                i = child
-            dues[i] = due
-            seqs[i] = seq
-        return first
-
-
-@cython.cclass
-class Delivery:
-    """A message as a client has it: what its frame held, the connection it came by, and until when it is the client's.
-
-    ``deadline`` is the client's own time, ``answered`` says that FIN or REQ was sent, ``kept`` that whoever handles it
-    answers by himself.
-    """
-
-    timestamp = cython.declare(cython.longlong, visibility="public")
-    attempts = cython.declare(cython.int, visibility="public")
-    id = cython.declare(bytes, visibility="public")
-    body = cython.declare(bytes, visibility="public")
-    source = cython.declare(object, visibility="public")
-    deadline = cython.declare(cython.double, visibility="public")
-    answered = cython.declare(cython.bint, visibility="public")
-    kept = cython.declare(cython.bint, visibility="public")
-
-    def __init__(self, timestamp: cython.longlong, attempts: cython.int, id: bytes, body: bytes):
-        self.timestamp = timestamp
-        self.attempts = attempts
-        self.id = id
-        self.body = body
-        self.source = None
-        self.deadline = float("inf")
-        self.answered = False
-        self.kept = False
-
-
-def split_frames(
-    data: bytes,
-    max_size: cython.longlong,
-    kind: type,
-    source: object,
-    deadline: cython.double,
-    messages: list,
-    others: list,
-) -> int:
-    """Cut whole frames off the front of ``data``; where the first that is not whole begins.
-
-    Messages are added to ``messages`` as objects of ``kind``, a subclass of Delivery; other frames to ``others`` as
-    pairs of type and payload. A frame that cannot be one raises ValueError(size, type).
-    """
-    pos: cython.Py_ssize_t = 0
-    stop: cython.Py_ssize_t
-    end: cython.Py_ssize_t = len(data)
-    size: cython.longlong
-    frame_type: cython.uint
-    message: Delivery
-    if not issubclass(kind, Delivery):
-        raise TypeError("messages are Deliveries")
-    if cython.compiled:
-        p: cython.p_uchar = data
-        i: cython.int
-        stamp: cython.ulonglong
-        while pos + 8 <= end:
-            size = _rd32(p + pos)
-            frame_type = _rd32(p + pos + 4)
-            # A message has 30 bytes before its body: type, timestamp, attempts, id.
-            if size < (30 if frame_type == 2 else 4) or size > max_size or frame_type > 2:
-                raise ValueError(size, frame_type)
-            stop = pos + 4 + size
-            if stop > end:
-                break
-            if frame_type == 2:
-                message = kind.__new__(kind)
-                stamp = 0
-                for i in range(8):
-                    stamp = (stamp << 8) | p[pos + 8 + i]
-                message.timestamp = cython.cast(cython.longlong, stamp)
-                message.attempts = (p[pos + 16] << 8) | p[pos + 17]
-                message.id = p[pos + 18 : pos + 34]
-                message.body = p[pos + 34 : stop]
-                message.source = source
-                message.deadline = deadline
-                messages.append(message)
-            else:
-                others.append((frame_type, p[pos + 8 : stop]))
-            pos = stop
-    else:
-        while pos + 8 <= end:
-            size, frame_type = _sized(data, pos)
-            if size < (30 if frame_type == 2 else 4) or size > max_size or frame_type > 2:
-                raise ValueError(size, frame_type)
-            stop = pos + 4 + size
-            if stop > end:
-                break
-            if frame_type == 2:
-                timestamp, attempts, id = _stamped(data, pos + 8)
-                message = kind.__new__(kind)
-                # Not kind(…): what a subclass wants to be made with is its own business.
-                Delivery.__init__(message, timestamp, attempts, id, data[pos + 34 : stop])
-                message.source = source
-                message.deadline = deadline
-                messages.append(message)
-            else:
-                others.append((frame_type, data[pos + 8 : stop]))
-            pos = stop
-    return pos
-
-
-def frame_columns(
-    data: object,
-    pos: cython.Py_ssize_t,
-    stop: cython.Py_ssize_t,
-    max_rows: cython.Py_ssize_t,
-    max_bytes: cython.Py_ssize_t,
-) -> tuple:
-    """Turn the message frames at ``data[pos:stop]`` into columns, up to ``max_rows`` and ``max_bytes`` of bodies.
-
-    It stops at the first frame that is not whole or is no message; one row is made whatever its size. Returned are
-    rows, the position after them, and the columns, each a buffer in the machine's byte order:
-
-        seqs (8) | times in ns (8) | in µs (8) | attempts (4) | ids (16) | where bodies begin (4, one more) | bodies
-
-    A seq is the lower 54 bits of its id, -1 for an id of another kind. A frame that cannot be one raises ValueError.
-    """
-    rows: cython.Py_ssize_t = 0
-    total: cython.Py_ssize_t = 0
-    at: cython.Py_ssize_t = pos
-    size: cython.Py_ssize_t
-    if not 0 <= pos <= stop <= len(data) or max_rows < 1 or max_bytes < 0 or max_bytes > 0x7FFFFFFF:
-        raise ValueError("frame_columns: the range does not lie in the buffer")
-    if cython.compiled:
-        view: cython.const[cython.uchar][::1] = data
-        p: cython.p_uchar = cython.NULL
-        if stop:
-            p = cython.cast(cython.p_uchar, cython.address(view[0]))
-        bad: cython.Py_ssize_t = -1
-        with cython.nogil:
-            while rows < max_rows and at + 8 <= stop:
-                size = _rd32(p + at)
-                if size < 4 or size > 0x7FFFFFFF:
-                    bad = size
-                    break
-                if _rd32(p + at + 4) != 2:
-                    break
-                if size < 30:
-                    bad = size
-                    break
-                if at + 4 + size > stop or (rows and total + size - 30 > max_bytes):
-                    break
-                total += size - 30
-                at += 4 + size
-                rows += 1
-        if bad >= 0:
-            raise ValueError(f"a frame of {bad} bytes is none")
-        seqs: bytearray = PyByteArray_FromStringAndSize(cython.NULL, 8 * rows)
-        stamps: bytearray = PyByteArray_FromStringAndSize(cython.NULL, 8 * rows)
-        micros: bytearray = PyByteArray_FromStringAndSize(cython.NULL, 8 * rows)
-        tries: bytearray = PyByteArray_FromStringAndSize(cython.NULL, 4 * rows)
-        ids: bytearray = PyByteArray_FromStringAndSize(cython.NULL, 16 * rows)
-        begins: bytearray = PyByteArray_FromStringAndSize(cython.NULL, 4 * rows + 4)
-        bodies: bytearray = PyByteArray_FromStringAndSize(cython.NULL, total)
-        seq_out: cython.p_longlong = cython.cast(cython.p_longlong, cython.cast(cython.p_uchar, seqs))
-        stamp_out: cython.p_longlong = cython.cast(cython.p_longlong, cython.cast(cython.p_uchar, stamps))
-        micro_out: cython.p_longlong = cython.cast(cython.p_longlong, cython.cast(cython.p_uchar, micros))
-        try_out: cython.p_int = cython.cast(cython.p_int, cython.cast(cython.p_uchar, tries))
-        id_out: cython.p_uchar = ids
-        begin_out: cython.p_int = cython.cast(cython.p_int, cython.cast(cython.p_uchar, begins))
-        body_out: cython.p_uchar = bodies
-        digits: cython.p_uchar = _DIGITS
-        n: cython.Py_ssize_t
-        k: cython.int
-        digit: cython.uchar
-        wrong: cython.uchar
-        value: cython.ulonglong
-        stamp: cython.longlong
-        done: cython.Py_ssize_t = 0
-        with cython.nogil:
-            at = pos
-            for n in range(rows):
-                size = _rd32(p + at) - 30
-                stamp = cython.cast(
-                    cython.longlong, (cython.cast(cython.ulonglong, _rd32(p + at + 8)) << 32) | _rd32(p + at + 12)
-                )
-                stamp_out[n] = stamp
-                micro_out[n] = stamp // 1000
-                try_out[n] = (cython.cast(cython.int, p[at + 16]) << 8) | p[at + 17]
-                memcpy(id_out + 16 * n, p + at + 18, 16)
-                value = 0
-                wrong = 0
-                for k in range(16):
-                    digit = digits[p[at + 18 + k]]
-                    wrong |= digit
-                    value = (value << 4) | (digit & 15)
-                # The upper ten bits are the node's.
-                seq_out[n] = -1 if wrong & 128 else cython.cast(cython.longlong, (value << 10) >> 10)
-                begin_out[n] = cython.cast(cython.int, done)
-                memcpy(body_out + done, p + at + 34, size)
-                done += size
-                at += 34 + size
-            begin_out[rows] = cython.cast(cython.int, done)
-        return rows, at, seqs, stamps, micros, tries, ids, begins, bodies
-    fields: list = []
-    parts: list = []
-    ends: list = [0]
-    hexadecimal = frozenset(_HEX)
-    while rows < max_rows and at + 8 <= stop:
-        size, kind = _sized(data, at)
-        if not 4 <= size <= 0x7FFFFFFF or (kind == 2 and size < 30):
-            raise ValueError(f"a frame of {size} bytes is none")
-        if kind != 2 or at + 4 + size > stop or (rows and total + size - 30 > max_bytes):
-            break
-        fields.append(_stamped(data, at + 8))
-        parts.append(data[at + 34 : at + 4 + size])
-        total += size - 30
-        ends.append(total)
-        at += 4 + size
-        rows += 1
-    return (
-        rows,
-        at,
-        array("q", [int(id, 16) & 0x3FFFFFFFFFFFFF if hexadecimal.issuperset(id) else -1 for _, _, id in fields]),
-        array("q", [stamp for stamp, _, _ in fields]),
-        array("q", [stamp // 1000 for stamp, _, _ in fields]),
-        array("i", [attempts for _, attempts, _ in fields]),
-        b"".join([id for _, _, id in fields]),
-        array("i", ends),
-        b"".join(parts),
-    )
