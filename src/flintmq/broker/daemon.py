@@ -170,6 +170,7 @@ class Broker:
         self._closed = self._loop.create_future()
         self.later = self._loop.call_soon
         self.now = self._loop.time
+        self.backlog = sockets.Backlog(self._loop, self.turns.end)
         self.disk.attach(self._loop.call_soon_threadsafe)
         declared: list[Topic] = []
         self.journal = Journal(
@@ -435,7 +436,10 @@ class Broker:
         if self._api is not None:
             self._api.drop()
         for session in list(self.sessions.values()):
-            session.drop()
+            try:
+                session.drop()
+            except Exception:
+                logger.exception("client(%s): unexpected error", session.remote_address)
 
     def _close_poller(self) -> None:
         if self._poller is not None:

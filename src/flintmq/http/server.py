@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from flintmq.addresses import BACKLOG, text_of
 from flintmq.errors import HttpError
 from flintmq.http.arguments import split_target
+from flintmq.http.heads import BadHead, end_of_head, tidy
 from flintmq.http.site import CONTINUE, LINGER_SECONDS, TEXT, Answer, Pieces, Request, Site
 
 if TYPE_CHECKING:
@@ -226,14 +227,55 @@ def _classes() -> tuple[Any, type[aio.Response], type[aio.StreamResponse]]:
         head_seconds = HEAD_SECONDS
         gone: Callable[[], None] | None = None
         _deadline: asyncio.TimerHandle | None = None
+        #: The head of a request as far as it has arrived; and were we sent something that is no request?
+        _head = b""
+        _refused = False
 
         def data_received(self, data: bytes) -> None:
             """aiohttp waits for the rest of a head as long as it takes, if only a byte comes now and then."""
+            if self._refused:
+                return
+            if data and (self._head or self._between_requests()):
+                self._head += data
+                try:
+                    body = end_of_head(self._head, 0, len(self._head))
+                    data = tidy(self._head[:body]) + self._head[body:] if body >= 0 else b""
+                except BadHead as exc:
+                    self._refuse(exc.answer)
+                    return
+                if data:
+                    self._head = b""
             super().data_received(data)
             if self._messages or self._current_request is not None:
                 self._end_deadline()
             elif self._deadline is None:
                 self._deadline = asyncio.get_running_loop().call_later(self.head_seconds, self.force_close)
+
+        def _between_requests(self) -> bool:
+            """Is the next byte the first one of a request?"""
+            idle = self._request_count == 0 or (self._waiter is not None and not self._waiter.done())
+            return idle and not self._messages and not self._upgraded
+
+        def _refuse(self, answer: bytes) -> None:
+            self._refused = True
+            self._head = b""
+            transport = self.transport
+            if transport is None:
+                return
+            transport.write(answer)
+            if transport.can_write_eof():
+                # Closing at once with unread input would reset the connection, and could cost the peer the answer.
+                transport.write_eof()
+                asyncio.get_running_loop().call_later(LINGER_SECONDS, self.force_close)
+            else:
+                transport.close()
+
+        async def finish_response(self, *args: Any) -> Any:
+            """Send the answer, and take up the next request when the client has read it."""
+            result = await super().finish_response(*args)
+            if self.transport is not None:
+                await self._drain_helper()
+            return result
 
         def connection_lost(self, exc: BaseException | None) -> None:
             super().connection_lost(exc)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import warnings
+from functools import cache
 from typing import TYPE_CHECKING
 
 from flintmq.errors import OptionError
@@ -28,6 +29,7 @@ def server_tls(
     import ssl
 
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+    context.sslobject_class = _outspoken()
     versions = {
         "tls1.0": ssl.TLSVersion.TLSv1,
         "tls1.1": ssl.TLSVersion.TLSv1_1,
@@ -66,3 +68,31 @@ def reload_tls(context: ssl.SSLContext, cert: str, key: str) -> None:
         context.load_cert_chain(cert, key)
     except (OSError, ValueError) as exc:
         raise OptionError(f"failed to reload the certificate - {exc}") from exc
+
+
+@cache
+def _outspoken() -> type[ssl.SSLObject]:
+    """Return asyncio's side of a connection, which says why a handshake failed: to the log, and to the peer.
+
+    asyncio drops such a connection without a word, with the alert that OpenSSL made for the peer still unsent. It sends
+    what there is to send when the handshake wants more input. So that is what it is told first; the error follows with
+    the next bytes, if the peer does not close by itself.
+    """
+    import ssl
+
+    class Outspoken(ssl.SSLObject):
+        _failure: ssl.SSLError | None = None
+
+        def do_handshake(self) -> None:
+            if self._failure is not None:
+                raise self._failure
+            try:
+                super().do_handshake()
+            except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
+                raise
+            except ssl.SSLError as exc:
+                logger.error("TLS: a handshake failed - %s", exc)
+                self._failure = exc
+                raise ssl.SSLWantReadError from exc
+
+    return Outspoken

@@ -633,3 +633,29 @@ async def test_the_auth_server_of_the_documents_works(start_broker: StartBroker,
     finally:
         process.kill()
         await process.wait()
+
+
+# --- A busy broker ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", [pub(), MPUB, pub() * 50, DPUB, SUB], ids=["PUB", "MPUB", "PUBs", "DPUB", "SUB"])
+async def test_nothing_slips_in_before_a_late_timer_ends_an_authorization(
+    server: AuthServer, start_broker: StartBroker, monkeypatch: pytest.MonkeyPatch, command: bytes
+) -> None:
+    """In a busy loop sockets are read before timers that are due. Whether a right holds is not up to a timer."""
+    loop = asyncio.get_running_loop()
+    real, later = loop.time, 0.0
+    monkeypatch.setattr(loop, "time", lambda: real() + later)
+    broker = await start_broker(auth_http_addresses=[server.address])
+    server.answer = grants(ttl=2)
+    async with Peer.connect(broker.tcp_address) as peer:
+        await peer.ask(auth(b"secret"))
+        for words in (pub(), pub(), MPUB, MPUB) if command == MPUB else (pub(),) * 4:
+            assert await peer.ask(words) == OK
+        before = broker.topics["t"].message_count
+        server.answer = (403, b"{}")
+        peer.send(command)
+        later = 3.0
+        frame = await peer.frame()
+        assert frame is not None and frame[1] == b"E_AUTH_FAILED AUTH failed"
+        assert broker.topics["t"].message_count == before and not broker.topics["t"].channels

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import datetime
 import json
+import logging
 import os
 import re
 import signal
@@ -18,10 +20,15 @@ from typing import Any
 import pytest
 import trustme
 from conftest import StartBroker
+from cryptography import x509
+from cryptography.hazmat.primitives import hashes, serialization
+from cryptography.hazmat.primitives.asymmetric import rsa
+from cryptography.x509.oid import NameOID
 
 from flintmq.broker.daemon import Broker
 from flintmq.broker.net import session as session_module
 from flintmq.errors import StartError
+from flintmq.lookup.daemon import Lookupd
 from flintmq.protocol.compression import Codec, Deflate, Snappy
 from flintmq.protocol.wire import FRAME_ERROR, FRAME_MESSAGE, FRAME_RESPONSE, OK_FRAME, decode_message, encode_mpub
 from support.fakes import Client
@@ -612,3 +619,66 @@ async def test_a_hangup_signal_makes_nsqd_read_its_certificates_again(tmp_path: 
             process.terminate()
         await process.communicate()
     assert process.returncode == 0
+
+
+# --- Handshakes that OpenSSL refuses ----------------------------------------------------------------------------------
+
+
+def weak_authority(folder: Path) -> tuple[str, str]:
+    """The files of an authority whose key is too short for OpenSSL, and of a client's certificate signed by it."""
+    day = datetime.timedelta(1)
+    now = datetime.datetime.now(datetime.UTC)
+    key, short = rsa.generate_private_key(65537, 2048), rsa.generate_private_key(65537, 1024)
+
+    def certificate(name: str, public: rsa.RSAPublicKey, *, authority: bool) -> bytes:
+        names = [x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, text)]) for text in (name, "weak")]
+        builder = x509.CertificateBuilder(names[1], names[0], public, x509.random_serial_number(), now - day, now + day)
+        constraints = x509.BasicConstraints(ca=authority, path_length=None)
+        signed = builder.add_extension(constraints, critical=True).sign(short, hashes.SHA256())
+        return signed.public_bytes(serialization.Encoding.PEM)
+
+    pem = key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+    authority_file, client_file = folder / "weak.pem", folder / "client.pem"
+    authority_file.write_bytes(certificate("weak", short.public_key(), authority=True))
+    client_file.write_bytes(certificate("client", key.public_key(), authority=False) + pem)
+    return str(authority_file), str(client_file)
+
+
+@pytest.mark.parametrize("version", ["TLSv1_2", "TLSv1_3"])
+@pytest.mark.parametrize("port", ["tcp", "https", "lookupd"])
+async def test_a_handshake_that_openssl_refuses_gets_an_alert_and_a_log_line(
+    certificates: Certificates, tmp_path: Path, caplog: pytest.LogCaptureFixture, port: str, version: str
+) -> None:
+    authority, client = weak_authority(tmp_path)
+    context = certificates.client()
+    context.minimum_version = context.maximum_version = ssl.TLSVersion[version]
+    context.set_ciphers("DEFAULT:@SECLEVEL=0")
+    context.load_cert_chain(client)
+    tls = {**certificates.options, "tls_root_ca_file": authority}
+    async with contextlib.AsyncExitStack() as stack:
+        if port == "lookupd":
+            lookupd = await stack.enter_async_context(Lookupd(**tls))
+            address = lookupd.http_address
+        else:
+            options = {**tls, "tls_client_auth_policy": "require-verify", "https_address": "127.0.0.1:0"}
+            broker = await stack.enter_async_context(Broker(data_path=tmp_path, **options))
+            address = broker.https_address
+        caplog.set_level(logging.INFO)
+        # In TLS 1.3 the client learns of it when it reads.
+        with pytest.raises(ssl.SSLError, match="(?i)alert|bad certificate|unknown ca"):
+            if port == "tcp":
+                async with Peer.connect(broker.tcp_address) as peer:
+                    await peer.negotiate(tls_v1=True)
+                    await peer.encrypt(context)
+                    await peer.frame()
+            else:
+                host, _, number = address.rpartition(":")
+                reader, writer = await asyncio.open_connection(host, int(number), ssl=context)
+                try:
+                    writer.write(b"GET /ping HTTP/1.0\r\n\r\n")
+                    assert await reader.read() == b""
+                finally:
+                    writer.close()
+    assert "certificate verify failed" in caplog.text.lower().replace("_", " ")

@@ -76,9 +76,16 @@ class Commit:
                 sessions[i].send_run(memoryview(OK_FRAME)[sent:])
         else:
             for session in sessions:
-                session.refused(error)
+                try:
+                    session.refused(error)
+                except Exception:
+                    logger.exception("client(%s): unexpected error", session.remote_address)
         for waiter in self.waiters:
-            waiter()
+            try:
+                waiter()
+            except Exception:
+                # It is one publisher's; the others are still owed their answers.
+                logger.exception("a publisher could not be answered")
         self.waiters.clear()
 
 

@@ -434,8 +434,9 @@ class _GeneralServer:
         else:
             transport.set_protocol(protocol)
         protocol.connection_made(transport)
-        protocol.data_received(data)
+        # Before it gets data: it may have reason to read no further.
         transport.resume_reading()
+        protocol.data_received(data)
 
     def drop(self) -> None:
         self._closed = True

@@ -12,6 +12,7 @@ sent beyond that waits in its buffer, and then in its socket.
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 import socket
 import time
@@ -24,8 +25,9 @@ from typing import TYPE_CHECKING, cast
 from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
 
 from flintmq.broker.delivery.topic import SLICED_FROM, Commit, Piece, Topic, slices
-from flintmq.broker.net.sockets import SocketTransport
+from flintmq.broker.net.sockets import Descriptors, SocketTransport
 from flintmq.errors import HttpError, LimitError, PublishError
+from flintmq.http.heads import LONGEST_HEAD, MOST_DIGITS, BadHead, end_of_head, tidy
 from flintmq.http.site import (
     CONTINUE,
     LINGER_SECONDS,
@@ -46,6 +48,8 @@ if TYPE_CHECKING:
 
 __all__ = ["HttpConnection", "HttpLane", "Order", "Publishing", "refusal"]
 
+logger = logging.getLogger(__name__)
+
 _u32 = Struct(">I")
 _i32 = Struct(">i")
 _sized = _u32.pack
@@ -54,15 +58,17 @@ _MS = 1_000_000
 #: How many queries and request heads are remembered, and how long a head worth remembering may be.
 REMEMBERED = 1024
 LONGEST_REMEMBERED = 2048
-#: A request line with all headers; and the line before a chunk.
-LONGEST_HEAD = 64 << 10
+#: Bytes of the line before a chunk.
 LONGEST_CHUNK_LINE = 4096
 #: How often deadlines are looked at.
 SWEEP_SECONDS = 5.0
 #: A connection without a request is kept this long. NSQ keeps it for ever, and a producer's pool counts on that.
 IDLE_SECONDS = 3600.0
-#: What is read from a client that is ahead of its answers.
+#: Bytes that are read from a client that is ahead of its answers.
 READ_AHEAD = 256 << 10
+#: Requests, and seconds, that a connection gets of one loop turn.
+REQUESTS_AT_ONCE = 64
+SECONDS_AT_ONCE = 0.001
 #: Text that is taken apart into messages before the loop is handed back.
 TEXT_SLICE = 64 << 10
 
@@ -318,6 +324,7 @@ class HttpLane:
         self._ok = b""
         self._ok_at = 0
         self.loop = asyncio.get_running_loop()
+        self.descriptors = Descriptors(self.loop.time)
         self._timer = self.loop.call_later(SWEEP_SECONDS, self._sweep)
 
     def connection(self) -> HttpConnection:
@@ -331,13 +338,19 @@ class HttpLane:
         """End every connection. Answers that were given are still sent."""
         self._timer.cancel()
         for connection in list(self.connections):
-            connection.close()
+            try:
+                connection.close()
+            except Exception:
+                logger.exception("a connection could not be closed")
 
     def _sweep(self) -> None:
         self._timer = self.loop.call_later(SWEEP_SECONDS, self._sweep)
         now = self.loop.time()
         for connection in list(self.connections):
-            connection.look(now)
+            try:
+                connection.look(now)
+            except Exception:
+                logger.exception("a connection's deadlines could not be checked")
 
     def date(self) -> str:
         """As HTTP wants it: in English, whatever the locale."""
@@ -351,12 +364,12 @@ class HttpLane:
             self._ok = render(OK, self.date())
         return self._ok
 
-    def head(self, data: bytes) -> Head | None:
-        """What a request head says. None if it is for the general server. HttpError if the client may not publish."""
-        head = self._heads.get(data)
-        return head if head is not None else self._parse(data)
+    def known(self, data: bytes) -> Head | None:
+        """Return what a head says that was seen before."""
+        return self._heads.get(data)
 
-    def _parse(self, data: bytes) -> Head | None:
+    def head(self, data: bytes) -> Head | None:
+        """Return what a head says, None if it is for the general server. HttpError if the client may not publish."""
         if self.refused:
             return None
         headers = _Headers()
@@ -379,6 +392,7 @@ class HttpLane:
             or b"host" not in fields
             or headers.repeated
             or not length.isdigit()
+            or len(length) > MOST_DIGITS
             or encoding not in (b"", b"chunked")
             or (encoding and b"content-length" in fields)
             or expectation not in (b"", b"100-continue")
@@ -451,7 +465,10 @@ class HttpLane:
                 self._append(topic, records, publishers)
                 records, publishers = bytearray(), []
             if size:
-                connection.buffer_updated(size)
+                try:
+                    connection.buffer_updated(size)
+                except Exception:
+                    transport.broken()
             else:
                 transport.receive()
         if publishers:
@@ -466,6 +483,11 @@ class HttpLane:
         except PublishError as exc:
             for connection in publishers:
                 connection.refused(exc)
+            return
+        except Exception:
+            logger.exception("TOPIC(%s): unexpected error, its publishers are disconnected", topic.name)
+            for connection in publishers:
+                connection.transport.abort()
             return
         if commit is None:
             self._answer(publishers)
@@ -551,6 +573,10 @@ class HttpConnection(asyncio.BufferedProtocol):
         if isinstance(transport, SocketTransport):
             self.fd = transport.fd
         self.lane.connections.add(self)
+        if self.fd < 0 and sock is not None and not self.lane.descriptors.admit(sock.fileno()):
+            # Accepted by asyncio, which does not ask.
+            self.close()
+            return
         self._limit_connections()
 
     def _limit_connections(self) -> None:
@@ -598,7 +624,8 @@ class HttpConnection(asyncio.BufferedProtocol):
 
     def resume_writing(self) -> None:
         self._writable = True
-        self._go_on()
+        if not self._pending:
+            self._resume() if self._paused else self._go_on()
 
     # --- Input -----------------------------------------------------------------------------------------------------
 
@@ -634,13 +661,24 @@ class HttpConnection(asyncio.BufferedProtocol):
 
     def _take(self, data: bytearray, stop: int) -> None:
         """Serve the requests in ``data[:stop]`` and keep the rest."""
-        pos = 0
+        pos = served = 0
+        now = self.lane.loop.time
+        deadline = 0.0
         while pos < stop and not (self._pending or self._paused or self._closing) and self._writable:
+            if served == REQUESTS_AT_ONCE or (served and now() >= deadline):
+                # The others first.
+                self._pause(self._broker.backlog.add)
+                break
+            deadline = deadline or now() + SECONDS_AT_ONCE
+            served += 1
             try:
                 after = self._request(data, pos, stop)
             except HttpError as exc:
                 # Only a part of the request was read: what follows is no beginning of another.
                 self._end(envelope(exc))
+                break
+            except BadHead as exc:
+                self._end_with(exc.answer)
                 break
             if after < 0:
                 break
@@ -659,23 +697,28 @@ class HttpConnection(asyncio.BufferedProtocol):
         self._fill = left
         if not self._since:
             self._since = self.lane.loop.time()
-        if self._pending and left > READ_AHEAD and not self._paused:
+        if not self._paused and (not self._writable or (self._pending and left > READ_AHEAD)):
+            # It is ahead of its answers, or does not read them.
             self._pause(None)
 
     def _request(self, data: bytearray, pos: int, stop: int) -> int:
         """Serve one request; where the next one starts, -1 if it is not all there or has to wait."""
         head = self._head
         if head is None:
-            end = data.find(b"\r\n\r\n", pos, min(stop, pos + LONGEST_HEAD))
-            if end < 0:
-                if stop - pos >= LONGEST_HEAD:
-                    self._end(Answer(b"431 Request Header Fields Too Large", TEXT, 431))
-                return -1
-            body = end + 4
-            head = self.lane.head(bytes(memoryview(data)[pos:body]))
-            if head is None:
-                self._leave(data, pos, stop)
-                return stop
+            body = data.find(b"\r\n\r\n", pos, min(stop, pos + LONGEST_HEAD)) + 4
+            known = self.lane.known(bytes(memoryview(data)[pos:body])) if body > 3 else None
+            if known is None:
+                # Its head may end sooner than with the first empty line of this form.
+                body = end_of_head(data, pos, stop)
+                if body < 0:
+                    return -1
+                text = tidy(bytes(memoryview(data)[pos:body]))
+                head = self.lane.head(text)
+                if head is None:
+                    self._leave(text, data, body, stop)
+                    return stop
+            else:
+                head = known
         else:
             body = pos + self._body_at
         if head.chunked:
@@ -805,12 +848,12 @@ class HttpConnection(asyncio.BufferedProtocol):
         if self._ended and not (self._pending or self._paused or self._closing):
             self.close()
 
-    def _leave(self, data: bytearray, pos: int, stop: int) -> None:
-        """Not for us: the general server takes it from here."""
+    def _leave(self, head: bytes, data: bytearray, body: int, stop: int) -> None:
+        """Hand the connection, with this request and what follows, to the general server."""
         self._closing = True
         self.fd = -1
         self.lane.connections.discard(self)
-        self.lane.hand_over(self.transport, bytes(memoryview(data)[pos:stop]))
+        self.lane.hand_over(self.transport, head + memoryview(data)[body:stop])
 
     # --- Output ----------------------------------------------------------------------------------------------------
 
@@ -869,9 +912,12 @@ class HttpConnection(asyncio.BufferedProtocol):
 
         Closing at once with unread input in the socket would reset the connection and could cost the peer the answer.
         """
+        self._end_with(render(replace(answer, close=True), self.lane.date()))
+
+    def _end_with(self, answer: bytes) -> None:
         self._closing = True
         transport = self.transport
-        transport.write(render(replace(answer, close=True), self.lane.date()))
+        transport.write(answer)
         if transport.can_write_eof():
             transport.write_eof()
             transport.resume_reading()

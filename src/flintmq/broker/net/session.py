@@ -17,6 +17,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import chain
+from math import inf
 from struct import Struct
 from typing import TYPE_CHECKING, Any, cast
 
@@ -67,8 +68,16 @@ MAGIC_TIMEOUT = 5.0
 LINGER = 1.0
 #: A TLS handshake may take this long.
 HANDSHAKE_TIMEOUT = 5.0
-#: What one loop turn unpacks of a compressed or encrypted stream: it may swell a thousandfold.
+#: Bytes that one loop turn unpacks of a compressed or encrypted stream: it may swell a thousandfold.
 UNPACK_AT_ONCE = 256 << 10
+#: Commands, and seconds, that a client gets of one loop turn; before IDENTIFY it gets fewer commands.
+COMMANDS_AT_ONCE = 1024
+COMMANDS_AT_FIRST = 256
+SECONDS_AT_ONCE = 0.001
+#: Commands between two looks at the clock; a power of two.
+LOOK_EVERY = 16
+#: Answers that may wait for commits before no more commands are read.
+MOST_ANSWERS = 8192
 #: NSQ's client timeout is a fixed minute; heartbeats come at half of it.
 DEFAULT_HEARTBEAT = 30_000
 #: A batch whose body size lies may be twice the limit, and what one read brings.
@@ -157,6 +166,8 @@ class Session(asyncio.BufferedProtocol):
         self._secret = b""
         self._grant: Grant | None = None
         self._expiry: asyncio.TimerHandle | None = None
+        #: When it expires, by the loop's clock. The timer may be late, this is not.
+        self.granted_until = inf
         self._asked: asyncio.Task[Grant] | None = None
         self._loop = asyncio.get_running_loop()
         self._greeted = False
@@ -170,6 +181,8 @@ class Session(asyncio.BufferedProtocol):
         self._held: bytearray | None = None
         self._fill = 0
         self._waiting = False
+        #: The client does not read its answers: reading goes on when it has.
+        self._unread = False
         #: What is still to be unpacked of the last reads.
         self._pieces: Iterator[bytes] | None = None
         self._scanned = (0, 0)
@@ -260,6 +273,9 @@ class Session(asyncio.BufferedProtocol):
     def resume_writing(self) -> None:
         self._writable = True
         self._blocked_since = 0.0
+        if self._unread:
+            self._unread = False
+            self._resume()
         if self.channel is not None and not self._closing:
             self.channel.wake(self)
             self.channel.pump()
@@ -411,6 +427,8 @@ class Session(asyncio.BufferedProtocol):
         if pieces is None:
             return
         room = UNPACK_AT_ONCE
+        now = self._loop.time
+        deadline = now() + SECONDS_AT_ONCE
         try:
             while not self._waiting:
                 piece = next(pieces, None)
@@ -428,8 +446,8 @@ class Session(asyncio.BufferedProtocol):
                     # Nothing that was sent before an upgrade is taken for what comes after it.
                     break
                 room -= len(piece)
-                if room <= 0 and not self._waiting:
-                    self._wait(self.broker.later)
+                if not self._waiting and (room <= 0 or now() >= deadline):
+                    self._wait(self.broker.backlog.add)
             else:
                 return
         except EOFError:
@@ -461,12 +479,21 @@ class Session(asyncio.BufferedProtocol):
         if self._out:
             out, self._out = self._out, []
             self._write(out[0] if len(out) == 1 else b"".join(out))
+            if not self._writable:
+                self._stop_while_unread()
+        if len(self._answers) > MOST_ANSWERS and not self._waiting and not self._closing:
+            self._wait(self._when_answered)
         if self.channel is not None and not self._closing:
             self.channel.pump()
 
     def _run(self, data: bytearray, stop: int) -> int:
         """Run whole commands from the start of ``data``; where the first unfinished one stands."""
         pos = 0
+        now = self._loop.time
+        began = now()
+        count = 0
+        if began >= self.granted_until:
+            self._grant_expired()
         try:
             if not self._greeted:
                 if stop < 4:
@@ -475,9 +502,10 @@ class Session(asyncio.BufferedProtocol):
                     raise ProtocolError("E_BAD_PROTOCOL")
                 self._greeted = True
                 self._start_heartbeats()
-                self._last_command = self._loop.time()
+                self._last_command = began
                 pos = 4
             start = pos
+            most = COMMANDS_AT_ONCE if self._identified else COMMANDS_AT_FIRST
             while pos < stop and not self._closing and not self._waiting:
                 if data[pos] == 70 and self.channel is not None:
                     after = self.channel.finish_run(self, data, pos, stop)
@@ -506,8 +534,14 @@ class Session(asyncio.BufferedProtocol):
                     break
                 self._missing = ""
                 pos = after
+                count += 1
+                if not count % LOOK_EVERY and (count >= most or now() - began >= SECONDS_AT_ONCE) and pos < stop:
+                    # The others first; a command that waits for something goes on when that has happened.
+                    if not self._waiting and not self._closing:
+                        self._wait(self.broker.backlog.add)
+                    break
             if pos != start:
-                self._last_command = self._loop.time()
+                self._last_command = began
         except ProtocolError as exc:
             self._error(exc)
             return stop
@@ -540,12 +574,25 @@ class Session(asyncio.BufferedProtocol):
         until(self._resume)
         return _AGAIN
 
+    def _stop_while_unread(self) -> None:
+        """Read no further while the client does not read its answers: they would pile up here."""
+        if not self._waiting and not self._closing:
+            self._unread = True
+            self._wait(_by_resume_writing)
+
     def _resume(self) -> None:
         if not self._waiting:
             return
         self._waiting = False
         if self._closing:
             return
+        try:
+            self._go_on()
+        except Exception:
+            logger.exception("client(%s): unexpected error", self.remote_address)
+            self.drop()
+
+    def _go_on(self) -> None:
         if self._held is not None:
             self._take(self._held, self._fill)
         if self._pieces is not None and not self._waiting and not self._closing:
@@ -602,6 +649,8 @@ class Session(asyncio.BufferedProtocol):
                 self._out.append(answer)
         if self._out:
             self._flush()
+            if not self._writable:
+                self._stop_while_unread()
         if not answers and self._closing:
             self._farewell()
 
@@ -762,7 +811,7 @@ class Session(asyncio.BufferedProtocol):
         if tls is not None:
             from flintmq.broker.net.tls import Encryption
 
-            self._tls = Encryption(tls, self._transport.write, lambda: self._upgraded(inner))
+            self._tls = Encryption(tls, self._send_record, lambda: self._upgraded(inner))
             # Heartbeats, for instance, that become due during the handshake.
             self._write = _nowhere
             self._handshake = self._loop.call_later(HANDSHAKE_TIMEOUT, self._handshake_timed_out)
@@ -770,6 +819,12 @@ class Session(asyncio.BufferedProtocol):
         self._codec = layers[0] if len(layers) == 1 else Stack(*layers)
         if tls is None:
             self._upgraded(inner)
+
+    def _send_record(self, data: bytes) -> None:
+        """Send what TLS itself has to say: a client can make it speak again and again, by key updates for instance."""
+        self._transport.write(data)
+        if not self._writable:
+            self._stop_while_unread()
 
     def _upgraded(self, inner: Codec | None) -> None:
         """The new form holds. An ``OK`` for each layer that is new, inside it, says so."""
@@ -905,10 +960,14 @@ class Session(asyncio.BufferedProtocol):
         self._grant = grant
         if self._expiry is not None:
             self._expiry.cancel()
-        self._expiry = self._loop.call_later(grant.ttl, self._grant_expired)
+        self.granted_until = self._loop.time() + grant.ttl
+        self._expiry = self._loop.call_at(self.granted_until, self._grant_expired)
 
     def _grant_expired(self) -> None:
+        if self._expiry is not None:
+            self._expiry.cancel()
         self._expiry = None
+        self.granted_until = inf
         self._end_short_way()
 
     @property
@@ -1197,6 +1256,10 @@ def _publish(topic: Topic, data: bytearray, pos: int, stop: int, count: int, del
     return topic.publish(data, pos, stop, count, delay=delay, extra=extra)
 
 
+def _by_resume_writing(_: Callable[[], None]) -> None:
+    """Stand for an event that ``Session.resume_writing`` brings about itself."""
+
+
 def _nowhere(_: bytes | memoryview) -> None:
     """Where a session writes before it has a connection, and during a handshake."""
 
@@ -1243,19 +1306,27 @@ class Lane:
         topic = self.topic
         # Those that published a moment ago may well have the next one under way: they are read too, after the others.
         others, self._regulars = self._regulars, {}
+        now = self._broker.now()
         short: list[tuple[Session, SocketTransport]] = []
         for pair in arrived:
             others.pop(pair[0], None)
-            if topic.open and pair[0].quiet:
+            if topic.open and pair[0].quiet and now < pair[0].granted_until:
                 short.append(pair)
             else:
                 pair[1].receive()
         if others and topic.open:
-            short.extend((session, transport) for session, transport in others.items() if session.quiet)
+            short += [pair for pair in others.items() if pair[0].quiet and now < pair[0].granted_until]
         fds = [transport.fd for _, transport in short]
         start = 0
         while start < len(fds):
-            start = self._take_in(short, fds, start)
+            try:
+                start = self._take_in(short, fds, start)
+            except Exception:
+                # Of these it is not known what was read and what was answered.
+                logger.exception("TOPIC(%s): unexpected error, its publishers are disconnected", topic.name)
+                for _, transport in short[start:]:
+                    transport.abort()
+                return
 
     def _take_in(self, short: list[tuple[Session, SocketTransport]], fds: list[int], start: int) -> int:
         """Take in publishes until something has to be done about one of them; where to go on."""
@@ -1271,13 +1342,20 @@ class Lane:
         now = self._broker.now()
         if commit is not None and commit.done:
             for i in intake.unanswered:
-                short[i][0].refused(commit.error)
+                try:
+                    short[i][0].refused(commit.error)
+                except Exception:
+                    short[i][1].broken()
             commit = None
         self._broker.lane_published += sum(counts)
         for i, count in enumerate(counts):
             if count:
                 session, transport = short[i]
-                session.published(topic, count, commit, now)
+                try:
+                    session.published(topic, count, commit, now)
+                except Exception:
+                    transport.broken()
+                    continue
                 if len(self._regulars) < MOST_REGULARS:
                     self._regulars[session] = transport
         if status == OTHER:
@@ -1294,7 +1372,10 @@ class Lane:
     def _other(self, session: Session, transport: SocketTransport, size: int) -> None:
         """Something else came, or nothing at all: ``size`` bytes are in the buffer."""
         if size > 0:
-            session.buffer_updated(size)
+            try:
+                session.buffer_updated(size)
+            except Exception:
+                transport.broken()
         elif size == 0:
             transport.ended()
         else:
@@ -1325,16 +1406,22 @@ class FinishLane:
             if not session.open_to_finish:
                 transport.receive()
                 continue
-            pos = channel.finish_from_socket(session, transport.fd, data)
-            size = ring.received
-            finished += ring.finished
+            try:
+                pos = channel.finish_from_socket(session, transport.fd, data)
+                size = ring.received
+                finished += ring.finished
+                if size > 0:
+                    if pos:
+                        session.finished(now)
+                    if pos != size:
+                        data[: size - pos] = data[pos:size]
+                        session.buffer_updated(size - pos)
+            except Exception:
+                transport.broken()
+                continue
             if size > 0:
-                if pos:
-                    session.finished(now)
-                if pos != size:
-                    data[: size - pos] = data[pos:size]
-                    session.buffer_updated(size - pos)
-            elif size == 0:
+                continue
+            if size == 0:
                 transport.ended()
             elif size != NOTHING:
                 transport.fail(OSError(-size, "the connection is broken"))

@@ -4,6 +4,10 @@ A Poller owns the listening sockets and the plain client connections of a broker
 handed to the sessions, one after the other; then ``turned`` runs once, so that what they published together is
 written and answered together. A ``SocketTransport`` behaves as asyncio's transports do, as far as a session asks, so
 that a session does not know which of the two it has: systems without epoll have asyncio's.
+
+No connection can keep the turn from the others. An exception in the handler of one is logged and closes that one. A
+turn has a limit in time, after which asyncio's loop runs. A connection that has used up its share of a turn with
+commands left over joins the ``Backlog``, which gives every member another share in the order in which they joined.
 """
 
 from __future__ import annotations
@@ -12,23 +16,31 @@ import asyncio
 import contextlib
 import errno
 import logging
+import resource
 import select
 import socket
+from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 from flintmq.system import System
 
-__all__ = ["Poller", "SocketTransport", "available"]
+__all__ = ["Backlog", "Descriptors", "Poller", "SocketTransport", "available"]
 
 logger = logging.getLogger(__name__)
 
-#: How often the sockets are looked at again before the rest of the loop gets its turn.
+#: Polls of the sockets, and seconds, after which asyncio's loop gets its turn.
 _ROUNDS = 16
+TURN_SECONDS = 0.002
 _MOST_EVENTS = 256
 _ACCEPT_AT_ONCE = 64
 #: What one system call takes.
 _MOST_PARTS = 1000
+#: Descriptors that are kept for files, at most half of all; seconds between two log lines about them.
+RESERVED = 512
+LOG_AGAIN = 10.0
+#: Instead of a mask of events: the socket is not registered with epoll.
+_UNWATCHED = -1
 
 
 def available() -> bool:
@@ -112,7 +124,9 @@ class SocketTransport(asyncio.Transport):
             self.protocol.pause_writing()
 
     def flush(self) -> None:
-        """The socket takes more."""
+        """Send more of what is unsent: the socket takes it."""
+        if self._lost or not self._unsent:
+            return
         try:
             sent = self.sock.send(self._unsent)
         except (BlockingIOError, InterruptedError):
@@ -129,7 +143,10 @@ class SocketTransport(asyncio.Transport):
             return
         if self._eof_sent:
             self._shut()
-        self.protocol.resume_writing()
+        try:
+            self.protocol.resume_writing()
+        except Exception:
+            self.broken()
 
     def write_eof(self) -> None:
         if not self._eof_sent and not self._closing:
@@ -168,16 +185,18 @@ class SocketTransport(asyncio.Transport):
     def _watch(self) -> None:
         events = (select.EPOLLIN if self._reading else 0) | (select.EPOLLOUT if self._unsent else 0)
         if events != self._events and not self._lost:
+            if self._events == _UNWATCHED:
+                self._poller.epoll.register(self.fd, events)
+            else:
+                self._poller.epoll.modify(self.fd, events)
             self._events = events
-            self._poller.epoll.modify(self.fd, events)
 
     def receive(self) -> None:
-        """The socket can be read."""
+        """Let the protocol read from the socket. Never raises: an error in the protocol closes this connection."""
         if self._lost:
             return
         if not self._reading:
-            # Only an error or the peer's end can bring us here.
-            self.fail(ConnectionResetError(errno.ECONNRESET, "the peer is gone"))
+            self._hung_up()
             return
         try:
             self.protocol.receive()
@@ -187,10 +206,26 @@ class SocketTransport(asyncio.Transport):
             self.ended()
         except OSError as exc:
             self.fail(exc)
+        except Exception:
+            self.broken()
+
+    def _hung_up(self) -> None:
+        """Handle the event of a socket that is not read: only an error or the peer's hang-up is reported then."""
+        if self._unsent or self._closing:
+            self.fail(ConnectionResetError(errno.ECONNRESET, "the peer is gone"))
+            return
+        # What the peer sent before may still be in the socket and in the session: it is served before the end. epoll
+        # would report the hang-up again and again, so the socket is not watched until it is read again.
+        self._poller.epoll.unregister(self.fd)
+        self._events = _UNWATCHED
 
     def ended(self) -> None:
-        """The peer sends no more."""
-        keep = self.protocol.eof_received()
+        """Handle the end of the peer's stream."""
+        try:
+            keep = self.protocol.eof_received()
+        except Exception:
+            self.broken()
+            return
         if self._closing:
             return
         if keep:
@@ -226,7 +261,18 @@ class SocketTransport(asyncio.Transport):
         self._closing = True
         self._unsent.clear()
         if not self._lost:
+            # Nothing more is handed to a protocol that may be broken.
+            self.pause_reading()
             self._poller.loop.call_soon(self._lose, None)
+
+    def broken(self) -> None:
+        """Close the connection after an exception that nobody foresaw; called from its handler."""
+        logger.exception("client(%s): unexpected error, the connection is closed", self._peer())
+        self.abort()
+
+    def _peer(self) -> str:
+        peer = self.get_extra_info("peername")
+        return f"{peer[0]}:{peer[1]}" if isinstance(peer, tuple) else "@"
 
     def fail(self, exc: OSError) -> None:
         """The connection is gone; the session learns it in the next turn, never inside a write."""
@@ -243,6 +289,70 @@ class SocketTransport(asyncio.Transport):
         self.protocol.connection_lost(exc)
 
 
+class Descriptors:
+    """A part of the process's file descriptors that connections cannot use up: storage opens its files with them.
+
+    The system gives out the lowest free number. So a connection with a high one came when nearly all were in use.
+    """
+
+    def __init__(self, now: Callable[[], float]) -> None:
+        self._now = now
+        self._limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+        self._highest = self._limit - min(RESERVED, self._limit // 2)
+        self._refused = 0
+        self._logged = -LOG_AGAIN
+
+    def admit(self, fd: int) -> bool:
+        """Return whether a connection with this descriptor may stay; if not, it is logged now and then."""
+        if fd < self._highest or self._limit == resource.RLIM_INFINITY:
+            return True
+        self._refused += 1
+        now = self._now()
+        if now - self._logged >= LOG_AGAIN:
+            self._logged = now
+            logger.error(
+                "TCP: connections are refused, %d so far: the limit of %d open files is nearly reached (ulimit -n)",
+                self._refused,
+                self._limit,
+            )
+        return False
+
+
+class Backlog:
+    """Connections that have used up their share of a turn: each gets another one, in the order in which they came."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop, turned: Callable[[], None]) -> None:
+        self._loop = loop
+        self._turned = turned
+        self._waiting: deque[Callable[[], None]] = deque()
+        self._scheduled = False
+
+    def add(self, go_on: Callable[[], None]) -> None:
+        """Call ``go_on`` in one of the next turns of the loop."""
+        self._waiting.append(go_on)
+        if not self._scheduled:
+            self._scheduled = True
+            self._loop.call_soon(self._run)
+
+    def _run(self) -> None:
+        now = self._loop.time
+        deadline = now() + TURN_SECONDS
+        waiting = self._waiting
+        self._scheduled = False
+        # Those that join while it runs have their next share in the next turn.
+        for _ in range(len(waiting)):
+            try:
+                waiting.popleft()()
+            except Exception:
+                logger.exception("a connection failed in its share of the turn")
+            if now() >= deadline:
+                break
+        self._turned()
+        if waiting and not self._scheduled:
+            self._scheduled = True
+            self._loop.call_soon(self._run)
+
+
 class Poller:
     def __init__(self, loop: asyncio.AbstractEventLoop, turned: Callable[[], None], system: System) -> None:
         self.loop = loop
@@ -250,10 +360,13 @@ class Poller:
         self._turned = turned
         self.epoll = system.epoll()
         self._transports: dict[int, SocketTransport] = {}
+        #: Events that the last turn had no time for.
+        self._left: list[tuple[int, int]] = []
         self._listeners: dict[int, tuple[socket.socket, Callable[[], Receiver]]] = {}
         #: Inside a turn: what becomes due is done at its end.
         self.turning = False
         self._paused = False
+        self.descriptors = Descriptors(loop.time)
         loop.add_reader(self.epoll.fileno(), self._ready)
 
     def listen(self, sock: socket.socket, factory: Callable[[], Receiver]) -> None:
@@ -277,21 +390,27 @@ class Poller:
         self.epoll.close()
 
     def _ready(self) -> None:
-        """Hand on all that can be read, end the turn, and look again as long as there is more."""
-        poll = self.epoll.poll
+        """Run turns: all that can be read, then what it leads to; again while there is more and there is time."""
+        poll, now = self.epoll.poll, self.loop.time
+        deadline = now() + TURN_SECONDS
         for _ in range(_ROUNDS):
-            events = poll(0, _MOST_EVENTS)
+            events, self._left = self._left, []
             if not events:
-                return
-            self._handle(events)
+                events = poll(0, _MOST_EVENTS)
+                if not events:
+                    return
+            self._handle(events, deadline)
             self._turned()
+            if now() >= deadline:
+                return
 
-    def _handle(self, events: list[tuple[int, int]]) -> None:
-        transports = self._transports
+    def _handle(self, events: list[tuple[int, int]], deadline: float) -> None:
+        transports, now = self._transports, self.loop.time
         lanes: list[Any] = []
         self.turning = True
         try:
-            for fd, event in events:
+            coming = iter(events)
+            for fd, event in coming:
                 transport = transports.get(fd)
                 if transport is None:
                     if fd in self._listeners:
@@ -304,10 +423,15 @@ class Poller:
                     continue
                 if event & ~select.EPOLLOUT:
                     transport.receive()
-                if event & select.EPOLLOUT and not transport._lost:
+                if event & select.EPOLLOUT:
                     transport.flush()
+                if now() >= deadline:
+                    self._left = list(coming)
             for lane in lanes:
-                lane.run()
+                try:
+                    lane.run()
+                except Exception:
+                    logger.exception("%r: unexpected error", lane)
         finally:
             self.turning = False
 
@@ -322,13 +446,19 @@ class Poller:
                 logger.error("TCP: cannot accept a connection - %s", exc)
                 self._pause_accepting()
                 return
+            if not self.descriptors.admit(sock.fileno()):
+                sock.close()
+                continue
             sock.setblocking(False)
             protocol = factory()
             transport = SocketTransport(self, sock, protocol)
             self._transports[transport.fd] = transport
             transport._events = select.EPOLLIN
             self.epoll.register(transport.fd, select.EPOLLIN)
-            protocol.connection_made(transport)
+            try:
+                protocol.connection_made(transport)
+            except Exception:
+                transport.broken()
 
     def _pause_accepting(self) -> None:
         if self._paused:
@@ -346,6 +476,9 @@ class Poller:
 
     def release(self, transport: SocketTransport) -> None:
         if self._transports.pop(transport.fd, None) is not None:
+            if self._left:
+                # The descriptor may be another connection's by the time they are handled.
+                self._left = [(fd, event) for fd, event in self._left if fd != transport.fd]
             with contextlib.suppress(OSError, ValueError):
                 self.epoll.unregister(transport.fd)
 

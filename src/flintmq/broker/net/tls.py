@@ -52,6 +52,8 @@ def server_context(options: NsqdOptions) -> ssl.SSLContext:
     # live long, and a certificate that is no longer accepted must not come back by a ticket.
     context.options |= ssl.OP_NO_RENEGOTIATION | ssl.OP_NO_TICKET
     context.num_tickets = 0
+    # Here an Encryption sends the alert and the session logs the reason, with the peer.
+    context.sslobject_class = ssl.SSLObject
     return context
 
 

@@ -1,0 +1,256 @@
+"""Work per connection and turn is limited: clients that flood the broker leave the others their turns.
+
+Times are measured under ``alone``; what is shown for any machine is order: what others send is served before a flood
+that came first has been worked off.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import AsyncIterator, Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from flintmq.broker.daemon import Broker
+from flintmq.broker.net import session as sessions
+from flintmq.protocol.compression import Deflate, Snappy
+from flintmq.protocol.wire import encode_command
+from support.fakes import Client, until
+from support.http_client import HttpClient
+
+NOPS = b"NOP\n" * 60_000
+
+
+@pytest.fixture
+async def broker(tmp_path: Path) -> AsyncIterator[Broker]:
+    async with Broker(data_path=tmp_path, http_address="127.0.0.1:0", durability="memory") as broker:
+        yield broker
+
+
+FLOODS: dict[str, bytes] = {
+    "NOP": b"NOP\n",
+    "PUB": encode_command(b"PUB", b"t", body=b"x"),
+    "IDENTIFY": encode_command(b"IDENTIFY", body=b"{}"),
+    "failing FIN": b"FIN 0123456789abcdef\n",
+    "RDY": b"RDY 0\n",
+}
+
+
+@pytest.mark.parametrize("layer", ["plain", "snappy", "deflate"])
+@pytest.mark.parametrize("name", FLOODS)
+async def test_a_flood_is_worked_off_in_shares(broker: Broker, name: str, layer: str) -> None:
+    words = FLOODS[name]
+    client = Client(broker)
+    if layer != "plain":
+        body = msgspec.json.encode({"feature_negotiation": True, layer: True})
+        client.send(encode_command(b"IDENTIFY", body=body))
+        codec = Snappy() if layer == "snappy" else Deflate(1)
+        client.transport.received.clear()
+    if name in ("failing FIN", "RDY"):
+        opening = b"SUB t c\n"
+        client.send(codec.compress(opening) if layer != "plain" else opening)
+    ran = 0
+    real = sessions.Session._command
+
+    def counted(session: Any, line: bytes, *rest: Any) -> int:
+        nonlocal ran
+        ran += 1
+        return real(session, line, *rest)
+
+    count = 20_000
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sessions.Session, "_command", counted)
+        # Never remembered: each is a command of its own.
+        patch.setattr(sessions.Session, "_publish_again", lambda self, line, *rest: counted(self, line, *rest))
+        flood = words * count
+        client.send(codec.compress(flood) if layer != "plain" else flood)
+        limit = sessions.COMMANDS_AT_ONCE
+        shares = [ran]
+        while ran < count:
+            before = ran
+            await asyncio.sleep(0)
+            if ran != before:
+                shares.append(ran - before)
+        # One whose body was not all there yet is looked at again.
+        assert count <= ran <= count + 100
+    # Two shares are possible in one turn: that of a read, and that of the backlog.
+    assert max(shares) <= 2 * limit, shares
+    client.hang_up()
+    await until(lambda: not broker.sessions)
+
+
+async def test_a_client_that_has_not_introduced_itself_gets_less(broker: Broker) -> None:
+    client = Client(broker)
+    ran = 0
+    real = sessions.Session._command
+
+    def counted(session: Any, *rest: Any) -> int:
+        nonlocal ran
+        ran += 1
+        return real(session, *rest)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sessions.Session, "_command", counted)
+        client.send(NOPS)
+        assert ran <= sessions.COMMANDS_AT_FIRST
+    client.hang_up()
+    await until(lambda: not broker.sessions)
+
+
+async def test_requests_in_a_row_are_served_in_shares(broker: Broker) -> None:
+    """Another connection's request is answered before the last of those that came first in a row."""
+    request = b"POST /pub?topic=t HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\n"
+    async with (
+        HttpClient.connect(broker.http_address) as many,
+        HttpClient.connect(broker.http_address) as other,
+    ):
+        assert (await other.post("/pub?topic=t", b"x")).body == b"OK"
+        # So much fits into one read.
+        many.send(request * 3_000)
+        await asyncio.sleep(0)
+        other.send(request)
+        order: list[str] = []
+
+        async def read(client: HttpClient, name: str, count: int) -> None:
+            for _ in range(count):
+                assert (await client.answer()).message == "MSG_EMPTY"
+                order.append(name)
+
+        await asyncio.gather(read(many, "many", 3_000), read(other, "other", 1))
+        assert order.index("other") < 2_900
+
+
+async def test_the_loop_has_its_turn_between_the_shares(broker: Broker) -> None:
+    """Eight clients flood real sockets from a thread; the loop's own callbacks run all the time."""
+    stop = threading.Event()
+    threads = [threading.Thread(target=flood, args=(broker.tcp_address, stop)) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    try:
+        host, _, port = broker.tcp_address.rpartition(":")
+        reader, writer = await asyncio.open_connection(host, int(port))
+        writer.write(b"  V2")
+        worst = 0
+        for _ in range(50):
+            writer.write(encode_command(b"PUB", b"t", body=b"x"))
+            answered = asyncio.ensure_future(reader.readexactly(10))
+            turns = 0
+            while not answered.done():
+                turns += 1
+                await asyncio.sleep(0)
+            worst = max(worst, turns)
+        # Each turn takes some milliseconds at most.
+        assert worst <= 40
+        writer.close()
+        await writer.wait_closed()
+    finally:
+        stop.set()
+        for thread in threads:
+            await asyncio.to_thread(thread.join)
+
+
+def flood(address: str, stop: threading.Event) -> None:
+    host, _, port = address.rpartition(":")
+    with contextlib.suppress(OSError), socket.create_connection((host, int(port))) as sock:
+        sock.settimeout(0.5)
+        sock.sendall(b"  V2")
+        while not stop.is_set():
+            with contextlib.suppress(TimeoutError):
+                sock.send(NOPS)
+
+
+# --- Times ------------------------------------------------------------------------------------------------------------
+
+FLOODER = """
+import socket, sys
+host, _, port = sys.argv[1].rpartition(":")
+sock = socket.create_connection((host, int(port)))
+sock.sendall(b"  V2")
+while True:
+    sock.sendall(b"NOP\\n" * 60000)
+"""
+
+
+@contextlib.contextmanager
+def flooders(address: str, count: int) -> Iterator[None]:
+    running = [subprocess.Popen([sys.executable, "-c", FLOODER, address]) for _ in range(count)]
+    try:
+        yield
+    finally:
+        for process in running:
+            process.kill()
+            process.wait()
+
+
+@contextlib.contextmanager
+def daemon(path: Path) -> Iterator[tuple[str, str]]:
+    """A broker in a process of its own, and where it listens: for TCP, for HTTP."""
+    addresses = ("--tcp-address=127.0.0.1:0", "--http-address=127.0.0.1:0", "--https-address=")
+    command = [sys.executable, "-m", "flintmq", "nsqd", f"--data-path={path}", *addresses]
+    with subprocess.Popen(command, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stderr is not None
+        found: dict[str, str] = {}
+        try:
+            while len(found) < 2:
+                line = process.stderr.readline()
+                assert line, "it did not start"
+                for what in ("TCP", "HTTP"):
+                    if f" {what}: listening on " in line:
+                        found[what] = line.split()[-1]
+            threading.Thread(target=process.stderr.read, daemon=True).start()
+            yield found["TCP"], found["HTTP"]
+        finally:
+            process.kill()
+
+
+def worst(ask: Callable[[], None], seconds: float) -> float:
+    """The longest of the times that it took, asked every 10 ms."""
+    longest = 0.0
+    end = time.monotonic() + seconds
+    while time.monotonic() < end:
+        begun = time.monotonic()
+        ask()
+        longest = max(longest, time.monotonic() - begun)
+        time.sleep(0.01)
+    return longest
+
+
+@pytest.mark.alone
+@pytest.mark.slow
+def test_a_ping_takes_at_most_100_ms_while_eight_clients_flood(tmp_path: Path) -> None:
+    with daemon(tmp_path) as (tcp, http), flooders(tcp, 8):
+        host, _, port = http.rpartition(":")
+        with socket.create_connection((host, int(port)), timeout=30) as sock:
+
+            def ping() -> None:
+                sock.sendall(b"GET /ping HTTP/1.1\r\nHost: x\r\n\r\n")
+                assert sock.recv(4096).startswith(b"HTTP/1.1 200")
+
+            ping()
+            assert worst(ping, 5) < 0.1
+
+
+@pytest.mark.alone
+@pytest.mark.slow
+def test_a_publish_takes_at_most_20_ms_while_four_clients_flood(tmp_path: Path) -> None:
+    with daemon(tmp_path) as (tcp, _), flooders(tcp, 4):
+        host, _, port = tcp.rpartition(":")
+        with socket.create_connection((host, int(port)), timeout=30) as sock:
+            sock.sendall(b"  V2")
+
+            def publish() -> None:
+                sock.sendall(encode_command(b"PUB", b"t", body=b"x" * 200))
+                assert sock.recv(4096) == b"\0\0\0\6\0\0\0\0OK"
+
+            publish()
+            times = sorted(worst(publish, 0.05) for _ in range(60))
+            assert times[len(times) * 9 // 10] < 0.02
