@@ -43,7 +43,7 @@ ARROWS: dict[str, set[str]] = {
     "admin": {"cluster"},
 }
 # These stand above the others: the command line and the test plugin bring layers together, and `flintmq` itself
-names what is public.
+# names what is public.
 ANYTHING = {"cli", "testing", "__init__", "__main__"}
 # Whom nobody but the above may import.
 DAEMONS = {"broker", "lookup", "admin"}

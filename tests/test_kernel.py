@@ -27,8 +27,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 import flintmq.kernel
-from flintmq.kernel import _cython, layout
 from flintmq.broker.storage.segment import Entry, Record, encode_record, read_records
+from flintmq.kernel import _cython, layout
 from flintmq.protocol.wire import encode_mpub
 
 # How long one example takes says more about the machine than about the code.

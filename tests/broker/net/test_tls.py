@@ -637,9 +637,7 @@ def weak_authority(folder: Path) -> tuple[str, str]:
         signed = builder.add_extension(constraints, critical=True).sign(short, hashes.SHA256())
         return signed.public_bytes(serialization.Encoding.PEM)
 
-    pem = key.private_bytes(
-        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-    )
+    pem = key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
     authority_file, client_file = folder / "weak.pem", folder / "client.pem"
     authority_file.write_bytes(certificate("weak", short.public_key(), authority=True))
     client_file.write_bytes(certificate("client", key.public_key(), authority=False) + pem)
@@ -667,7 +665,7 @@ async def test_a_handshake_that_openssl_refuses_gets_an_alert_and_a_log_line(
             address = broker.https_address
         caplog.set_level(logging.INFO)
         # In TLS 1.3 the client learns of it when it reads.
-        with pytest.raises(ssl.SSLError, match="(?i)alert|bad certificate|unknown ca"):
+        with pytest.raises(ssl.SSLError, match=r"(?i)alert|bad certificate|unknown ca"):
             if port == "tcp":
                 async with Peer.connect(broker.tcp_address) as peer:
                     await peer.negotiate(tls_v1=True)
