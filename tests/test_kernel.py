@@ -43,8 +43,8 @@ MODULES = ("lane", "frames", "heap", "columns", "records")
 
 
 def _together(modules: list[ModuleType]) -> SimpleNamespace:
-    """The kernel's modules as one namespace."""
-    return SimpleNamespace(**{name: value for module in modules for name, value in vars(module).items()})
+    """The kernel's modules as one namespace. What one imports from another is that of the form in use: it comes last."""
+    return SimpleNamespace(**{name: value for module in reversed(modules) for name, value in vars(module).items()})
 
 
 def _interpreted() -> SimpleNamespace:
@@ -395,23 +395,10 @@ class Desk:
     ) -> tuple[int, list[int]]:
         """How it ended, and how many messages each socket brought."""
         counts = [0] * len(fds)
-        number = PREFIX | (BASE + self.block.count)
-        status = self.intake.run(
-            self.block,
-            fds,
-            counts,
-            start,
-            number,
-            1,
-            write_at,
-            budget,
-            room,
-            self.file,
-            self.offset,
-            SALT,
-            PREFIX,
-            answer,
-        )
+        tail = self.kernel.Tail(PREFIX, write_at)
+        tail.block, tail.room, tail.seq, tail.budget = self.block, room, BASE + self.block.count, budget
+        tail.file, tail.offset, tail.salt, tail.answer = self.file, self.offset, SALT, answer
+        status = self.intake.run(tail, fds, counts, start, 1)
         self.offset += self.intake.wrote
         return status, counts
 
@@ -1075,7 +1062,10 @@ def pair() -> Iterator[tuple[socket.socket, socket.socket]]:
 
 def taken(kernel: Any, here: socket.socket, file: int, block: Any) -> tuple[int, Any]:
     intake = kernel.Intake(bytearray(1 << 12), b"PUB t", b"OK", 1 << 10, 0)
-    status = intake.run(block, [here.fileno()], [0], 0, PREFIX | BASE, 1, 1 << 10, 1, 0, file, 7, 99, PREFIX, True)
+    tail = kernel.Tail(PREFIX, 1 << 10)
+    tail.block, tail.seq, tail.budget = block, BASE, 1
+    tail.file, tail.offset, tail.salt, tail.answer = file, 7, 99, True
+    status = intake.run(tail, [here.fileno()], [0], 0, 1)
     return status, intake
 
 
@@ -1215,3 +1205,56 @@ def test_the_layout_is_that_of_a_frame() -> None:
     assert whole[layout.ATTEMPTS_AT : layout.ID_AT] == (3).to_bytes(2, "big")
     assert whole[layout.ID_AT : layout.BODY_AT] == b"%016x" % (PREFIX | BASE)
     assert whole[layout.BODY_AT :] == b"body" and len(whole) == layout.FRAME_OVERHEAD + 4
+
+
+# --- Records of a segment file ----------------------------------------------------------------------------------------
+
+
+@st.composite
+def segment_files(draw: st.DrawFn) -> tuple[bytes, int]:
+    """The records of a file, some deferred, some with extra bytes, some damaged; and a seq up to which to read."""
+    data, seq = b"", BASE
+    for _ in range(draw(st.integers(0, 12))):
+        bodies = draw(st.lists(st.binary(min_size=1, max_size=40), min_size=1, max_size=3))
+        block = filled(flintmq.kernel, bodies)
+        flags = draw(st.sampled_from([0, 0, 1, 2, 4, 6]))
+        delay, started = (draw(st.integers(0, 1 << 31)), draw(st.integers(0, 1 << 62))) if flags & 2 else (0, 0)
+        extra = draw(st.sampled_from([b"", b"", b"", b"extra"]))
+        record = Record(block, 0, block.used, seq, len(bodies), flags, delay, started, extra)
+        encoded = bytearray(b"".join(encode_record(record, SALT)))
+        if draw(st.integers(0, 9)) == 0:
+            encoded[draw(st.integers(0, len(encoded) - 1))] ^= 1
+        data += encoded
+        seq += len(bodies) + draw(st.sampled_from([0, 0, 0, 0, 5]))
+    data = data[: draw(st.integers(0, len(data)))] if draw(st.booleans()) else data
+    return data, draw(st.integers(BASE, seq + 1))
+
+
+@given(segment_files(), st.integers(1, 400), st.integers(0, 1 << 40))
+def test_plain_records_are_parsed_up_to_the_first_other_one(
+    kernel: Any, file: tuple[bytes, int], step: int, offset: int
+) -> None:
+    data, stop = file
+    parser = kernel.RecordParser(SALT, BASE, stop, step)
+    at, seq, indexed = 0, BASE, -1
+    index: list[tuple[int, int, int]] = []
+    deferrals: list[int] = []
+    for entry in read_records(data, SALT, 0, offset, True):
+        if not isinstance(entry, Entry) or entry.extra or entry.seq != seq or seq + entry.count > stop:
+            break
+        if indexed < 0 or entry.offset + entry.size - indexed > step:
+            indexed = entry.offset
+            index.append((entry.seq, entry.offset, entry.timestamp))
+        if entry.flags & 2:
+            deferrals += [entry.seq, entry.count, entry.started, entry.delay, entry.timestamp]
+        at, seq = entry.offset - offset + entry.size, seq + entry.count
+    assert parser.parse(data, 0, offset) == at
+    assert (parser.seq, parser.indexed, parser.index, list(parser.deferrals)) == (seq, indexed, index, deferrals)
+    # It goes on where it is told to, and finds nothing in what is left of it.
+    assert parser.parse(data, at, offset) == at and (parser.seq, list(parser.deferrals)) == (seq, [])
+
+
+def test_a_position_beyond_the_buffer_is_refused(kernel: Any) -> None:
+    for at in (-1, 4):
+        with pytest.raises(ValueError, match="buffer"):
+            kernel.RecordParser(SALT, BASE, BASE + 9, 1).parse(b"abc", at, 0)

@@ -76,12 +76,13 @@ from flintmq.kernel.lane import (
     Calls,
     Intake,
     Ring,
+    Tail,
     populate,
     replace_calls,
     send_each,
 )
 from flintmq.kernel.layout import FRAME_OVERHEAD
-from flintmq.kernel.records import gather
+from flintmq.kernel.records import RecordParser, gather
 
 __all__ = [
     "ALL",
@@ -99,8 +100,10 @@ __all__ = [
     "Delivery",
     "Heap",
     "Intake",
+    "RecordParser",
     "Ring",
     "Scan",
+    "Tail",
     "encode_mpub",
     "frame_columns",
     "gather",

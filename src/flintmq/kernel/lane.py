@@ -597,6 +597,37 @@ class Block:
 
 
 @cython.cclass
+class Tail:
+    """The end of a log, where an Intake appends: the last block, and the file behind it."""
+
+    # The last block, and how many of its bytes stay free.
+    block = cython.declare(Block, visibility="public")
+    room = cython.declare(cython.Py_ssize_t, visibility="public")
+    # The next message's seq, and the node's part of its id.
+    seq = cython.declare(cython.longlong, visibility="public")
+    prefix = cython.declare(cython.ulonglong, visibility="public")
+    # The file (-1: none), where to write in it, and its salt.
+    file = cython.declare(cython.int, visibility="public")
+    offset = cython.declare(cython.longlong, visibility="public")
+    salt = cython.declare(cython.uint, visibility="public")
+    # Bytes of frames after which a record is written, and after which an Intake stops; may publishers be answered?
+    write_at = cython.declare(cython.Py_ssize_t, visibility="public")
+    budget = cython.declare(cython.Py_ssize_t, visibility="public")
+    answer = cython.declare(cython.bint, visibility="public")
+
+    def __init__(self, prefix: cython.ulonglong, write_at: cython.Py_ssize_t):
+        self.block = None
+        self.room = 0
+        self.seq = 0
+        self.prefix = prefix
+        self.file = -1
+        self.offset = 0
+        self.salt = 0
+        self.write_at = self.budget = write_at
+        self.answer = False
+
+
+@cython.cclass
 class Intake:
     """Publishes of one kind to one topic, straight from sockets: read, framed, written to a file, answered.
 
@@ -636,30 +667,22 @@ class Intake:
 
     @cython.ccall
     def run(
-        self,
-        block: Block,
-        fds: list,
-        counts: list,
-        start: cython.Py_ssize_t,
-        ident: cython.ulonglong,
-        timestamp: cython.longlong,
-        write_at: cython.Py_ssize_t,
-        budget: cython.Py_ssize_t,
-        room: cython.Py_ssize_t,
-        file: cython.int,
-        offset: cython.longlong,
-        salt: cython.uint,
-        prefix: cython.ulonglong,
-        answer: cython.bint,
+        self, tail: Tail, fds: list, counts: list, start: cython.Py_ssize_t, timestamp: cython.longlong
     ) -> cython.int:
         """Take publishes from ``fds[start:]``; how many messages each brought is added to ``counts``. -1 is no socket.
 
-        The first message gets the id ``ident``. Without ``answer`` every socket is read once, and the walk ends when
-        ``write_at`` bytes of frames were made. With it, publishes are written to ``file`` (-1: to none) at ``offset``
-        as records with this ``salt``, one for at least every ``write_at`` bytes, and answered; and then the sockets
-        are read again, for as long as they bring more and less than ``budget`` was made. Nothing is read when the
-        block has less than ``room`` left.
+        Without ``tail.answer`` every socket is read once, and the walk ends when ``tail.write_at`` bytes of frames were
+        made. With it, publishes are written to the tail's file as records, one for at least every ``write_at`` bytes,
+        and answered; and then the sockets are read again, for as long as they bring more and less than ``tail.budget``
+        was made. Nothing is read when the block has less than ``tail.room`` left.
         """
+        if tail is None or tail.block is None:
+            raise ValueError("run: a tail with a block is needed")
+        block: Block = tail.block
+        ident: cython.ulonglong = tail.prefix | tail.seq
+        write_at: cython.Py_ssize_t = tail.write_at
+        budget: cython.Py_ssize_t = tail.budget
+        answer: cython.bint = tail.answer
         i: cython.Py_ssize_t = start
         total: cython.Py_ssize_t = len(fds)
         quiet: cython.Py_ssize_t = 0
@@ -677,7 +700,7 @@ class Intake:
             raise ValueError("run: as many counts as sockets")
         if not answer:
             budget = write_at
-        last: cython.Py_ssize_t = block.size - room
+        last: cython.Py_ssize_t = block.size - tail.room
         while True:
             while status == 0 and i < total and quiet < total and block.used - used < write_at and block.used <= last:
                 if fds[i] < 0:
@@ -695,9 +718,7 @@ class Intake:
                     self.index = i
                 i += 1
             if answer and block.used > used:
-                if file >= 0 and self._write(
-                    block, used, block.count - count, (ident ^ prefix) + count - origin, file, offset + self.wrote, salt
-                ):
+                if tail.file >= 0 and self._write(tail, used, block.count - count, tail.seq + count - origin):
                     self.unwritten = used
                     return FAILED
                 self._answer(fds)
@@ -762,16 +783,13 @@ class Intake:
 
         @cython.cfunc
         def _write(
-            self,
-            block: Block,
-            start: cython.Py_ssize_t,
-            count: cython.Py_ssize_t,
-            seq: cython.ulonglong,
-            file: cython.int,
-            offset: cython.longlong,
-            salt: cython.uint,
+            self, tail: Tail, start: cython.Py_ssize_t, count: cython.Py_ssize_t, seq: cython.ulonglong
         ) -> cython.int:
             """Write the block's frames from ``start`` on as one record; the error's number, 0 if there was none."""
+            block: Block = tail.block
+            salt: cython.uint = tail.salt
+            file: cython.int = tail.file
+            offset: cython.longlong = tail.offset + self.wrote
             head: cython.uchar[44]
             parts: iovec[2]
             n: cython.Py_ssize_t
@@ -840,11 +858,12 @@ class Intake:
             block.fill(data, head, n, count, ident, timestamp, 1, size)
             return count
 
-        def _write(self, block, start, count, seq, file, offset, salt):
+        def _write(self, tail, start, count, seq):
+            block, salt = tail.block, tail.salt
             size = block.used - start
             head = _record.pack(salt, size, count, seq, 0, 0, 0, 0, block.checksum(salt, start, block.used))
             head += _u32.pack(google_crc32c.extend(salt, head))
-            n = calls.pwritev(file, [head, block.view[start : block.used]], offset)
+            n = calls.pwritev(tail.file, [head, block.view[start : block.used]], tail.offset + self.wrote)
             if n != size + RECORD_HEADER:
                 self.error = -n if n < 0 else ENOSPC
                 return self.error

@@ -51,6 +51,19 @@ class Block:
     def index(self, offset: int) -> int: ...
     def cut(self, seq: int, max_count: int, max_bytes: int) -> int: ...
 
+class Tail:
+    block: Block | None
+    room: int
+    seq: int
+    prefix: int
+    file: int
+    offset: int
+    salt: int
+    write_at: int
+    budget: int
+    answer: bool
+    def __init__(self, prefix: int, write_at: int) -> None: ...
+
 class Intake:
     index: int
     size: int
@@ -60,23 +73,7 @@ class Intake:
     unanswered: list[int]
     left: list[tuple[int, int]]
     def __init__(self, data: bytearray, line: bytes, ok: bytes, max_size: int, max_body: int) -> None: ...
-    def run(
-        self,
-        block: Block,
-        fds: list[int],
-        counts: list[int],
-        start: int,
-        ident: int,
-        timestamp: int,
-        write_at: int,
-        budget: int,
-        room: int,
-        file: int,
-        offset: int,
-        salt: int,
-        prefix: int,
-        answer: bool,
-    ) -> int: ...
+    def run(self, tail: Tail, fds: list[int], counts: list[int], start: int, timestamp: int) -> int: ...
 
 class Ring:
     lo: int

@@ -45,7 +45,7 @@ from flintmq.broker.storage.segment import (
 from flintmq.broker.storage.store import LARGEST_BLOCK, NO_DESCRIPTOR, Store
 from flintmq.broker.storage.syncer import Syncer
 from flintmq.errors import StorageError
-from flintmq.kernel import FAILED, FRAME_OVERHEAD, Block, Intake
+from flintmq.kernel import FAILED, FRAME_OVERHEAD, Block, Intake, Tail
 
 __all__ = ["NO_BLOCK", "TAKE_AT_ONCE", "WRITE_AT", "Log"]
 
@@ -123,6 +123,7 @@ class Log:
         self.in_group = False
         #: Bytes of frames that the last take_in() made.
         self.last_bytes = 0
+        self._tail = Tail(store.prefix, WRITE_AT)
         # Is the last record that was laid out, or the last one written (where the group starts), in a group whose end
         # is still to come? Is a thread writing?
         self._group_planned = False
@@ -307,22 +308,14 @@ class Log:
                     # The write at the end of the turn finds out, and its publishers are told.
                     answer = False
         first, used = block.count, block.used
-        status = intake.run(
-            block,
-            fds,
-            counts,
-            start,
-            store.prefix | self.end,
-            store.clock.wall(),
-            WRITE_AT,
-            budget,
-            room,
-            file,
-            segment.size if segment is not None else 0,
-            segment.salt if segment is not None else 0,
-            store.prefix,
-            answer,
-        )
+        tail = self._tail
+        tail.block, tail.room, tail.seq, tail.budget = block, room, self.end, budget
+        tail.file, tail.answer = file, answer
+        if segment is not None:
+            tail.offset, tail.salt = segment.size, segment.salt
+        status = intake.run(tail, fds, counts, start, store.clock.wall())
+        # Else it would hold the block's memory when the log does not.
+        tail.block = None
         count = block.count - first
         if not count:
             return status, answer

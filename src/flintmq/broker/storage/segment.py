@@ -38,7 +38,7 @@ import msgspec
 from flintmq.broker.storage.disk import Disk, pack_numbers, unpack_numbers
 from flintmq.broker.storage.keys import KeyBlock, key_in
 from flintmq.errors import FormatError
-from flintmq.kernel import Block, gather
+from flintmq.kernel import Block, RecordParser, gather
 
 _MAGIC = b"FLINTLOG"
 _END_MAGIC = b"FLINTEND"
@@ -182,6 +182,22 @@ class Segment:
         if entry.extra:
             self.extras = True
             self.note_key(entry.extra, entry.flags, entry.seq, entry.timestamp)
+
+    def note_parsed(self, parser: RecordParser, first: int, size: int) -> None:
+        """Plain records from ``first`` on were parsed, up to the offset ``size``."""
+        if parser.seq == first:
+            return
+        for seq, offset, timestamp in parser.index:
+            self.index_seqs.append(seq)
+            self.index_offsets.append(offset)
+            self.index_times.append(timestamp)
+        self.deferrals.extend(parser.deferrals)
+        if self.spans and self.spans[-1] == first:
+            self.spans[-1] = parser.seq
+        else:
+            self.spans.extend((first, parser.seq))
+        self.end = parser.seq
+        self.size = size
 
     def seal(self) -> bytes:
         """No more records: the footer."""
@@ -502,15 +518,21 @@ class Salvage:
 
     def run(self) -> None:
         offset = FILE_HEADER
-        expected = self._segment.base
+        segment = self._segment
+        expected = segment.base
+        parser = RecordParser(segment.salt, expected, min(self._durable, self._limit), CHUNK_BYTES)
         group = -1
         while offset < self._size:
             step = self.STEP
             while True:
                 data = self._disk.read(self._fd, step, offset)
                 last = offset + len(data) >= self._size
-                entries = [e for e in read_records(data, self._segment.salt, 0, offset, last) if isinstance(e, Entry)]
-                if entries or last:
+                at = 0
+                if self._known_end == expected:
+                    at = self._parse_known(parser, data, offset)
+                    self._known_end = expected = parser.seq
+                entries = [e for e in read_records(data, segment.salt, at, offset, last) if isinstance(e, Entry)]
+                if at or entries or last:
                     break
                 step *= 2
             for entry in entries:
@@ -539,9 +561,26 @@ class Salvage:
                 self.entries.append(entry)
             if last:
                 break
-            offset = entries[-1].offset + entries[-1].size
+            offset = entries[-1].offset + entries[-1].size if entries else offset + at
         if group >= 0:
             del self.entries[group:]
+
+    def _parse_known(self, parser: RecordParser, data: bytes, offset: int) -> int:
+        """Note the records that were on the device, as long as one follows the other; where they end in ``data``."""
+        segment = self._segment
+        at = 0
+        while True:
+            start, first = at, parser.seq
+            parser.indexed = segment.index_offsets[-1] if segment.index_offsets else -1
+            at = parser.parse(data, start, offset)
+            segment.note_parsed(parser, first, offset + at)
+            # A record with extra bytes, perhaps.
+            entry = _entry_at(data, segment.salt, at, offset)
+            if entry is None or entry.seq != parser.seq or entry.seq + entry.count > parser.stop:
+                return at
+            segment.note_found(entry, entry.offset, entry.size)
+            parser.seq = entry.seq + entry.count
+            at += entry.size
 
     @property
     def lost(self) -> list[tuple[int, int]]:
