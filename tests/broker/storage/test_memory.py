@@ -180,6 +180,7 @@ def test_every_message_is_found_under_its_own_seq_whatever_is_pinned(folder: boo
     durability = rng.choice(["os", "memory", "fsync"])
     rig = Rig(durability=durability, max_bytes_per_file=60_000, cold_cache_bytes=1, folder=folder)
     bodies: dict[int, bytes] = {}
+    due: dict[int, list[tuple[int, int]]] = {}
     pins: set[int] = set()
     wanted: set[int] = set()
 
@@ -191,7 +192,8 @@ def test_every_message_is_found_under_its_own_seq_whatever_is_pinned(folder: boo
         failing = durability != "memory" and folder and rng.random() < 0.1
         if failing:
             rig.disk.fail("write", errno.ENOSPC, short=rng.randrange(100))
-        first = rig.append(*batch, delay=rng.choice([0, 0, SECOND]))
+        delay = rng.choice([0, 0, SECOND])
+        first = rig.append(*batch, delay=delay)
         rig.log.flush()
         rig.run()
         rig.disk.heal()
@@ -200,6 +202,7 @@ def test_every_message_is_found_under_its_own_seq_whatever_is_pinned(folder: boo
             continue
         for seq, body in enumerate(batch, first):
             bodies[seq] = body
+            due[seq] = [(seq, rig.clock.wall() + delay)] if delay else []
             wanted.add(seq)
             if rng.random() < 0.05:
                 pins.add(seq)
@@ -217,8 +220,11 @@ def test_every_message_is_found_under_its_own_seq_whatever_is_pinned(folder: boo
         assert rig.log.memory_count == sum(block.count for block in rig.log.memory.all_blocks())
         for seq in pins:
             assert rig.log.in_memory(seq)
-        for seq in wanted | pins:
+        left = sorted(wanted | pins)
+        for seq in rng.sample(left, min(len(left), 20)):
             assert rig.body(seq) == bodies[seq]
+            assert list(rig.log.delays(seq, seq + 1)) == due[seq]
+        rig.clock.advance(rng.random())
     assert rig.fatal == []
 
 
