@@ -26,7 +26,7 @@ from cryptography.hazmat.primitives.asymmetric import rsa
 from cryptography.x509.oid import NameOID
 
 from flintmq.broker.daemon import Broker
-from flintmq.broker.net import session as session_module
+from flintmq.broker.net import upgrade
 from flintmq.errors import StartError
 from flintmq.lookup.daemon import Lookupd
 from flintmq.protocol.compression import Codec, Deflate, Snappy
@@ -38,13 +38,13 @@ TLS12 = (ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_2)
 TLS13 = (ssl.TLSVersion.TLSv1_3, ssl.TLSVersion.TLSv1_3)
 
 
-HANDSHAKE_TIMEOUT = session_module.HANDSHAKE_TIMEOUT
+HANDSHAKE_TIMEOUT = upgrade.HANDSHAKE_TIMEOUT
 
 
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that stands still for a while must not look like a client that does."""
-    monkeypatch.setattr(session_module, "HANDSHAKE_TIMEOUT", 600.0)
+    monkeypatch.setattr(upgrade, "HANDSHAKE_TIMEOUT", 600.0)
 
 
 @pytest.fixture(scope="module")
@@ -375,7 +375,7 @@ async def test_a_handshake_has_a_deadline(
     start_broker: StartBroker, certificates: Certificates, sent: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert HANDSHAKE_TIMEOUT == 5.0
-    monkeypatch.setattr(session_module, "HANDSHAKE_TIMEOUT", 0.05)
+    monkeypatch.setattr(upgrade, "HANDSHAKE_TIMEOUT", 0.05)
     broker = await start_broker(**certificates.options)
     async with Peer.connect(broker.tcp_address) as peer:
         await peer.negotiate(tls_v1=True)
@@ -637,9 +637,7 @@ def weak_authority(folder: Path) -> tuple[str, str]:
         signed = builder.add_extension(constraints, critical=True).sign(short, hashes.SHA256())
         return signed.public_bytes(serialization.Encoding.PEM)
 
-    pem = key.private_bytes(
-        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
-    )
+    pem = key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
     authority_file, client_file = folder / "weak.pem", folder / "client.pem"
     authority_file.write_bytes(certificate("weak", short.public_key(), authority=True))
     client_file.write_bytes(certificate("client", key.public_key(), authority=False) + pem)
@@ -667,7 +665,7 @@ async def test_a_handshake_that_openssl_refuses_gets_an_alert_and_a_log_line(
             address = broker.https_address
         caplog.set_level(logging.INFO)
         # In TLS 1.3 the client learns of it when it reads.
-        with pytest.raises(ssl.SSLError, match="(?i)alert|bad certificate|unknown ca"):
+        with pytest.raises(ssl.SSLError, match=r"(?i)alert|bad certificate|unknown ca"):
             if port == "tcp":
                 async with Peer.connect(broker.tcp_address) as peer:
                     await peer.negotiate(tls_v1=True)
