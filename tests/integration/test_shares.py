@@ -22,6 +22,7 @@ import pytest
 
 from flintmq.broker.daemon import Broker
 from flintmq.broker.net import session as sessions
+from flintmq.broker.net.commands import Commands
 from flintmq.protocol.compression import Deflate, Snappy
 from flintmq.protocol.wire import encode_command
 from support.fakes import Client, until
@@ -59,7 +60,7 @@ async def test_a_flood_is_worked_off_in_shares(broker: Broker, name: str, layer:
         opening = b"SUB t c\n"
         client.send(codec.compress(opening) if layer != "plain" else opening)
     ran = 0
-    real = sessions.Session._command
+    real = Commands._command
 
     def counted(session: Any, line: bytes, *rest: Any) -> int:
         nonlocal ran
@@ -68,9 +69,9 @@ async def test_a_flood_is_worked_off_in_shares(broker: Broker, name: str, layer:
 
     count = 20_000
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sessions.Session, "_command", counted)
+        patch.setattr(Commands, "_command", counted)
         # Never remembered: each is a command of its own.
-        patch.setattr(sessions.Session, "_publish_again", lambda self, line, *rest: counted(self, line, *rest))
+        patch.setattr(Commands, "_publish_again", lambda self, line, *rest: counted(self, line, *rest))
         flood = words * count
         client.send(codec.compress(flood) if layer != "plain" else flood)
         limit = sessions.COMMANDS_AT_ONCE
@@ -91,7 +92,7 @@ async def test_a_flood_is_worked_off_in_shares(broker: Broker, name: str, layer:
 async def test_a_client_that_has_not_introduced_itself_gets_less(broker: Broker) -> None:
     client = Client(broker)
     ran = 0
-    real = sessions.Session._command
+    real = Commands._command
 
     def counted(session: Any, *rest: Any) -> int:
         nonlocal ran
@@ -99,7 +100,7 @@ async def test_a_client_that_has_not_introduced_itself_gets_less(broker: Broker)
         return real(session, *rest)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sessions.Session, "_command", counted)
+        patch.setattr(Commands, "_command", counted)
         client.send(NOPS)
         assert ran <= sessions.COMMANDS_AT_FIRST
     client.hang_up()

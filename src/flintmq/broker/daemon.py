@@ -29,7 +29,9 @@ from flintmq.broker.delivery.topic import RESERVE, Topic
 from flintmq.broker.drain import REASON, DrainReport, drain
 from flintmq.broker.limits import Connections
 from flintmq.broker.net import sockets
-from flintmq.broker.net.session import FinishLane, Lane, Session
+from flintmq.broker.net.commands import Commands
+from flintmq.broker.net.lanes import FinishLane, PublishLane
+from flintmq.broker.net.session import Session
 from flintmq.broker.observe import stats
 from flintmq.broker.observe.statsd import Statsd
 from flintmq.broker.opening import Opening
@@ -127,7 +129,7 @@ class Broker:
         self._last_ident = 0
         self.receive_buffer = bytearray(RECEIVE_BYTES)
         self.receive_view = memoryview(self.receive_buffer)
-        self._lanes: dict[tuple[Topic, str], Lane] = {}
+        self._lanes: dict[tuple[Topic, str], PublishLane] = {}
         # Where it listens, and what is bound there.
         self._server: asyncio.Server | None = None
         self._poller: sockets.Poller | None = None
@@ -292,7 +294,7 @@ class Broker:
         return sock, addresses.text_of(sock.getsockname())
 
     def _new_session(self) -> Session:
-        return Session(self)
+        return Commands(self)
 
     def about(self) -> dict[str, Any]:
         """What a client is told that asks for more than NSQ says."""
@@ -614,13 +616,13 @@ class Broker:
             if self._last_ident not in self.sessions:
                 return self._last_ident
 
-    def lane(self, topic: Topic, verb: str) -> Lane | None:
+    def lane(self, topic: Topic, verb: str) -> PublishLane | None:
         """The short way for publishes, where sockets are read without asyncio's help."""
         if self._poller is None:
             return None
         lane = self._lanes.get((topic, verb))
         if lane is None:
-            lane = self._lanes[topic, verb] = Lane(self, topic, verb)
+            lane = self._lanes[topic, verb] = PublishLane(self, topic, verb)
         return lane
 
     def finish_lane(self, channel: Channel) -> FinishLane:

@@ -26,7 +26,7 @@ from cryptography.hazmat.primitives.asymmetric import rsa
 from cryptography.x509.oid import NameOID
 
 from flintmq.broker.daemon import Broker
-from flintmq.broker.net import session as session_module
+from flintmq.broker.net import upgrade
 from flintmq.errors import StartError
 from flintmq.lookup.daemon import Lookupd
 from flintmq.protocol.compression import Codec, Deflate, Snappy
@@ -38,13 +38,13 @@ TLS12 = (ssl.TLSVersion.TLSv1_2, ssl.TLSVersion.TLSv1_2)
 TLS13 = (ssl.TLSVersion.TLSv1_3, ssl.TLSVersion.TLSv1_3)
 
 
-HANDSHAKE_TIMEOUT = session_module.HANDSHAKE_TIMEOUT
+HANDSHAKE_TIMEOUT = upgrade.HANDSHAKE_TIMEOUT
 
 
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that stands still for a while must not look like a client that does."""
-    monkeypatch.setattr(session_module, "HANDSHAKE_TIMEOUT", 600.0)
+    monkeypatch.setattr(upgrade, "HANDSHAKE_TIMEOUT", 600.0)
 
 
 @pytest.fixture(scope="module")
@@ -375,7 +375,7 @@ async def test_a_handshake_has_a_deadline(
     start_broker: StartBroker, certificates: Certificates, sent: bytes, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert HANDSHAKE_TIMEOUT == 5.0
-    monkeypatch.setattr(session_module, "HANDSHAKE_TIMEOUT", 0.05)
+    monkeypatch.setattr(upgrade, "HANDSHAKE_TIMEOUT", 0.05)
     broker = await start_broker(**certificates.options)
     async with Peer.connect(broker.tcp_address) as peer:
         await peer.negotiate(tls_v1=True)

@@ -45,7 +45,8 @@ from flintmq.protocol.wire import is_ephemeral
 
 if TYPE_CHECKING:
     from flintmq.broker.delivery.topic import Topic
-    from flintmq.broker.net.session import FinishLane, Session
+    from flintmq.broker.net.lanes import FinishLane
+    from flintmq.broker.net.session import Session
 
 __all__ = ["Channel"]
 
