@@ -694,7 +694,10 @@ class Broker:
                 continue
             yield ("channel", topic.incarnation, channel.id, channel.name, topic.pumped, SIDE)
             yield ("channel_pause", channel.id, channel.paused)
-            yield ("channel_state", channel.id, *channel.snapshot())
+            parts = channel.snapshot_parts()
+            yield ("channel_state", channel.id, *next(parts))
+            for ranges, rows in parts:
+                yield ("channel_more", channel.id, ranges, rows)
         yield from self.settings.notes(topic)
 
     async def synced(self) -> None:

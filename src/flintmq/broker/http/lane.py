@@ -23,7 +23,8 @@ from typing import TYPE_CHECKING, cast
 
 from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
 
-from flintmq.broker.delivery.topic import SLICED_FROM, Commit, Piece, Topic, slices
+from flintmq.broker.delivery.commit import SLICED_FROM, Commit, Piece, slices
+from flintmq.broker.delivery.topic import Topic
 from flintmq.broker.net.sockets import SocketTransport
 from flintmq.errors import HttpError, LimitError, PublishError
 from flintmq.http.site import (

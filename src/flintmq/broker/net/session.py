@@ -22,7 +22,8 @@ from typing import TYPE_CHECKING, Any, cast
 
 import msgspec
 
-from flintmq.broker.delivery.topic import SLICED_FROM, Commit, Topic, slices
+from flintmq.broker.delivery.commit import SLICED_FROM, Commit, slices
+from flintmq.broker.delivery.topic import Topic
 from flintmq.broker.net.sockets import SocketTransport
 from flintmq.broker.storage.log import NO_BLOCK
 from flintmq.errors import AuthError, ProtocolError, PublishError
