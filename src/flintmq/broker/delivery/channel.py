@@ -31,10 +31,10 @@ from flintmq.broker.delivery.dead_letters import (
     RETRY_DELAY,
     TIMED_OUT,
     DeadLetters,
-    Redrive,
 )
 from flintmq.broker.delivery.in_flight import InFlight, Unusual
 from flintmq.broker.delivery.latency import Latency, publish_time
+from flintmq.broker.delivery.redrive import Ended, Redrive
 from flintmq.broker.delivery.seek import Seek
 from flintmq.broker.delivery.slices import discard
 from flintmq.broker.delivery.snapshot import Part, snapshot_parts
@@ -106,7 +106,7 @@ class Channel:
         self.expired = Ranges()
         self.dead_letters: DeadLetters | None = None
         #: What brings dead letters back to here, or did last.
-        self.redrive: Redrive | None = None
+        self.redrive: Redrive | Ended | None = None
         # Consumers; those in ``_ready`` may be able to take more.
         self.sessions: dict[int, Session] = {}
         self._ready: deque[Session] = deque()
@@ -783,6 +783,14 @@ class Channel:
             attempts = self.leaving.pop(seq, None)
             if attempts is not None:
                 self._requeue(seq, attempts, due)
+
+    def begin_redrive(self, source: Channel, most: int, rate: int, *, moved: int = 0, stop: int = NEVER) -> None:
+        """Bring back what died here and is in the channel ``source`` of the dead-letter topic now: see ``Redrive``."""
+        self.redrive = Redrive(self, source, most, rate, moved=moved, stop=stop)
+
+    def redrive_ended(self, ended: Ended | None) -> None:
+        """Remember how the last redrive ended."""
+        self.redrive = ended
 
     def receive(self, places: Iterable[int]) -> None:
         """Messages of the side log came for this channel alone. Their seqs ascend, also from call to call."""

@@ -96,6 +96,8 @@ class ChannelState:
     outstanding: Ranges = field(default_factory=Ranges)
     #: Delivered before, or to be delivered later: seq → (attempts so far, due on the clock, due on the wall; 0: now).
     back: dict[int, tuple[int, int, int]] = field(default_factory=dict)
+    #: What brings dead letters back to it, or did last: see ``Redrive.note``.
+    redrive: list[Any] | None = None
 
     def finish(self, first: int, stop: int) -> None:
         self.outstanding.remove(first, stop)
@@ -229,6 +231,10 @@ class State:
             for i in range(0, len(pairs), 2):
                 state.outstanding.add(pairs[i], pairs[i + 1])
             self.apply_back(channel, unpack_numbers(back))
+
+    def _redrive(self, channel: int, *about: Any) -> None:
+        if channel in self.channels:
+            self.channels[channel].redrive = list(about)
 
     def _settings(self, incarnation: int, channel: str, values: dict[str, Any]) -> None:
         """All that is set live for a topic, or for this name or pattern of its channels."""
