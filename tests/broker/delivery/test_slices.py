@@ -18,7 +18,7 @@ from flintmq.broker.daemon import Broker
 from flintmq.broker.delivery.channel import Channel
 from flintmq.broker.delivery.topic import Topic
 from flintmq.broker.limits import TopicLimits
-from flintmq.protocol.wire import SEQ_MASK
+from flintmq.protocol.seqs import SEQ_MASK
 from support.fakes import SECOND, Client, FakeClock, dpub, pass_time, places, pub, quiet, until
 from support.small_slices import small_slices
 

@@ -149,6 +149,8 @@ class Channel:
     @property
     def backend_depth(self) -> int:
         """The part of the depth that is not in memory."""
+        if self.ephemeral or self.topic.ephemeral:
+            return 0
         memory = self.topic.log.blocks[0].base if self.topic.log.blocks else self.topic.log.end
         count = self.side.total + self.waiting.count_before(memory)
         if self.seen < self.topic.pumped:

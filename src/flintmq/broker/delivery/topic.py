@@ -134,6 +134,8 @@ class Topic:
 
     @property
     def backend_depth(self) -> int:
+        if self.ephemeral:
+            return 0
         memory = self.log.blocks[0].base if self.log.blocks else self.log.end
         # Gaps are as old as the last start: all of them lie before what is in memory.
         return max(0, memory - self.pumped - self._gap_count)
