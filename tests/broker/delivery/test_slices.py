@@ -16,6 +16,7 @@ from conftest import StartBroker
 
 from flintmq.broker.daemon import Broker
 from flintmq.broker.delivery.channel import Channel
+from flintmq.broker.delivery.seek import Seek
 from flintmq.broker.delivery.topic import Topic
 from flintmq.broker.limits import TopicLimits
 from flintmq.protocol.seqs import SEQ_MASK
@@ -127,6 +128,17 @@ async def test_a_deferred_backlog_is_handed_over_without_holding_the_loop(start_
     longest, what = max(found)
     assert longest < LONGEST, f"{what} held the loop for {longest * 1000:.0f} ms"
     assert (topic.depth, len(channel.deferred), channel.message_count) == (0, MANY, MANY)
+
+
+async def test_a_deferred_backlog_is_handed_to_more_channels_than_a_slice_holds(broker: Broker) -> None:
+    topic = broker.topic("t")
+    topic.pause(True)
+    channels = [topic.channel(f"c{number}")[0] for number in range(7)]
+    publish(topic, 5, HOUR)
+    with small_slices(3):
+        topic.pause(False)
+        await quiet(broker)
+    assert [len(channel.deferred) for channel in channels] == [5] * 7
 
 
 async def test_an_emptied_deferred_backlog_does_not_hold_the_loop(start_broker: StartBroker) -> None:
@@ -314,7 +326,7 @@ async def test_a_second_operation_in_the_middle_of_a_seek(
 
 
 async def test_a_new_channel_that_starts_at_the_earliest_survives_a_crash_before_it_has_found_its_place(
-    start_broker: StartBroker,
+    start_broker: StartBroker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     broker = await start_broker()
     topic = broker.topic("t")
@@ -324,14 +336,14 @@ async def test_a_new_channel_that_starts_at_the_earliest_survives_a_crash_before
     Client(broker).send(mixed(40, random.Random(1)))
     await quiet(broker)
     seqs = range(topic.log.first, topic.log.end)
-    with small_slices(2):
-        channel, _ = topic.channel("c")
-        assert channel.seeking is not None
-        broker.journal.take_snapshot()
-        await until(lambda: not broker.journal._snapshotting)
-        broker.journal.flush()
-        broker.kill()
-        again = await start_broker()
+    monkeypatch.setattr(Seek, "run", lambda seek: None)
+    channel, _ = topic.channel("c")
+    assert channel.seeking is not None
+    broker.journal._roll()
+    await until(lambda: not broker.journal._snapshotting)
+    broker.journal.flush()
+    broker.kill()
+    again = await start_broker()
     await quiet(again)
     assert unfinished(again.topics["t"].channels["c"], seqs) == set(seqs)
 
