@@ -43,7 +43,7 @@ MODULES = ("lane", "frames", "heap", "columns", "records")
 
 
 def _together(modules: list[ModuleType]) -> SimpleNamespace:
-    """The kernel's modules as one namespace. What one imports from another is that of the form in use: it comes last."""
+    """The kernel's modules as one namespace; a name that one imports from another comes from the form in use."""
     return SimpleNamespace(**{name: value for module in reversed(modules) for name, value in vars(module).items()})
 
 

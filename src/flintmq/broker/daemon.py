@@ -24,6 +24,7 @@ import flintmq
 from flintmq import addresses
 from flintmq.broker.data_path import DataPath, reason, remove_tree
 from flintmq.broker.delivery.channel import Channel
+from flintmq.broker.delivery.redrive import Redrive
 from flintmq.broker.delivery.scan import Scan
 from flintmq.broker.delivery.topic import RESERVE, Topic
 from flintmq.broker.drain import REASON, DrainReport, drain
@@ -700,7 +701,12 @@ class Broker:
                 continue
             yield ("channel", topic.incarnation, channel.id, channel.name, topic.pumped, SIDE)
             yield ("channel_pause", channel.id, channel.paused)
-            yield ("channel_state", channel.id, *channel.snapshot())
+            parts = channel.snapshot_parts()
+            yield ("channel_state", channel.id, *next(parts))
+            for ranges, rows in parts:
+                yield ("channel_more", channel.id, ranges, rows)
+            if isinstance(channel.redrive, Redrive):
+                yield channel.redrive.note()
         yield from self.settings.notes(topic)
 
     async def synced(self) -> None:

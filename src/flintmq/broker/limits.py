@@ -27,7 +27,7 @@ __all__ = ["Bucket", "Connections", "Pace", "TopicLimits"]
 logger = logging.getLogger(__name__)
 
 _SECOND = 1_000_000_000
-#: So many messages that were put back are looked through for the oldest at every publish; with more, now and then.
+#: Requeued messages that are looked through for the oldest at every publish; with more, now and then.
 _LOOK_THROUGH = 1_000
 _NOW_AND_THEN = 50_000_000
 #: A paced channel is woken for as much as may be sent in this many seconds, not for each message.
@@ -128,6 +128,8 @@ class TopicLimits:
         self._marks: deque[tuple[int, int]] = deque()
         self._looked = 0
         self._logged = 0
+        # The oldest are dropped in slices, and the next one is planned.
+        self._trimming = False
 
     @classmethod
     def of(cls, topic: Topic) -> TopicLimits | None:
@@ -210,11 +212,11 @@ class TopicLimits:
 
     def _look_at_bytes(self) -> None:
         now = self._clock.now()
-        put_back = sum(
+        requeued = sum(
             len(channel.requeued) + len(channel.unusual) + len(channel.deferred)
             for channel in self._topic.channels.values()
         )
-        if put_back <= _LOOK_THROUGH or now - self._looked >= _NOW_AND_THEN:
+        if requeued <= _LOOK_THROUGH or now - self._looked >= _NOW_AND_THEN:
             self._looked = now
             self._room_bytes = self._most_bytes - self.held_bytes
 
@@ -267,13 +269,30 @@ class TopicLimits:
         """Drop what waits in the channels, then in the topic itself; what is in flight or deferred stays."""
         topic = self._topic
         dropped = 0
+        whole = True
         for channel in topic.channels.values():
-            dropped += channel.drop_oldest(how_many(channel), before)
+            try:
+                count, all_of_them = channel.drop_oldest(how_many(channel), before)
+            except Exception:
+                logger.exception("TOPIC(%s): channel %s failed", topic.name, channel.name)
+                continue
+            dropped += count
+            whole = whole and all_of_them
         dropped += topic.drop_backlog(backlog_before)
+        if dropped and not whole and not self._trimming:
+            self._trimming = True
+            topic.broker.later(self._trim_on)
         now = self._clock.now()
         if dropped and (not self._logged or now - self._logged >= _LOG_AGAIN):
             self._logged = now
             logger.warning("TOPIC(%s): its limit is reached, the oldest messages are dropped", topic.name)
+
+    def _trim_on(self) -> None:
+        self._trimming = False
+        if self._topic.limits is self and not self._topic.exiting:
+            self._room_messages = self._room_bytes = -1
+            self._looked = 0
+            self.trim()
 
 
 class Pace:

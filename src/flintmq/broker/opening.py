@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING
 
 from flintmq.broker.data_path import LOST, RECOVERED, remove_tree
 from flintmq.broker.delivery.channel import Channel
-from flintmq.broker.delivery.dead_letters import finish_moved
+from flintmq.broker.delivery.redrive import finish_moved, resume
 from flintmq.broker.delivery.topic import RESERVE, Topic
 from flintmq.broker.storage.journal import ANOTHER_BOOT, SIDE, State, TopicState, damaged
 from flintmq.broker.storage.log import Log
@@ -72,6 +72,7 @@ class Opening:
             # Ephemeral channels are gone: where the topic stands still now, the next start must know.
             topic.note_frozen()
             broker.turn(topic)
+        resume(broker, state)
         journal.sync_now()
         if clean:
             # In slices, when the loop runs: what older files say is said again in one, and they can go.

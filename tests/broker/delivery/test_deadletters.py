@@ -16,8 +16,10 @@ from conftest import StartBroker
 
 from flintmq.broker.daemon import Broker
 from flintmq.broker.delivery import dead_letters as deadletters
+from flintmq.broker.delivery import redrive as redrive_module
 from flintmq.broker.delivery.channel import Channel
-from flintmq.broker.delivery.dead_letters import LONGEST_PATH, REDRIVE, RETRY_DELAY, SLICE, Redrive
+from flintmq.broker.delivery.dead_letters import LONGEST_PATH, RETRY_DELAY, SLICE
+from flintmq.broker.delivery.redrive import REDRIVE, Redrive
 from flintmq.broker.delivery.topic import Topic
 from flintmq.broker.http.peek import cursor_of, peek_topic
 from flintmq.broker.observe import prometheus
@@ -280,7 +282,7 @@ async def test_a_dead_letter_topic_that_refuses_costs_nothing(
             consumer.requeue(message)
         await moved(broker)
     assert [record.message for record in caplog.records] == [
-        "CHANNEL(c): a message of topic t cannot go to its dead-letter topic t.c.dead and is put back "
+        "CHANNEL(c): a message of topic t cannot go to its dead-letter topic t.c.dead and is requeued "
         "- the disk is nearly full"
     ]
     assert len(channel.deferred) == 2 and channel.dead_lettered_count == 0
@@ -722,7 +724,7 @@ async def test_a_redrive_of_some(broker: Broker) -> None:
 
 
 async def test_a_redrive_has_a_rate(broker: Broker, clock: FakeClock, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(deadletters, "STRIDE", 0.001)
+    monkeypatch.setattr(redrive_module, "STRIDE", 0.001)
     channel = await channel_of(broker)
     await die(channel, *[b"%d" % i for i in range(25)])
     source, _ = broker.topics["t.c.dead"].channel(REDRIVE)

@@ -25,7 +25,7 @@ from test_deadletters import contents, limit, moved
 
 from flintmq.broker.daemon import Broker
 from flintmq.broker.delivery.channel import Channel
-from flintmq.broker.delivery.dead_letters import REDRIVE, Redrive
+from flintmq.broker.delivery.redrive import REDRIVE, Redrive
 from flintmq.broker.storage import journal as journal_module
 from flintmq.broker.storage import syncer as syncer_module
 from flintmq.protocol.wire import Message

@@ -16,6 +16,7 @@ Time moves in whole seconds and every timeout ends on half a second, so that it 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import os
 import shutil
 import tempfile
@@ -44,6 +45,7 @@ from flintmq.broker.storage import journal as journal_module
 from flintmq.protocol.seqs import SEQ_MASK
 from flintmq.protocol.wire import Message, encode_mpub
 from support.fakes import SECOND, Client, CountingDisk, FakeClock, dpub, pass_time, places, pub, quiet, until
+from support.small_slices import small_slices
 
 T = TypeVar("T")
 
@@ -125,6 +127,7 @@ class BrokerMachine(RuleBasedStateMachine):
         self.loop = asyncio.new_event_loop()
         self.raised: list[dict[str, Any]] = []
         self.loop.set_exception_handler(lambda _, context: self.raised.append(context))
+        self.stack = contextlib.ExitStack()
         self.clock = FakeClock()
         self.models: dict[str, TopicModel] = {}
         self.consumers: list[Consumer] = []
@@ -137,8 +140,11 @@ class BrokerMachine(RuleBasedStateMachine):
         # After a reboot delays go by the wall clock, and it must not have been set meanwhile.
         self.date_was_set = self.was_rebooted = False
 
-    @initialize(mem_queue_size=st.sampled_from([0, 3, 10_000]), requeue_on_disconnect=st.booleans())
-    def begin(self, mem_queue_size: int, requeue_on_disconnect: bool) -> None:
+    @initialize(
+        mem_queue_size=st.sampled_from([0, 3, 10_000]), requeue_on_disconnect=st.booleans(), size=st.integers(0, 3)
+    )
+    def begin(self, mem_queue_size: int, requeue_on_disconnect: bool, size: int) -> None:
+        self.stack.enter_context(small_slices(size))
         # Small files, so that they roll and go: every way of reading a message back is taken.
         journal_module.ROLL_AT = 3_000
         self.mem_queue_size = mem_queue_size
@@ -146,6 +152,7 @@ class BrokerMachine(RuleBasedStateMachine):
         self.start()
 
     def teardown(self) -> None:
+        self.stack.close()
         journal_module.ROLL_AT = self.roll_at
         if hasattr(self, "broker"):
             self.run(self.broker.stop())

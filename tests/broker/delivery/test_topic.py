@@ -22,7 +22,7 @@ from flintmq.broker.storage.disk import BACKGROUND, Buffer
 from flintmq.errors import NotFoundError, StartError
 from flintmq.protocol.seqs import SEQ_MASK
 from flintmq.protocol.wire import encode_mpub
-from support.fakes import SECOND, Client, CountingDisk, FakeClock, pass_time, pub, quiet, until
+from support.fakes import SECOND, Client, CountingDisk, FakeClock, dpub, pass_time, pub, quiet, until
 
 OK = (0, b"OK")
 
@@ -672,3 +672,42 @@ async def test_ids_tell_the_node_and_count_up(start_broker: StartBroker) -> None
     assert [number >> 54 for number in numbers] == [617] * 3
     assert [number - numbers[0] for number in numbers] == [0, 1, 2]
     assert numbers[0] & SEQ_MASK >= 1_700_000_000 * SECOND // 1000
+
+
+@pytest.mark.parametrize("stragglers", [1, 7, 1_500])
+@pytest.mark.parametrize("kind", ["deferred", "in flight"])
+async def test_stragglers_of_an_ephemeral_topic_hold_no_more_than_the_blocks_they_stand_in(
+    start_broker: StartBroker, clock: FakeClock, stragglers: int, kind: str
+) -> None:
+    """Memory is the only place of an ephemeral topic: it must not keep all that came after one old message."""
+    broker = await start_broker(mem_queue_size=100, msg_timeout=3_600 * SECOND, max_msg_timeout=7_200 * SECOND)
+    name = "t#ephemeral"
+    producer, consumer = Client(broker), await consumer_of(broker, 2_500, topic=name)
+    topic = broker.topics[name]
+    if kind == "deferred":
+        producer.send(b"".join(dpub(name, 3_500_000, b"%d" % number) for number in range(stragglers)))
+        await quiet(broker)
+    else:
+        for start in range(0, stragglers, 50):
+            await producer.publish_many(name, bodies(min(50, stragglers - start)))
+            await quiet(broker)
+        # Delivered once more: no longer an ordinary first delivery.
+        for message in consumer.messages:
+            consumer.requeue(message)
+        await quiet(broker)
+    consumer.take()
+    for _ in range(400):
+        await producer.publish_many(name, [bytes(20_000)] * 5)
+        await quiet(broker)
+        for message in consumer.messages:
+            if len(message.body) == 20_000:
+                consumer.finish(message)
+        consumer.take()
+        clock.advance(0.01)
+    topic.trim()
+    for _ in range(200):
+        clock.advance(0.1)
+        topic.trim()
+    assert topic.log.memory_bytes <= 6 << 20, "40 MB were published and finished"
+    channel = topic.channels["c"]
+    assert (len(channel.deferred) if kind == "deferred" else channel.in_flight_count) == stragglers

@@ -22,7 +22,8 @@ import trustme
 from conftest import StartBroker
 
 from flintmq.broker.daemon import Broker
-from flintmq.broker.delivery.topic import SLICED_FROM, Commit, Topic
+from flintmq.broker.delivery.commit import SLICED_FROM, Commit
+from flintmq.broker.delivery.topic import Topic
 from flintmq.broker.http import api as api_module
 from flintmq.broker.http import debug
 from flintmq.broker.http import lane as http_lane

@@ -24,7 +24,7 @@ import flintmq
 from flintmq.broker import backup
 from flintmq.broker.daemon import Broker
 from flintmq.broker.delivery.channel import Channel
-from flintmq.broker.delivery.topic import SLICED_FROM
+from flintmq.broker.delivery.commit import SLICED_FROM
 from flintmq.broker.observe import prometheus
 from flintmq.broker.storage import keys as keys_module
 from flintmq.broker.storage.disk import BACKGROUND, Disk

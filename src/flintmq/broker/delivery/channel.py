@@ -1,15 +1,16 @@
 """Who gets which message: a channel is a cursor on its topic's log.
 
-A Channel owns which messages are waiting, in flight, deferred, put back or leaving, and which sessions may be sent
+A Channel owns which messages are waiting, in flight, deferred, requeued or leaving, and which sessions may be sent
 more. A message is in exactly one of these states, or finished. It reads frames from the log and hands them to sessions;
 how they are stored or sent is not its business. Seqs from ``SIDE`` on are those of messages for this channel alone.
 
     waiting      ranges of seqs, never sent
-    in flight    first delivery: the ring, and one entry per run in a FIFO of deadlines
-                 anything else: a dict, and a heap of deadlines
-    put back     a deque (at once) or a heap by due time (deferred); attempts in a dict
-    leaving      a dict with the attempts: nobody gets them, they are being copied elsewhere (see deadletters); and
+    in flight    see in_flight.py
+    requeued     a deque (at once) or a heap by due time (deferred); attempts in a dict
+    leaving      a dict with the attempts: nobody gets them, they are being copied elsewhere (see dead_letters.py); and
                  ranges of those that expired and are to be copied next
+
+Nothing here takes longer because much is waiting or deferred: it is done in slices, or large containers are replaced.
 """
 
 from __future__ import annotations
@@ -17,11 +18,10 @@ from __future__ import annotations
 import logging
 import random
 from array import array
-from bisect import bisect_left, bisect_right
 from collections import deque
-from collections.abc import Iterable, Iterator
-from heapq import heapify, heappop, heappush, merge
-from itertools import chain, islice
+from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from flintmq.broker.delivery.dead_letters import (
@@ -31,16 +31,20 @@ from flintmq.broker.delivery.dead_letters import (
     RETRY_DELAY,
     TIMED_OUT,
     DeadLetters,
-    Redrive,
 )
+from flintmq.broker.delivery.in_flight import InFlight, Unusual
 from flintmq.broker.delivery.latency import Latency, publish_time
+from flintmq.broker.delivery.redrive import Ended, Redrive
+from flintmq.broker.delivery.seek import Seek
+from flintmq.broker.delivery.slices import discard
+from flintmq.broker.delivery.snapshot import Part, snapshot_parts
 from flintmq.broker.limits import Pace
 from flintmq.broker.settings import ChannelSettings
-from flintmq.broker.storage.disk import pack_numbers
+from flintmq.broker.storage.disk import Clock, pack_numbers
 from flintmq.broker.storage.journal import NEVER, SIDE
 from flintmq.broker.storage.ranges import Ranges
 from flintmq.errors import DamageError, ProtocolError
-from flintmq.kernel import Block, Heap, Ring
+from flintmq.kernel import Block, Heap
 from flintmq.protocol.wire import is_ephemeral
 
 if TYPE_CHECKING:
@@ -58,83 +62,21 @@ RUN_BYTES = 256 << 10
 PUMP_BYTES = 2 << 20
 #: Deadlines of first deliveries are rounded up to this (8.4 ms), so that one entry serves many small runs.
 QUANTUM = 1 << 23
-#: Messages put back that one scan of a channel handles before it hands the loop back.
+#: Messages that one scan of a channel requeues before it hands the loop back.
 EXPIRE_AT_ONCE = 5_000
-#: So many messages that were put back are looked through to learn whether one of them needs a block of the log.
+#: Messages or ranges of them that are dropped before the loop is handed back.
+DROP_AT_ONCE = 3_000
+#: Requeued and deferred messages that are looked through to learn whether one of them needs a block of the log.
 LOOK_THROUGH = 1_000
+#: Requeued messages that are counted one by one.
+COUNT_AT_ONCE = 20_000
+#: What it takes to look at one requeued message, in ns; a deferred one takes about 1.
+LOOK_COST = 50
+#: A block that a message was found to need is asked about again after this time.
+LOOK_AGAIN = 1_000_000_000
 _MOST_ATTEMPTS = 65_535
 #: How near a consumer is to this node: see Session.locality.
 ZONE, REGION, GLOBAL = 0, 1, 2
-
-
-class Runs:
-    """Deadlines of first deliveries with one timeout: runs of seqs in the order they were sent."""
-
-    __slots__ = ("_deadlines", "_firsts", "_head", "_stops", "timeout")
-
-    def __init__(self, timeout: int) -> None:
-        self.timeout = timeout
-        self._firsts: list[int] = []
-        self._stops: list[int] = []
-        self._deadlines: list[int] = []
-        self._head = 0
-
-    def __bool__(self) -> bool:
-        return self._head < len(self._firsts)
-
-    def add(self, first: int, stop: int, deadline: int) -> None:
-        if self and self._stops[-1] == first and self._deadlines[-1] == deadline:
-            self._stops[-1] = stop
-        else:
-            self._firsts.append(first)
-            self._stops.append(stop)
-            self._deadlines.append(deadline)
-
-    @property
-    def deadline(self) -> int:
-        return self._deadlines[self._head]
-
-    def pop(self) -> tuple[int, int]:
-        run = self._firsts[self._head], self._stops[self._head]
-        self._drop()
-        return run
-
-    def _drop(self) -> None:
-        self._head += 1
-        if self._head == len(self._firsts):
-            self._firsts.clear()
-            self._stops.clear()
-            self._deadlines.clear()
-            self._head = 0
-        elif self._head > 512 and self._head * 2 > len(self._firsts):
-            del self._firsts[: self._head], self._stops[: self._head], self._deadlines[: self._head]
-            self._head = 0
-
-    def prune(self, lo: int) -> None:
-        """Forget runs that lie wholly before ``lo``: all of them is finished."""
-        while self._head < len(self._stops) and self._stops[self._head] <= lo:
-            self._drop()
-
-    def find(self, seq: int) -> int:
-        """The deadline of the run that holds ``seq``, 0 if none does."""
-        i = bisect_right(self._firsts, seq, self._head) - 1
-        return self._deadlines[i] if i >= self._head and seq < self._stops[i] else 0
-
-
-class Unusual:
-    """A message in flight that is not an ordinary first delivery."""
-
-    __slots__ = ("attempts", "deadline", "delivered", "owner", "published", "queued")
-
-    def __init__(self, owner: int, attempts: int, delivered: int, deadline: int, published: int) -> None:
-        self.owner = owner
-        self.attempts = attempts
-        self.delivered = delivered
-        self.deadline = deadline
-        #: The deadline under which it stands in the heap; any other entry there is from an earlier delivery.
-        self.queued = deadline
-        #: When it was published; 0 where nobody asks for latencies.
-        self.published = published
 
 
 class Channel:
@@ -152,13 +94,11 @@ class Channel:
         self.waiting = Ranges()
         self.seen = start
         self.side = Ranges()
-        # In flight.
-        self.ring = Ring()
-        self.ring.reset(start)
-        self._runs: dict[int, Runs] = {}
-        self.unusual: dict[int, Unusual] = {}
-        self._deadlines: list[tuple[int, int]] = []
-        # Put back: at once, or when due; and how often those were delivered before.
+        #: The seek that is under way: until it has ended nothing is delivered.
+        self.seeking: Seek | None = None
+        self.in_flight = InFlight(start)
+        self.ring = self.in_flight.ring
+        # Requeued: at once, or when due; and how often those were delivered before.
         self.requeued: deque[int] = deque()
         self.deferred = Heap()
         self.attempts: dict[int, int] = {}
@@ -167,11 +107,11 @@ class Channel:
         self.expired = Ranges()
         self.dead_letters: DeadLetters | None = None
         #: What brings dead letters back to here, or did last.
-        self.redrive: Redrive | None = None
+        self.redrive: Redrive | Ended | None = None
         # Consumers; those in ``_ready`` may be able to take more.
         self.sessions: dict[int, Session] = {}
         self._ready: deque[Session] = deque()
-        self._put_back_next = False
+        self._requeued_next = False
         #: Where FINs that came in one turn meet; only the broker assigns.
         self.lane: FinishLane | None = None
         #: How fast it may deliver; None: as fast as it can.
@@ -189,9 +129,10 @@ class Channel:
         self.latency: Latency | None = None
         if self.broker.options.e2e_processing_latency_percentiles:
             self.latency = Latency(self.broker.options.e2e_processing_latency_window_time)
-        # For the journal: rows of what was put back since it last asked.
+        # For the journal: rows of what was requeued since it last asked.
         self._back = array("q")
         self._noted = False
+        self._looks = _Looks(self.broker.clock)
         #: The deadline at which the scan will look here; only it assigns.
         self.scheduled = NEVER << 8
 
@@ -209,31 +150,35 @@ class Channel:
     @property
     def backend_depth(self) -> int:
         """The part of the depth that is not in memory."""
+        if self.ephemeral or self.topic.ephemeral:
+            return 0
         memory = self.topic.log.blocks[0].base if self.topic.log.blocks else self.topic.log.end
-        count = self.side.total
-        for first, stop in self.waiting:
-            if first >= memory:
-                break
-            count += min(stop, memory) - first
+        count = self.side.total + self.waiting.count_before(memory)
         if self.seen < self.topic.pumped:
             count += max(0, min(memory, self.topic.pumped) - self.seen)
         return count
 
     @property
     def in_flight_count(self) -> int:
-        return self.ring.count + len(self.unusual)
+        return self.in_flight.count
+
+    @property
+    def unusual(self) -> dict[int, Unusual]:
+        """Messages in flight that are not ordinary first deliveries."""
+        return self.in_flight.unusual
+
+    @property
+    def sought(self) -> int | None:
+        """Where a channel that was just made will begin, while it looks for that place."""
+        return self.seeking.start if self.seeking is not None and self.seeking.noted else None
 
     def owner(self, seq: int) -> int:
         """Which session holds the message; 0 if none does. It may be gone, and its message in flight all the same."""
-        message = self.unusual.get(seq)
-        return message.owner if message is not None else self.ring.owner(seq)
+        return self.in_flight.owner(seq)
 
     def deadline(self, seq: int) -> int:
         """Until when the owner of a message in flight may keep it."""
-        message = self.unusual.get(seq)
-        if message is not None:
-            return message.deadline
-        return next((found for runs in self._runs.values() if (found := runs.find(seq))), 0)
+        return self.in_flight.deadline(seq)
 
     def is_ready(self, seq: int) -> bool:
         """Would it be delivered next, or soon, to whoever can take it?"""
@@ -244,24 +189,38 @@ class Channel:
 
     def catch_up(self, seq: int) -> None:
         """Everything up to ``seq`` that the topic pumped is waiting here."""
-        if self.seen < seq:
+        if self.seen < seq and self.seeking is None:
             self.waiting.add(self.seen, seq)
             self._handed += seq - self.seen
             self.seen = seq
 
-    def hand_deferred(self, seq: int, due: int) -> None:
-        """The topic pumps a deferred message: it is not waiting, it waits for its time."""
-        self.catch_up(seq)
-        self._handed += 1
-        self.seen = seq + 1
-        if due <= self.broker.clock.now():
-            self.requeued.append(seq)
-        else:
-            self.deferred.push(due, seq)
-            self._watch(due)
+    def hand_deferred(self, messages: list[tuple[int, int]]) -> None:
+        """The topic pumps deferred messages, (seq, due): they are not waiting, they wait for their time."""
+        if self.seeking is not None:
+            self.seeking.postpone(partial(self.hand_deferred, messages))
+            return
+        now, waiting, seen = self.broker.clock.now(), self.waiting, self.seen
+        dues, seqs = array("q"), array("q")
+        for seq, due in messages:
+            if seen < seq:
+                waiting.add(seen, seq)
+            seen = seq + 1
+            if due <= now:
+                self.requeued.append(seq)
+            else:
+                dues.append(due)
+                seqs.append(seq)
+        self._handed += seen - self.seen
+        self.seen = seen
+        if dues:
+            self.deferred.extend(dues, seqs)
+            self._watch(min(dues))
 
     def skip(self, first: int, stop: int) -> None:
         """The topic's backlog was emptied before it was pumped: these were never handed over."""
+        if self.seeking is not None:
+            self.seeking.postpone(partial(self.skip, first, stop))
+            return
         self.catch_up(first)
         self.seen = stop
 
@@ -272,22 +231,25 @@ class Channel:
         if excess <= 0 or (self._ready and not self.paused):
             return
         self.dropped_count += excess
-        for first, stop in reversed(list(self.waiting)):
-            if excess <= 0:
-                break
-            n = min(excess, stop - first)
-            self.waiting.remove(stop - n, stop)
+        waiting = self.waiting
+        while excess > 0 and waiting:
+            n = min(excess, waiting.stop - waiting.last)
+            waiting.remove(waiting.stop - n, waiting.stop)
             excess -= n
         while excess > 0 and self.requeued:
             self.attempts.pop(self.requeued.pop(), None)
             excess -= 1
 
-    def drop_oldest(self, most: int, before: int) -> int:
-        """Drop up to ``most`` of those before this seq that wait or were put back, the oldest first; how many."""
+    def drop_oldest(self, most: int, before: int) -> tuple[int, bool]:
+        """Drop up to ``most`` waiting or requeued messages before this seq, the oldest first.
+
+        Return how many, and whether that is all: otherwise call again in another loop turn.
+        """
         self.catch_up(self.topic.pumped)
         waiting, requeued = self.waiting, self.requeued
-        left = most
-        while left > 0:
+        left, steps = most, DROP_AT_ONCE
+        while left > 0 and steps > 0:
+            steps -= 1
             oldest = min(waiting.first, before) if waiting else before
             if requeued and requeued[0] < oldest:
                 self._drop_requeued()
@@ -300,14 +262,15 @@ class Channel:
             else:
                 break
         # Not in the order of their age: others may stand behind one that stays.
-        for _ in range(len(requeued) if left > 0 else 0):
+        for _ in range(min(len(requeued), steps) if left > 0 else 0):
+            steps -= 1
             if left > 0 and requeued[0] < before:
                 self._drop_requeued()
                 left -= 1
             else:
                 requeued.rotate(-1)
         self.dropped_count += most - left
-        return most - left
+        return most - left, steps > 0
 
     def _drop_requeued(self) -> None:
         seq = self.requeued.popleft()
@@ -321,7 +284,7 @@ class Channel:
         session.take_timeout(self.settings.msg_timeout)
 
     def remove(self, session: Session) -> None:
-        """The session is gone. What it holds stays in flight until its deadline, as in NSQ, or is put back now."""
+        """The session is gone. What it holds stays in flight until its deadline, as in NSQ, or is requeued now."""
         if self.sessions.pop(session.ident, None) is None:
             return
         if session.listed:
@@ -348,7 +311,7 @@ class Channel:
     def pump(self) -> None:
         """Send what is waiting to the sessions that can take it, in turns."""
         ready = self._ready
-        if not ready or self.paused or self.exiting:
+        if not ready or self.paused or self.exiting or self.seeking is not None:
             return
         if self.seen < self.topic.pumped:
             self.catch_up(self.topic.pumped)
@@ -402,7 +365,7 @@ class Channel:
     def _send(self, session: Session, limit: int) -> int:
         """Send up to ``limit`` messages; the bytes sent, or -1 if everything must be read from the disk first."""
         sent = -1
-        if self.requeued and (self._put_back_next or not self.waiting):
+        if self.requeued and (self._requeued_next or not self.waiting):
             sent = self._send_singly(session, self.requeued, max(1, limit // 2) if self.waiting else limit)
         if sent < 0 and self.side:
             sent = self._send_side(session, limit)
@@ -410,8 +373,8 @@ class Channel:
             sent = self._send_run(session, limit)
         if sent < 0 and self.requeued:
             sent = self._send_singly(session, self.requeued, limit)
-        # Neither may starve the other: a message that is put back for ever, or a stream of new ones.
-        self._put_back_next = not self._put_back_next
+        # Neither may starve the other: a message that is requeued for ever, or a stream of new ones.
+        self._requeued_next = not self._requeued_next
         return sent
 
     def _send_run(self, session: Session, limit: int) -> int:
@@ -447,10 +410,7 @@ class Channel:
             self.latency.sent(block, first, first + count, ring.lo)
         timeout = session.deliver_timeout
         deadline = (self.broker.clock.now() + timeout + QUANTUM - 1) & -QUANTUM
-        runs = self._runs.get(timeout)
-        if runs is None:
-            runs = self._runs[timeout] = Runs(timeout)
-        runs.add(first, first + count, deadline)
+        self.in_flight.sent(first, first + count, timeout, deadline)
         if deadline < self.scheduled:
             self._watch(deadline)
         session.in_flight += count
@@ -528,8 +488,7 @@ class Channel:
         now = self.broker.clock.now()
         deadline = now + session.deliver_timeout
         published = publish_time(frame) if self.latency is not None else 0
-        message = self.unusual[seq] = Unusual(session.ident, attempts, now, deadline, published)
-        self._queue(seq, message)
+        self.in_flight.hold(seq, Unusual(session.ident, attempts, now, deadline, published))
         self._watch(deadline)
         session.in_flight += 1
         session.message_count += 1
@@ -543,27 +502,7 @@ class Channel:
             self._make_unusual(seq)
 
     def _make_unusual(self, seq: int) -> Unusual:
-        owner = self.ring.owner(seq)
-        deadline = delivered = 0
-        for runs in self._runs.values():
-            deadline = runs.find(seq)
-            if deadline:
-                delivered = deadline - runs.timeout
-                break
-        self.ring.release(seq)
-        published = self.latency.published(seq) if self.latency is not None else 0
-        message = self.unusual[seq] = Unusual(owner, 1, delivered, deadline, published)
-        self._queue(seq, message)
-        return message
-
-    def _queue(self, seq: int, message: Unusual) -> None:
-        """Its entry in the heap of deadlines."""
-        message.queued = message.deadline
-        heappush(self._deadlines, (message.deadline, seq))
-        if len(self._deadlines) > 2 * len(self.unusual) + 1_000:
-            # Messages that are put back and delivered again at once leave their old entries behind.
-            self._deadlines = [(other.queued, number) for number, other in self.unusual.items()]
-            heapify(self._deadlines)
+        return self.in_flight.make_unusual(seq, self.latency.published(seq) if self.latency is not None else 0)
 
     def _lose(self, damage: DamageError) -> None:
         logger.error("CHANNEL(%s): messages %d to %d are lost - %s", self.name, damage.first, damage.stop - 1, damage)
@@ -603,9 +542,7 @@ class Channel:
     def _finished_run(self, session: Session, count: int) -> None:
         session.in_flight -= count
         session.finish_count += count
-        lo = self.ring.lo
-        for runs in self._runs.values():
-            runs.prune(lo)
+        self.in_flight.prune()
         if self.latency is not None:
             self.latency.finished(self.ring.take_done(), self.broker.clock.wall(), self.broker.clock.now())
         if not self._noted:
@@ -614,7 +551,7 @@ class Channel:
             self.wake(session)
 
     def _note(self) -> None:
-        """Something was finished or put back: the journal asks for it soon."""
+        """Something was finished or requeued: the journal asks for it soon."""
         self._noted = True
         self.broker.journal.touch(self)
         self.broker.soon(self)
@@ -636,11 +573,11 @@ class Channel:
         self.requeue_count += 1
         session.requeue_count += 1
         if not self._gave_up(seq, attempts, REQUEUED):
-            self._put_back(seq, attempts, self.broker.clock.now() + delay if delay > 0 else 0)
+            self._requeue(seq, attempts, self.broker.clock.now() + delay if delay > 0 else 0)
         self.wake(session)
 
     def _give_back(self, session: Session) -> None:
-        """All that a session holds is put back as if it had requeued it: the attempt counts, and there is no delay."""
+        """Requeue all that a session holds, as if it had asked for it: the attempt counts, and there is no delay."""
         if self.exiting:
             return
         ring = self.ring
@@ -651,7 +588,7 @@ class Channel:
             self.requeue_count += 1
             session.requeue_count += 1
             if not self._gave_up(seq, attempts, REQUEUED):
-                self._put_back(seq, attempts, 0)
+                self._requeue(seq, attempts, 0)
         self.broker.pump_later(self)
 
     def touch(self, session: Session, seq: int) -> None:
@@ -660,7 +597,7 @@ class Channel:
         # Only the deadline moves: the heap's entry is pushed on when it comes up.
         message.deadline = min(self.broker.clock.now() + session.msg_timeout, longest)
         if message.deadline < message.queued:
-            self._queue(seq, message)
+            self.in_flight.queue(seq, message)
         self._watch(message.deadline)
 
     def _owned(self, session: Session, seq: int, verb: str) -> Unusual | None:
@@ -675,19 +612,9 @@ class Channel:
 
     def _take(self, session: Session, seq: int, verb: str) -> int:
         """It is no longer in flight; how often it was delivered."""
-        message = self._owned(session, seq, verb)
+        self._owned(session, seq, verb)
         session.in_flight -= 1
-        if message is not None:
-            del self.unusual[seq]
-            return message.attempts
-        self._release(seq)
-        return 1
-
-    def _release(self, seq: int) -> None:
-        """A first delivery is no longer in flight."""
-        self.ring.release(seq)
-        for runs in self._runs.values():
-            runs.prune(self.ring.lo)
+        return self.in_flight.take(seq)
 
     def _let_go(self, owner: int) -> None:
         """A session has lost one that it held."""
@@ -703,7 +630,7 @@ class Channel:
             self.latency.done += self.ring.take_done()
         self._note()
 
-    def _put_back(self, seq: int, attempts: int, due: int) -> None:
+    def _requeue(self, seq: int, attempts: int, due: int) -> None:
         self.attempts[seq] = attempts
         wall = 0
         if due:
@@ -723,39 +650,16 @@ class Channel:
 
     def next_deadline(self) -> int:
         """When the scan has to look here again; very late if never."""
-        deadline = NEVER << 8
-        for runs in self._runs.values():
-            if runs and runs.deadline < deadline:
-                deadline = runs.deadline
-        if self._deadlines and self._deadlines[0][0] < deadline:
-            deadline = self._deadlines[0][0]
+        deadline = self.in_flight.next_deadline()
         if len(self.deferred) and self.deferred.first_due() < deadline:
             deadline = self.deferred.first_due()
         return deadline
 
     def expire(self, now: int) -> bool:
-        """Put back what timed out and what is due; was there anything?"""
+        """Requeue what timed out and what is due; was there anything?"""
         left = EXPIRE_AT_ONCE
-        for runs in list(self._runs.values()):
-            while left > 0 and runs and runs.deadline <= now:
-                first, stop = runs.pop()
-                for seq, owner in self.ring.held(first, stop):
-                    self.ring.release(seq)
-                    self._timed_out(seq, owner, 1)
-                    left -= 1
-            if not runs and len(self._runs) > 4:
-                # A client may ask for any timeout: do not keep a FIFO for each ever seen.
-                del self._runs[runs.timeout]
-        while left > 0 and self._deadlines and self._deadlines[0][0] <= now:
-            queued, seq = heappop(self._deadlines)
-            message = self.unusual.get(seq)
-            if message is None or message.queued != queued:
-                continue
-            if message.deadline > now:
-                self._queue(seq, message)
-                continue
-            del self.unusual[seq]
-            self._timed_out(seq, message.owner, message.attempts)
+        for seq, owner, attempts in self.in_flight.time_out(now, left):
+            self._timed_out(seq, owner, attempts)
             left -= 1
         while left > 0 and len(self.deferred) and self.deferred.first_due() <= now:
             self.requeued.append(self.deferred.pop())
@@ -771,7 +675,7 @@ class Channel:
         self.timeout_count += 1
         self._let_go(owner)
         if not self._gave_up(seq, attempts, TIMED_OUT):
-            self._put_back(seq, attempts, 0)
+            self._requeue(seq, attempts, 0)
 
     # --- Leaving ---------------------------------------------------------------------------------------------------
 
@@ -782,7 +686,7 @@ class Channel:
             return False
         if len(self.leaving) >= LONGEST_QUEUE:
             # Copies are not made as fast as consumers give up.
-            self._put_back(seq, attempts, self.broker.clock.now() + RETRY_DELAY)
+            self._requeue(seq, attempts, self.broker.clock.now() + RETRY_DELAY)
             return True
         self.leaving[seq] = attempts
         # Known to the journal before it is finished: a crash in between brings it back with its count.
@@ -792,26 +696,34 @@ class Channel:
         return True
 
     def expire_before(self, stop: int) -> None:
-        """What waits before this seq was published too early; what was deferred may be good for some time yet."""
+        """Drop what waits before this seq: it was published too early. What was deferred may be good for some time yet.
+
+        Very many are dropped in slices, the oldest first.
+        """
         self.catch_up(self.topic.pumped)
         if not self.waiting or self.waiting.first >= stop:
             return
         start = self.waiting.first
-        for seq in self.topic.expiry.still_good(start, stop):
-            if self.waiting.remove(seq, seq + 1):
+        good, end = self.topic.expiry.still_good(start, stop, DROP_AT_ONCE)
+        end = min(end, self.waiting.place(DROP_AT_ONCE))
+        for seq in good:
+            if seq < end and self.waiting.remove(seq, seq + 1):
                 # From there it is sent by itself.
                 self.requeued.append(seq)
-        gone = self.waiting.within([(start, stop)])
-        self.waiting.remove(start, stop)
-        self.expired_count += gone.total
         to_dead_letters = self.topic.settings.ttl_action == "dead-letter"
-        for first, after in gone:
+        while self.waiting and self.waiting.first < end:
+            first = self.waiting.first
+            after = min(self.waiting.first_stop, end)
+            self.waiting.take(after - first)
+            self.expired_count += after - first
             if to_dead_letters:
                 self.expired.add(first, after)
             else:
                 self._finished(first, after)
         if self.expired:
             self._leave_soon()
+        if end < stop and not self.exiting:
+            self.broker.later(self.expire_before, stop)
 
     def _expire_single(self, seq: int, attempts: int) -> None:
         self.expired_count += 1
@@ -839,16 +751,21 @@ class Channel:
         return seqs
 
     def take_out(self, seqs: Iterable[int]) -> list[int]:
-        """Those of ``seqs`` that wait or were put back at once; from now on they are leaving."""
+        """Those of ``seqs`` that wait or are requeued now; from now on they are leaving."""
         self.catch_up(self.topic.pumped)
         wanted = set(seqs)
         taken = [seq for seq in sorted(wanted) if self.waiting.remove(seq, seq + 1)]
-        put_back = wanted.intersection(self.requeued)
-        if put_back:
-            others = [seq for seq in self.requeued if seq not in put_back]
-            self.requeued.clear()
-            self.requeued.extend(others)
-            taken += sorted(put_back)
+        wanted.difference_update(taken)
+        requeued = self.requeued
+        # Whoever asks goes through them from the front.
+        while wanted and requeued and requeued[0] in wanted:
+            seq = requeued.popleft()
+            wanted.remove(seq)
+            taken.append(seq)
+        found = wanted.intersection(requeued) if wanted else ()
+        if found:
+            self.requeued = deque(seq for seq in requeued if seq not in found)
+            taken += sorted(found)
         for seq in taken:
             self.leaving[seq] = self.attempts.pop(seq, 0)
         return taken
@@ -863,12 +780,20 @@ class Channel:
         return count
 
     def stay(self, seqs: Iterable[int], delay: int) -> None:
-        """These cannot leave: they are put back, for later if there is a ``delay``."""
+        """These cannot leave: they are requeued, for later if there is a ``delay``."""
         due = self.broker.clock.now() + delay if delay else 0
         for seq in seqs:
             attempts = self.leaving.pop(seq, None)
             if attempts is not None:
-                self._put_back(seq, attempts, due)
+                self._requeue(seq, attempts, due)
+
+    def begin_redrive(self, source: Channel, most: int, rate: int, *, moved: int = 0, stop: int = NEVER) -> None:
+        """Bring back what died here and is in the channel ``source`` of the dead-letter topic now: see ``Redrive``."""
+        self.redrive = Redrive(self, source, most, rate, moved=moved, stop=stop)
+
+    def redrive_ended(self, ended: Ended | None) -> None:
+        """Remember how the last redrive ended."""
+        self.redrive = ended
 
     def receive(self, places: Iterable[int]) -> None:
         """Messages of the side log came for this channel alone. Their seqs ascend, also from call to call."""
@@ -902,6 +827,7 @@ class Channel:
 
     def empty(self) -> None:
         """Drop everything: waiting, in flight, deferred. Consumers stay."""
+        self._end_seek()
         self.catch_up(self.topic.pumped)
         self.broker.journal.note("empty", self.id, self.seen, self.topic.side_end)
         self.side.clear()
@@ -913,41 +839,56 @@ class Channel:
 
     def _drop_all(self) -> None:
         """Forget everything of the log. The journal was told."""
+        spent = [*self.in_flight.reset(self.seen), self.requeued, self.attempts, self.leaving]
         self.waiting.clear()
-        self.ring.reset(self.seen)
-        self._runs.clear()
-        self.unusual.clear()
-        self._deadlines.clear()
-        self.requeued.clear()
+        self.requeued = deque()
         self.deferred.clear()
-        self.attempts.clear()
-        self.leaving.clear()
+        self.attempts = {}
+        self.leaving = {}
         self.expired.clear()
-        del self._back[:]
+        self._back = array("q")
+        discard(self.broker.later, spent)
         for session in self.sessions.values():
             session.in_flight = 0
             self.wake(session)
 
-    def seek(self, start: int) -> None:
+    def seek(self, start: int, then: Callable[[], None] = lambda: None, *, noted: bool = False) -> None:
         """Deliver everything of the log from ``start`` on, for the first time or again, and nothing before it.
 
         What is in flight is taken from its consumers, as by ``empty``, and that is what this is if ``start`` lies
         behind all that the topic has handed on. Otherwise messages for this channel alone stay, and if it goes back
         to the very beginning also older ones, of which only a copy is left. Those of them that are leaving go on.
+
+        Where very many are deferred it takes some loop turns; ``then`` is called when it has ended, also if another
+        one took its place.
         """
+        self._end_seek()
         self.catch_up(self.topic.pumped)
         if start >= self.seen:
             self.empty()
+            then()
             return
+        self.seeking = Seek(self, start, then, noted=noted)
+        self.seeking.run()
+
+    def _end_seek(self) -> None:
+        """Give up a seek that is under way."""
+        seek, self.seeking = self.seeking, None
+        if seek is not None:
+            seek.end()
+
+    def take_over(self, seek: Seek) -> None:
+        """A seek knows what is waiting and deferred from its start on: that, and little else, is what there is now."""
+        self.seeking = None
         self.topic.mover.look_back()
-        earliest = start <= self.topic.log.first
+        earliest = seek.start <= self.topic.log.first
         below = self.topic.mover.below if earliest else 0
-        kept = [single for single in self._put_back_state() if single[0] >= SIDE or earliest]
+        kept = [single for single in self._singles_state() if single[0] >= SIDE or earliest]
         leaving = {seq: attempts for seq, attempts in self.leaving.items() if seq < below or seq >= SIDE}
         copies = array("q", sorted(seq for seq in chain((seq for seq, _, _ in kept), leaving) if seq < SIDE))
-        self.broker.journal.note("seek", self.id, start, pack_numbers(copies))
+        self.broker.journal.note("seek", self.id, seek.start, pack_numbers(copies))
         self._drop_all()
-        self._wait_for(start, self.seen)
+        self.waiting, self.deferred = seek.waiting, seek.deferred
         self.leaving = leaving
         for seq, attempts in leaving.items():
             self._back.extend((seq, attempts, 0, 0))
@@ -957,36 +898,26 @@ class Channel:
             if attempts < 0:
                 self.requeued.append(seq)
             else:
-                self._put_back(seq, attempts, due)
+                self._requeue(seq, attempts, due)
         self.broker.journal.flush()
         self.broker.soon(self)
         self._watch(self.next_deadline())
-        self.pump()
 
-    def _put_back_state(self) -> list[tuple[int, int, int]]:
+    def _singles_state(self) -> list[tuple[int, int, int]]:
         """(seq, attempts, when due) of messages that are not waiting and cannot be read from the log.
 
         Attempts are -1 for one that brings its own count. A deferred one never does: the journal knows its time.
         """
         below = self.topic.mover.below
-        found = [(seq, message.attempts, 0) for seq, message in self.unusual.items()]
-        found += [(seq, 1, 0) for seq, _ in self.ring.held(self.ring.lo, max(self.ring.lo, below))]
-        found += [(seq, self.attempts.get(seq, -1), 0) for seq in self.requeued]
-        found += [(seq, self.attempts.get(seq, 0), due) for due, seq in self.deferred.items()]
-        return [single for single in found if single[0] < below or single[0] >= SIDE]
-
-    def _wait_for(self, start: int, stop: int) -> None:
-        """The messages ``start`` … ``stop - 1`` that are in the log are waiting, or wait for their time."""
-        log = self.topic.log
-        now = self.broker.clock.now()
-        later = deque((seq, due) for seq, due in log.deferrals(NEVER) if start <= seq < stop and due > now)
-        for first, last in Ranges(log.spans()).within([(start, stop)]):
-            while later and later[0][0] < last:
-                seq, due = later.popleft()
-                self.deferred.push(due, seq)
-                self.waiting.add(first, seq)
-                first = seq + 1
-            self.waiting.add(first, last)
+        if not below and self.topic.side is None:
+            return []
+        found = [(seq, 1, 0) for seq, _ in self.ring.held(self.ring.lo, max(self.ring.lo, below))]
+        for first, stop in ((0, below), (SIDE, NEVER)):
+            these = range(first, stop)
+            found += [(seq, self.unusual[seq].attempts, 0) for seq in filter(these.__contains__, self.unusual)]
+            found += [(seq, self.attempts.get(seq, -1), 0) for seq in filter(these.__contains__, self.requeued)]
+            found += [(seq, self.attempts.get(seq, 0), due) for due, seq in self.deferred.between(first, stop)]
+        return found
 
     # One message, whatever its state. Who asks is no consumer: nobody has to hold it.
 
@@ -1007,7 +938,7 @@ class Channel:
         if attempts is None:
             return False
         self.requeue_count += in_flight
-        self._put_back(seq, attempts, self.broker.clock.now() + delay if delay > 0 else 0)
+        self._requeue(seq, attempts, self.broker.clock.now() + delay if delay > 0 else 0)
         self.pump()
         return True
 
@@ -1018,11 +949,8 @@ class Channel:
         """
         owner = self.owner(seq)
         if owner:
-            message = self.unusual.pop(seq, None)
-            if message is None:
-                self._release(seq)
             self._let_go(owner)
-            return 1 if message is None else message.attempts
+            return self.in_flight.take(seq)
         self.catch_up(self.topic.pumped)
         unsent, before = (self.waiting, 0) if seq < SIDE else (self.side, -1)
         if unsent.remove(seq, seq + 1):
@@ -1067,71 +995,32 @@ class Channel:
             self._back.extend((seq, message.attempts, 0, 0))
         self.broker.journal.touch(self)
 
-    def _put_back_seqs(self) -> Iterator[int]:
-        return chain(self.requeued, self.unusual, self.leaving, (seq for _, seq in self.deferred.items()))
-
-    def snapshot(self) -> tuple[bytes, bytes]:
-        """What is outstanding, as pairs, and what of it was delivered before, as rows: see ``ChannelState``."""
-        # Plain numbers: a million deferred messages as pairs would take more memory than all else.
-        singles = sorted(chain((seq for seq, _ in self.ring.held(self.ring.lo, self.ring.hi)), self._put_back_seqs()))
-        own = bisect_left(singles, SIDE)
-        pairs = array("q")
-
-        def add(first: int, stop: int) -> None:
-            if pairs and pairs[-1] == first:
-                pairs[-1] = stop
-            elif first < stop:
-                pairs.extend((first, stop))
-
-        for first, stop in merge(self.waiting, self.expired, ((seq, seq + 1) for seq in islice(singles, own))):
-            add(first, stop)
-        add(self.seen, SIDE)
-        for first, stop in merge(self.side, ((seq, seq + 1) for seq in islice(singles, own, None))):
-            add(first, stop)
-        add(self.topic.side_end, NEVER)
-        rows = array("q")
-        now, wall = self.broker.clock.now(), self.broker.clock.wall()
-        for seq in self.requeued:
-            # Also of one that was never delivered: its publisher may have wished it later than it is to come now.
-            if seq in self.attempts:
-                rows.extend((seq, self.attempts[seq], 0, 0))
-        for due, seq in self.deferred.items():
-            # A deferred publish is known from the log; one that was put back is known here alone.
-            if seq in self.attempts:
-                rows.extend((seq, self.attempts[seq], due, wall + due - now))
-        for seq, message in self.unusual.items():
-            rows.extend((seq, message.attempts - 1, 0, 0))
-        for seq, attempts in self.leaving.items():
-            if attempts:
-                rows.extend((seq, attempts, 0, 0))
-        return pairs.tobytes(), rows.tobytes()
+    def snapshot_parts(self) -> Iterator[Part]:
+        """What is outstanding, as pairs, and what of it was delivered before, as rows: see ``snapshot_parts``."""
+        return snapshot_parts(self)
 
     def restore(
         self, outstanding: Ranges, back: dict[int, tuple[int, int, int]], deferrals: Iterable[tuple[int, int]]
     ) -> None:
         """Take up what the journal and the log know. ``outstanding`` holds only seqs that exist."""
+        outstanding = self._restore_deferred(outstanding, back, deferrals)
         now = self.broker.clock.now()
         # Taken out together: there may be a million of them, in nearly as many ranges.
         taken = Ranges()
-        for seq, due in deferrals:
-            if due > now and seq in outstanding and seq not in back:
-                if taken and seq < taken.stop:
-                    outstanding, taken = outstanding.without(taken), Ranges()
-                    if seq not in outstanding:
-                        continue
-                taken.add(seq, seq + 1)
-                self.deferred.push(due, seq)
-        outstanding, taken = outstanding.without(taken), Ranges()
+        dues, seqs = array("q"), array("q")
         for seq in sorted(back):
             attempts, due, _ = back[seq]
             if seq in outstanding:
                 taken.add(seq, seq + 1)
                 self.attempts[seq] = attempts
                 if due > now:
-                    self.deferred.push(due, seq)
+                    dues.append(due)
+                    seqs.append(seq)
                 else:
                     self.requeued.append(seq)
-        outstanding = outstanding.without(taken)
+        self.deferred.extend(dues, seqs)
+        if taken:
+            outstanding = outstanding.without(taken)
         for first, stop in outstanding:
             if first < self.topic.mover.below:
                 # Only a copy is left of these, and copies are read one by one.
@@ -1141,10 +1030,48 @@ class Channel:
         self._handed = 0
         self._watch(self.next_deadline())
 
+    def _restore_deferred(
+        self, outstanding: Ranges, back: dict[int, tuple[int, int, int]], deferrals: Iterable[tuple[int, int]]
+    ) -> Ranges:
+        """Defer those that are not due yet; what of ``outstanding`` is left."""
+        now = self.broker.clock.now()
+        dues, seqs = array("q"), array("q")
+        left = Ranges()
+        spans = iter(outstanding)
+        first, stop = next(spans, (NEVER, NEVER))
+        before = -1
+        again: list[tuple[int, int]] = []
+        for seq, due in deferrals:
+            if due <= now or (back and seq in back):
+                continue
+            if seq <= before:
+                # Said twice: a file that was copied after a crash, and the copy.
+                again.append((seq, due))
+                continue
+            before = seq
+            while stop <= seq:
+                left.add(first, stop)
+                first, stop = next(spans, (NEVER, NEVER))
+            if seq >= first:
+                if first < seq:
+                    left.add(first, seq)
+                first = seq + 1
+                dues.append(due)
+                seqs.append(seq)
+        if first < NEVER:
+            left.add(first, stop)
+        for first, stop in spans:
+            left.add(first, stop)
+        self.deferred.extend(dues, seqs)
+        missed = sorted((seq, due) for seq, due in again if seq in left)
+        return self._restore_deferred(left, back, missed) if missed else left
+
     @property
     def first_unsent(self) -> int:
         """The lowest seq of the log that was never sent here."""
         first = self.waiting.first if self.waiting else self.seen
+        if self.seeking is not None:
+            first = min(first, self.seeking.start)
         return min(first, self.expired.first) if self.expired else first
 
     def first_single(self, start: int) -> int:
@@ -1155,8 +1082,11 @@ class Channel:
                 lowest = self.ring.lo
             else:
                 lowest = min((seq for seq, _ in self.ring.held(start, self.ring.hi)), default=NEVER)
-        singles = chain(self.requeued, self.unusual, self.leaving)
-        lowest = min((seq for seq in singles if start <= seq < lowest), default=lowest)
+        for singles in (self.requeued, self.unusual, self.leaving):
+            found = min(singles, default=NEVER)
+            if found < start:
+                found = min(filter(start.__le__, singles), default=NEVER)
+            lowest = min(lowest, found)
         deferred = self.deferred.first_seq(start)
         return lowest if deferred < 0 else min(lowest, deferred)
 
@@ -1164,15 +1094,21 @@ class Channel:
         """The lowest seq of the log that this channel may still send. Old messages may have a copy elsewhere."""
         return min(self.first_unsent, self.first_single(self.topic.mover.below))
 
+    def _requeued_between(self, first: int, stop: int) -> Iterator[int]:
+        """Yield the seqs in this range that are requeued, in flight for another time, or leaving."""
+        return filter(range(first, stop).__contains__, chain(self.requeued, self.unusual, self.leaving))
+
     def count_singles(self, first: int, stop: int) -> int:
-        """How many messages of these seqs are in flight, put back, deferred or leaving, at most."""
-        put_back = sum(first <= seq < stop for seq in chain(self.requeued, self.unusual, self.leaving))
-        return put_back + self.deferred.count_between(first, stop) + min(self.ring.count, stop - first)
+        """How many messages of these seqs are in flight, requeued, deferred or leaving, at most."""
+        requeued = len(self.requeued) + len(self.unusual) + len(self.leaving)
+        if requeued <= COUNT_AT_ONCE:
+            requeued = sum(1 for _ in self._requeued_between(first, stop))
+        return requeued + self.deferred.count_between(first, stop) + min(self.ring.count, stop - first)
 
     def singles(self, first: int, stop: int) -> Iterator[int]:
         """These messages."""
         yield from (seq for seq, _ in self.ring.held(first, stop))
-        yield from (seq for seq in chain(self.requeued, self.unusual, self.leaving) if first <= seq < stop)
+        yield from self._requeued_between(first, stop)
         yield from (seq for _, seq in self.deferred.between(first, stop))
 
     def note_due(self, first: int, stop: int) -> None:
@@ -1190,8 +1126,41 @@ class Channel:
             return True
         if self.ring.count and self.ring.lo < stop and self.ring.hi > first and self.ring.held(first, stop):
             return True
-        count = len(self.requeued) + len(self.unusual) + len(self.leaving) + len(self.deferred)
-        if count > LOOK_THROUGH and not (self.ephemeral or self.topic.ephemeral):
-            # Perhaps not; but a wrong yes costs no more than memory up to its limit, and this is asked all the time.
+        count = len(self.requeued) + len(self.unusual) + len(self.leaving)
+        if count + len(self.deferred) > LOOK_THROUGH:
+            if not (self.ephemeral or self.topic.ephemeral):
+                # Perhaps not; but a wrong yes costs no more than memory up to its limit, and this is asked often.
+                return True
+            # Memory is all there is, and nothing else limits it: look, but seldom enough to have time for other things.
+            return self._looks.find(first, LOOK_COST * count + len(self.deferred), partial(self._has, first, stop))
+        return self._has(first, stop)
+
+    def _has(self, first: int, stop: int) -> bool:
+        found = next(self._requeued_between(first, stop), None) is not None
+        return found or self.deferred.count_between(first, stop) > 0
+
+
+class _Looks:
+    """How often many messages are looked through to learn whether one of them needs a block.
+
+    Looking takes at most a tenth of the time. A block that is needed is asked about again after a second; until it was
+    looked at, a block counts as needed.
+    """
+
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
+        self._next = 0
+        self._known: dict[int, int] = {}
+
+    def find(self, block: int, cost: int, look: Callable[[], bool]) -> bool:
+        """Return whether the block is needed; ``cost`` is the time that a look takes, in ns."""
+        now = self._clock.now()
+        if now < self._next or now < self._known.get(block, 0):
             return True
-        return any(first <= seq < stop for seq in self._put_back_seqs())
+        self._next = now + 9 * cost
+        needed = look()
+        if len(self._known) > LOOK_THROUGH:
+            self._known = {base: until for base, until in self._known.items() if until > now}
+        if needed:
+            self._known[block] = now + LOOK_AGAIN
+        return needed

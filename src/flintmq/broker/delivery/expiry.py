@@ -48,14 +48,24 @@ class Expiry:
         seqs = range(first, min(stop, block.base + block.count))
         return first + bisect_right(seqs, cutoff, key=lambda seq: timestamp_of(block.view, block.find(seq)))
 
-    def still_good(self, first: int, stop: int) -> list[int]:
-        """Of these seqs, which were all published too early: those that were deferred and became due later."""
+    def still_good(self, first: int, stop: int, most: int) -> tuple[list[int], int]:
+        """Of these seqs, which were all published too early: those that were deferred and became due later.
+
+        At most so many deferred messages are looked at; the second value says up to which seq.
+        """
         cutoff = self.cutoff
-        return [seq for seq, due in self._topic.log.delays(first, stop) if due > cutoff]
+        good: list[int] = []
+        for seq, due in self._topic.log.delays(first, stop):
+            if not most:
+                return good, seq
+            most -= 1
+            if due > cutoff:
+                good.append(seq)
+        return good, stop
 
     def is_too_old(self, seq: int, frame: bytearray, delivered: int) -> bool:
         """The same for a single message that was delivered so often. What came for one channel alone never is."""
-        if seq >= SIDE or timestamp_of(frame) > self.cutoff or self.still_good(seq, seq + 1):
+        if seq >= SIDE or timestamp_of(frame) > self.cutoff or self.still_good(seq, seq + 1, 1)[0]:
             return False
         # Of a deferred message whose segment is gone nobody knows any more when it became due.
         return delivered > 0 or seq >= self._topic.mover.below
@@ -81,7 +91,10 @@ class Expiry:
             logger.error("TOPIC(%s): cannot find what is too old - %s", topic.name, error)
             return
         for channel in topic.channels.values():
-            channel.expire_before(seq)
+            try:
+                channel.expire_before(seq)
+            except Exception:
+                logger.exception("TOPIC(%s): channel %s failed", topic.name, channel.name)
         if not topic.channels:
             # What a paused topic holds is for its channels to see to.
             topic.expire_backlog(seq)

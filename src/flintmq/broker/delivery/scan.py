@@ -7,6 +7,7 @@ for.
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable
 from heapq import heappop, heappush
 from typing import Any, Protocol
@@ -15,6 +16,8 @@ from flintmq.broker.storage.journal import NEVER
 from flintmq.options import NsqdOptions
 
 __all__ = ["Scan"]
+
+logger = logging.getLogger(__name__)
 
 
 class Scanned(Protocol):
@@ -62,7 +65,11 @@ class Scan:
             for channel in selected[start:stop]:
                 if channel.exiting:
                     continue
-                dirty += channel.expire(now())
+                try:
+                    dirty += channel.expire(now())
+                except Exception:
+                    # The others are due as well, and this one is asked again.
+                    logger.exception("SCAN: a channel failed")
                 deadline = channel.next_deadline()
                 if deadline < channel.scheduled:
                     self.watch(channel, deadline)

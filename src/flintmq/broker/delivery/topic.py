@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from flintmq.broker.delivery.channel import Channel
+from flintmq.broker.delivery.commit import Commit, Piece
 from flintmq.broker.delivery.expiry import Expiry
 from flintmq.broker.limits import TopicLimits
 from flintmq.broker.settings import TopicSettings
@@ -29,79 +30,24 @@ from flintmq.broker.storage.log import TAKE_AT_ONCE, WRITE_AT, Log
 from flintmq.broker.storage.mover import Mover
 from flintmq.broker.storage.readers import Readers, Retention
 from flintmq.errors import DamageError, NotFoundError, PublishError
-from flintmq.kernel import FAILED, FRAME_OVERHEAD, Intake, Scan, send_each
-from flintmq.protocol.wire import OK_FRAME, is_ephemeral
+from flintmq.kernel import FAILED, FRAME_OVERHEAD, Intake, Scan
+from flintmq.protocol.wire import is_ephemeral
 
 if TYPE_CHECKING:
     from flintmq.broker.daemon import Broker
-    from flintmq.broker.net.session import Session
 
-__all__ = ["SLICED_FROM", "Commit", "Piece", "Topic", "slices"]
+__all__ = ["Topic"]
 
 logger = logging.getLogger(__name__)
 
 #: Seqs are reserved ahead, this many at a time, so that none is used twice whatever a crash costs.
 RESERVE = 1 << 24
-#: Messages of one batch that are turned into frames before the loop is handed back.
-SLICE = 4_000
-#: A batch larger than this is turned into frames in slices.
-SLICED_FROM = 20_000
+#: Deferred messages, times channels, that are handed over before the loop is handed back.
+HAND_AT_ONCE = 10_000
 #: A channel has fallen behind when so many messages wait for its consumers.
 BEHIND = 2_500
 #: More messages than are taken straight from sockets in one go.
 MOST_AT_ONCE = 1 << 20
-
-
-class Commit:
-    """The publishes of one loop turn to one topic: safe, refused, or neither yet."""
-
-    __slots__ = ("before", "done", "end", "error", "sessions", "waiters")
-
-    def __init__(self) -> None:
-        self.end = 0
-        self.done = False
-        self.error: Exception | None = None
-        self.waiters: list[Callable[[], None]] = []
-        #: Sessions that wait for one publish in it and nothing else: all of them are answered in one go.
-        self.sessions: list[Session] = []
-        #: The topic's counters without the publishes in it: messages, bytes.
-        self.before = (0, 0)
-
-    def resolve(self, error: Exception | None = None) -> None:
-        self.done = True
-        self.error = error
-        sessions, self.sessions = self.sessions, []
-        if error is None and sessions:
-            for i, sent in send_each([session.fd for session in sessions], OK_FRAME):
-                sessions[i].send_run(memoryview(OK_FRAME)[sent:])
-        else:
-            for session in sessions:
-                try:
-                    session.refused(error)
-                except Exception:
-                    logger.exception("client(%s): unexpected error", session.remote_address)
-        for waiter in self.waiters:
-            try:
-                waiter()
-            except Exception:
-                # It is one publisher's; the others are still owed their answers.
-                logger.exception("a publisher could not be answered")
-        self.waiters.clear()
-
-
-#: Some records of a batch: the bytes, where they start and stop, how many they are.
-Piece = tuple[bytearray, int, int, int]
-
-
-def slices(data: bytearray, pos: int, stop: int, count: int) -> Iterator[Piece]:
-    """The ``count`` records of ``data[pos:stop]``, which were found to be in order, in pieces of bounded length."""
-    scan = Scan(pos)
-    done = 0
-    while done < count:
-        target = min(done + SLICE, count)
-        scan.run(data, stop, target, stop)
-        yield data, pos, scan.pos, target - done
-        pos, done = scan.pos, target
 
 
 def _never(first: int, stop: int) -> bool:
@@ -150,6 +96,8 @@ class Topic:
         self._commits: deque[Commit] = deque()
         self._open_commit: Commit | None = None
         self._holder: object = None
+        # Deferred messages are handed over in slices, and the next one is planned.
+        self._pumping = False
         # Why the rest of the batch that is being appended in slices has to be refused.
         self._batch_error: PublishError | None = None
         # Why the last write failed.
@@ -186,6 +134,8 @@ class Topic:
 
     @property
     def backend_depth(self) -> int:
+        if self.ephemeral:
+            return 0
         memory = self.log.blocks[0].base if self.log.blocks else self.log.end
         # Gaps are as old as the last start: all of them lie before what is in memory.
         return max(0, memory - self.pumped - self._gap_count)
@@ -419,21 +369,61 @@ class Topic:
             self._pump(committed)
 
     def _pump(self, seq: int) -> None:
-        deferred, gaps = self.log.deferred, self.gaps
-        while (deferred and deferred[0][0] < seq) or gaps:
-            if gaps and (not deferred or gaps[0] < deferred[0]):
-                first, stop = gaps.popleft()
-                for channel in self.channels.values():
-                    channel.skip(first, stop)
-                continue
-            number, due = deferred.popleft()
-            for channel in self.channels.values():
-                channel.hand_deferred(number, due)
-        self.pumped = seq
+        """Let the channels see what lies before ``seq``; many deferred messages are handed over in slices."""
+        stop = self._hand_deferred(seq) if self.log.deferred or self.gaps else seq
+        self.pumped = stop
         for channel in self.channels.values():
-            channel.pump()
-            if channel.ephemeral or self.ephemeral:
-                channel.drop_excess()
+            try:
+                channel.pump()
+                if channel.ephemeral or self.ephemeral:
+                    channel.drop_excess()
+            except Exception:
+                self._failed(channel)
+        if stop < seq and not self._pumping:
+            self._pumping = True
+            self.broker.later(self._pump_on)
+
+    def _pump_on(self) -> None:
+        self._pumping = False
+        if not self.exiting and not self.broker.stopping:
+            self._progressed()
+
+    def _hand_deferred(self, seq: int) -> int:
+        """Hand over deferred messages before ``seq``, and skip gaps; up to where that was done."""
+        deferred, gaps = self.log.deferred, self.gaps
+        channels = list(self.channels.values())
+        most = max(1, HAND_AT_ONCE // max(1, len(channels)))
+        while most > 0:
+            gap = gaps[0][0] if gaps else NEVER
+            if gap < seq and not (deferred and deferred[0][0] < gap):
+                first, stop = gaps.popleft()
+                for channel in channels:
+                    channel.skip(first, stop)
+                most -= 1
+                continue
+            messages: list[tuple[int, int]] = []
+            before = min(seq, gap)
+            while deferred and deferred[0][0] < before and len(messages) < most:
+                messages.append(deferred.popleft())
+            most -= len(messages)
+            # Those of a backlog that was emptied are not handed over.
+            fresh = messages if messages and messages[0][0] >= self.pumped else self._not_pumped(messages)
+            if fresh:
+                for channel in channels:
+                    try:
+                        channel.hand_deferred(fresh)
+                    except Exception:
+                        self._failed(channel)
+            if gap >= seq and not (deferred and deferred[0][0] < seq):
+                return seq
+        return max(self.pumped, min(seq, deferred[0][0] if deferred else seq, gaps[0][0] if gaps else seq))
+
+    def _not_pumped(self, messages: list[tuple[int, int]]) -> list[tuple[int, int]]:
+        return [message for message in messages if message[0] >= self.pumped]
+
+    def _failed(self, channel: Channel) -> None:
+        """A channel raised: that must not keep the others from their turn."""
+        logger.exception("TOPIC(%s): channel %s failed", self.name, channel.name)
 
     def _write_failed(self, seq: int, exc: Exception) -> None:
         if seq >= SIDE:
@@ -456,10 +446,16 @@ class Topic:
         """Something was read back: somebody may be waiting for it."""
         self.mover.step()
         for channel in self.channels.values():
-            channel.pump()
+            try:
+                channel.pump()
+            except Exception:
+                self._failed(channel)
         readers, self._readers = self._readers, []
         for then in readers:
-            then()
+            try:
+                then()
+            except Exception:
+                logger.exception("TOPIC(%s): a reader of the log failed", self.name)
 
     def when_read(self, then: Callable[[], None]) -> None:
         """Call ``then`` when something was read back: ask for what you want again."""
@@ -545,7 +541,9 @@ class Topic:
             self._progressed()
             channel.empty()
         elif not channel.ephemeral and self.log.durability != "memory":
-            channel.seek(self.log.first)
+            # The journal knows of it before the answer, whenever the channel has found its place.
+            self.broker.journal.note("seek", channel.id, self.log.first, b"")
+            channel.seek(self.log.first, noted=True)
 
     def existing_channel(self, name: str) -> Channel:
         channel = self.channels.get(name)
@@ -568,7 +566,10 @@ class Topic:
         self.broker.structure_changed(self.ephemeral or channel.ephemeral)
         self.broker.peers.deleted(self.name, name)
         for session in sessions:
-            session.drop()
+            try:
+                session.drop()
+            except Exception:
+                logger.exception("TOPIC(%s): a client of channel %s cannot be disconnected", self.name, name)
         if self.ephemeral and not self.channels and not self.exiting:
             self.broker.later(self._vanish)
 
@@ -634,18 +635,18 @@ class Topic:
 
     def expire_backlog(self, before: int) -> None:
         """What no channel has seen yet before this seq is too old, up to a deferred message that is good yet."""
-        good = self.expiry.still_good(self.pumped, before)
+        good, stop = self.expiry.still_good(self.pumped, before, HAND_AT_ONCE)
         depth = self.depth
-        self._skip(min(before, self.log.committed, *good))
+        self._skip(min(stop, self.log.committed, *good[:1]))
         self.expired_count += depth - self.depth
+        if stop < before and not good and not self.exiting:
+            self.broker.later(self.expire_backlog, before)
 
     def _skip(self, stop: int) -> None:
         if stop <= self.pumped:
             return
         if not self.ephemeral:
             self.broker.journal.note("skip", self.incarnation, self.pumped, stop)
-        while self.log.deferred and self.log.deferred[0][0] < stop:
-            self.log.deferred.popleft()
         while self.gaps and self.gaps[0][0] < stop:
             _, last = self.gaps.popleft()
             if last > stop:
@@ -654,10 +655,20 @@ class Topic:
         for channel in self.channels.values():
             channel.skip(self.pumped, stop)
         self.pumped = stop
+        self._drop_deferred()
         self._freeze()
         self.broker.journal.flush()
         self.broker.turn(self)
         self.trim()
+
+    def _drop_deferred(self) -> None:
+        """Forget deferred messages of a backlog that was emptied, in slices. Nobody gets them meanwhile."""
+        deferred = self.log.deferred
+        for _ in range(HAND_AT_ONCE):
+            if not deferred or deferred[0][0] >= self.pumped:
+                return
+            deferred.popleft()
+        self.broker.later(self._drop_deferred)
 
     def obstacle_to(self, settings: TopicSettings) -> str:
         """Why it cannot have these settings now; empty if it can."""
@@ -762,8 +773,8 @@ class Topic:
         for channel in self.channels.values():
             if channel.side:
                 lowest = min(lowest, channel.side.first)
-            lowest = min([lowest, *(seq for seq in channel.attempts if seq >= SIDE)])
-            lowest = min([lowest, *(seq for seq in chain(channel.unusual, channel.leaving) if seq >= SIDE)])
+            singles = chain(channel.attempts, channel.unusual, channel.leaving)
+            lowest = min(lowest, min(filter(SIDE.__le__, singles), default=lowest))
             if channel.redrive is not None:
                 lowest = min(lowest, channel.redrive.first_place)
         return lowest

@@ -19,8 +19,7 @@ import msgspec
 
 from flintmq import addresses
 from flintmq.addresses import BACKLOG
-from flintmq.broker.delivery import dead_letters as deadletters
-from flintmq.broker.http import debug, peek
+from flintmq.broker.http import dead_letters, debug, peek
 from flintmq.broker.http import log as log_api
 from flintmq.broker.http import settings as settings_api
 from flintmq.broker.http.lane import IDLE_SECONDS, REPEATED, HttpLane, Publishing, refusal
@@ -171,7 +170,7 @@ class Api:
             Route("POST", "/channel/empty", self._empty_channel, ADMIN),
             Route("POST", "/channel/pause", self._pause_channel(True), ADMIN),
             Route("POST", "/channel/unpause", self._pause_channel(False), ADMIN),
-            *deadletters.routes(self._broker),
+            *dead_letters.routes(self._broker),
             *peek.routes(self._broker),
             # What lies in the files.
             *log_api.routes(self._broker),

@@ -24,7 +24,8 @@ from typing import TYPE_CHECKING, cast
 
 from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
 
-from flintmq.broker.delivery.topic import SLICED_FROM, Commit, Piece, Topic, slices
+from flintmq.broker.delivery.commit import SLICED_FROM, Commit, Piece, slices
+from flintmq.broker.delivery.topic import Topic
 from flintmq.broker.net.sockets import Descriptors, SocketTransport
 from flintmq.errors import HttpError, LimitError, PublishError
 from flintmq.http.heads import LONGEST_HEAD, MOST_DIGITS, BadHead, end_of_head, tidy

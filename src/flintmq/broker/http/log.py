@@ -189,7 +189,9 @@ class _LogApi:
             start = _offset(topic, arguments, "to", "an offset, a time as in RFC 3339, `earliest` or `latest`")
             if start < topic.log.first:
                 raise _gone(topic)
-        channel.seek(start)
+        done = asyncio.Event()
+        channel.seek(start, done.set)
+        await done.wait()
         await self._broker.as_safe_as(topic)
         return {
             "topic": topic.name,

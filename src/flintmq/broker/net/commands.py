@@ -16,7 +16,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from flintmq.broker.delivery.topic import SLICED_FROM, Commit, Topic, slices
+from flintmq.broker.delivery.commit import SLICED_FROM, Commit, slices
+from flintmq.broker.delivery.topic import Topic
 from flintmq.broker.net.session import AGAIN, CLOSING, INIT, MORE, RECEIVE_SLACK, SUBSCRIBED, Session
 from flintmq.errors import AuthError, ProtocolError, PublishError
 from flintmq.kernel import SCAN_BAD, SCAN_MORE, Scan

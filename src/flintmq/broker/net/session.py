@@ -20,7 +20,8 @@ from math import inf
 from struct import Struct
 from typing import TYPE_CHECKING, Any, cast
 
-from flintmq.broker.delivery.topic import Commit, Topic
+from flintmq.broker.delivery.commit import Commit
+from flintmq.broker.delivery.topic import Topic
 from flintmq.broker.net.lanes import FinishLane, PublishLane
 from flintmq.broker.net.sockets import SocketTransport
 from flintmq.broker.net.upgrade import Upgrade

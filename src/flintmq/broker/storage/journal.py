@@ -78,6 +78,8 @@ FIRST_ROLL_DELAY = 1_000_000_000
 LONGEST_ROLL_DELAY = 64_000_000_000
 #: Channels whose state goes into a snapshot before the loop is handed back.
 _SLICE = 50
+#: A part of a channel that needs several counts as so many channels.
+_LARGE = 10
 
 
 Key = TypeVar("Key")
@@ -94,6 +96,8 @@ class ChannelState:
     outstanding: Ranges = field(default_factory=Ranges)
     #: Delivered before, or to be delivered later: seq → (attempts so far, due on the clock, due on the wall; 0: now).
     back: dict[int, tuple[int, int, int]] = field(default_factory=dict)
+    #: What brings dead letters back to it, or did last: see ``Redrive.note``.
+    redrive: list[Any] | None = None
 
     def finish(self, first: int, stop: int) -> None:
         self.outstanding.remove(first, stop)
@@ -218,6 +222,19 @@ class State:
             state.outstanding = Ranges((pairs[i], pairs[i + 1]) for i in range(0, len(pairs), 2))
             state.back.clear()
             self.apply_back(channel, unpack_numbers(back))
+
+    def _channel_more(self, channel: int, ranges: bytes, back: bytes) -> None:
+        """More of a snapshot's row, where there is too much for one: what is outstanding follows what was."""
+        state = self.channels.get(channel)
+        if state is not None:
+            pairs = unpack_numbers(ranges)
+            for i in range(0, len(pairs), 2):
+                state.outstanding.add(pairs[i], pairs[i + 1])
+            self.apply_back(channel, unpack_numbers(back))
+
+    def _redrive(self, channel: int, *about: Any) -> None:
+        if channel in self.channels:
+            self.channels[channel].redrive = list(about)
 
     def _settings(self, incarnation: int, channel: str, values: dict[str, Any]) -> None:
         """All that is set live for a topic, or for this name or pattern of its channels."""
@@ -574,12 +591,14 @@ class Journal:
                 return
             # What the slice says must not be newer than what the journal says: a channel's finished messages
             # that are not written yet would otherwise be known to the snapshot alone. Harmless, they are finished.
-            for _ in range(_SLICE):
+            left = _SLICE
+            while left > 0:
                 note = next(notes, None)
                 if note is None:
                     self._disk.submit(lambda: self._write_snapshot(number, entries), done)
                     return
                 entries.append(_entry(NOTE, msgspec.msgpack.encode(note)))
+                left -= _LARGE if note[0] == "channel_more" else 1
             self._later(slice_)
 
         def done(_: None, error: BaseException | None) -> None:

@@ -39,7 +39,8 @@ from flintmq.broker.storage.disk import Clock, Disk, pack_numbers, unpack_number
 from flintmq.errors import FormatError, LimitError
 
 if TYPE_CHECKING:
-    from flintmq.broker.delivery.topic import Commit, Topic
+    from flintmq.broker.delivery.commit import Commit
+    from flintmq.broker.delivery.topic import Topic
 
 __all__ = ["MOST_IN_SEGMENT", "KeyBlock", "Keys", "Window", "key_extra", "key_in"]
 

@@ -64,6 +64,30 @@ class Ranges:
         for i in range(bisect_right(self._stops, seq, self._head), len(self._starts)):
             yield max(seq, self._starts[i]), self._stops[i]
 
+    @property
+    def last(self) -> int:
+        """Where the last range begins."""
+        return self._starts[-1]
+
+    def count_before(self, seq: int) -> int:
+        """How many seqs of the set lie before ``seq``."""
+        i = bisect_left(self._starts, seq, self._head)
+        if i == len(self._starts):
+            return self.total - (max(0, self._stops[-1] - seq) if self else 0)
+        count = sum(self._stops[self._head : i]) - sum(self._starts[self._head : i])
+        return count - (max(0, self._stops[i - 1] - seq) if i > self._head else 0)
+
+    def place(self, count: int) -> int:
+        """Where the first ``count`` ranges end; beyond everything if there are no more."""
+        at = self._head + count
+        return self._starts[at] if at < len(self._starts) else 1 << 62
+
+    def copy(self) -> Ranges:
+        result = Ranges()
+        result._starts, result._stops = self._starts[self._head :], self._stops[self._head :]
+        result.total = self.total
+        return result
+
     def clear(self) -> None:
         self._starts = array("q")
         self._stops = array("q")

@@ -419,7 +419,7 @@ class Reader:
         """
         now, wall = self._store.clock.now(), self._store.clock.wall()
         boot = self._store.clock.boot_id()
-        for segment in self._log.segments:
+        for segment in tuple(self._log.segments):
             same = segment.boot == boot
             d = segment.deferrals
             for i in range(0, len(d), 5):
