@@ -23,12 +23,13 @@ from __future__ import annotations
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from struct import Struct
+
+from support.violations import Violations
 
 # A body: number (8) | topic (1) | CRC-32 of all before and the filler (4) | filler
 _head = Struct(">QBI")
-_MOST_SAMPLES = 20
 
 
 @dataclass(eq=False)
@@ -61,17 +62,6 @@ class Publish:
     outcome: str = ""
     #: The producer had a reason to send it again: it may be there twice.
     resent: bool = False
-
-
-@dataclass
-class Violations:
-    counts: Counter[str] = field(default_factory=Counter)
-    samples: list[str] = field(default_factory=list)
-
-    def add(self, rule: str, text: str) -> None:
-        self.counts[rule] += 1
-        if self.counts[rule] <= _MOST_SAMPLES:
-            self.samples.append(f"{rule}: {text}")
 
 
 class Ledger:

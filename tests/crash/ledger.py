@@ -23,10 +23,10 @@ from __future__ import annotations
 import random
 import zlib
 from array import array
-from collections import Counter
 from collections.abc import Iterable
-from dataclasses import dataclass, field
 from struct import Struct
+
+from support.violations import Violations
 
 # A body: number (8) | topic (1) | delay in ms (2) | filler | CRC-32 of all before (4)
 _head = Struct(">QBH")
@@ -36,7 +36,6 @@ _FILLER = random.Random(0).randbytes(1 << 18)
 
 #: The clocks of two processes on one machine agree; this is for rounding.
 EARLY_TOLERANCE = 0.002
-_MOST_SAMPLES = 20
 
 # What the producer knows of a message.
 _UNANSWERED, _ACKNOWLEDGED, _IN_DOUBT = 0, 1, 2
@@ -47,19 +46,6 @@ _RECEIVED = 1
 _FINISHED = 2
 #: The broker has answered something that we asked after the FIN: it knows.
 _CERTAIN = 4
-
-
-@dataclass
-class Violations:
-    """How often each rule was broken, and the first few times in words."""
-
-    counts: Counter[str] = field(default_factory=Counter)
-    samples: list[str] = field(default_factory=list)
-
-    def add(self, rule: str, text: str) -> None:
-        self.counts[rule] += 1
-        if self.counts[rule] <= _MOST_SAMPLES:
-            self.samples.append(f"{rule}: {text}")
 
 
 class Ledger:

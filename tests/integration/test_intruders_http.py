@@ -25,6 +25,7 @@ import pytest
 from flintmq.broker.daemon import Broker
 from flintmq.http.site import ADMIN, OPEN, PUBLISH, READ, Route
 from flintmq.protocol.seqs import format_id
+from support.http_client import HttpClient
 from support.secure import PATIENCE, STRANGERS, Certificates, strangers, until
 
 AT_LEAST = 300
@@ -520,36 +521,15 @@ def answers(received: bytes, *, allowed: int = 0, bodiless: bool = False) -> lis
     return found
 
 
-class Client:
+class Client(HttpClient):
     """A connection on which bytes are sent."""
-
-    def __init__(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        self._reader, self._writer = reader, writer
-
-    @classmethod
-    @contextlib.asynccontextmanager
-    async def connect(cls, address: str, tls: ssl.SSLContext | None = None) -> AsyncIterator[Client]:
-        if "/" in address:
-            reader, writer = await asyncio.open_unix_connection(address)
-        else:
-            host, _, port = address.rpartition(":")
-            reader, writer = await asyncio.open_connection(host, int(port), ssl=tls)
-        try:
-            yield cls(reader, writer)
-        finally:
-            writer.close()
-            with contextlib.suppress(OSError):
-                await writer.wait_closed()
-
-    def send(self, words: bytes) -> None:
-        self._writer.write(words)
 
     async def answer_as_it_came(self) -> bytes:
         """The next answer, of a connection that goes on."""
         async with asyncio.timeout(PATIENCE):
-            head = await self._reader.readuntil(b"\r\n\r\n")
+            head = await self.reader.readuntil(b"\r\n\r\n")
             length = re.search(rb"(?i)\r\ncontent-length: (\d+)\r\n", head)
-            return head + await self._reader.readexactly(int(length[1]) if length else 0)
+            return head + await self.reader.readexactly(int(length[1]) if length else 0)
 
     async def answer(self) -> Answer:
         [answer] = answers(await self.answer_as_it_came())
@@ -561,7 +541,7 @@ class Client:
         async with asyncio.timeout(PATIENCE):
             # Closed with our bytes unread; for a client the same as a close.
             with contextlib.suppress(ConnectionError, ssl.SSLError):
-                while data := await self._reader.read(1 << 16):
+                while data := await self.reader.read(1 << 16):
                     received += data
         return received
 

@@ -6,9 +6,11 @@ import asyncio
 import contextlib
 import ssl
 from collections.abc import AsyncIterator
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 import msgspec
+
+from support.nsq_client import open_stream
 
 PATIENCE = 30.0
 
@@ -34,12 +36,8 @@ class HttpClient:
 
     @classmethod
     @contextlib.asynccontextmanager
-    async def connect(cls, address: str, tls: ssl.SSLContext | None = None) -> AsyncIterator[HttpClient]:
-        if "/" in address:
-            reader, writer = await asyncio.open_unix_connection(address)
-        else:
-            host, _, port = address.rpartition(":")
-            reader, writer = await asyncio.open_connection(host, int(port), ssl=tls)
+    async def connect(cls, address: str, tls: ssl.SSLContext | None = None) -> AsyncIterator[Self]:
+        reader, writer = await open_stream(address, tls)
         try:
             yield cls(reader, writer)
         finally:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import ssl
 from collections import deque
 from collections.abc import AsyncIterator, Iterable
 from types import TracebackType
@@ -39,10 +40,12 @@ PATIENCE = 60.0
 RECEIVE_BYTES = 1 << 18
 
 
-async def open_stream(address: str) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+async def open_stream(
+    address: str, tls: ssl.SSLContext | None = None
+) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
     """Connect to ``host:port`` or to a unix socket."""
     host, port, path = split(address)
-    return await (asyncio.open_unix_connection(path) if path else asyncio.open_connection(host, port))
+    return await (asyncio.open_unix_connection(path) if path else asyncio.open_connection(host, port, ssl=tls))
 
 
 class Frames:
