@@ -108,6 +108,10 @@ class NsqClient:
 
     async def frame_or_end(self) -> tuple[int, bytes] | None:
         """Return the next frame; None at the end of the stream, also if it was reset."""
+        frame = self._frames.next()
+        if frame is not None:
+            # There may be thousands of them: no timer for each.
+            return frame
         async with asyncio.timeout(PATIENCE):
             while (frame := self._frames.next()) is None:
                 try:
