@@ -403,7 +403,7 @@ async def test_a_client_that_leaves_during_the_handshake_leaves_nothing_behind(
         await peer.negotiate(tls_v1=True)
         [session] = broker.sessions.values()
     await until(lambda: not broker.sessions)
-    assert session._handshake is None
+    assert session.upgrade is not None and not session.upgrade.under_way
 
 
 async def test_damage_inside_tls_ends_the_connection(start_broker: StartBroker, certificates: Certificates) -> None:
@@ -431,7 +431,7 @@ async def test_a_client_needs_a_certificate_of_the_authority(
     async with encrypted(broker, good) as peer:
         assert await peer.ask(pub(b"good")) == b"OK"
         [session] = broker.sessions.values()
-        assert session._tls is not None and session._tls.common_name == "Some Body"
+        assert session.upgrade is not None and session.upgrade.common_name == "Some Body"
     for signer in (None, certificates.stranger):
         bad = certificates.client(signed_by=signer, versions=versions)
         async with Peer.connect(broker.tcp_address) as peer:
