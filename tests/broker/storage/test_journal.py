@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 
 from flintmq.broker.storage import journal as journal_module
 from flintmq.broker.storage.journal import ANOTHER_BOOT, NEVER, SIDE, ChannelState, Journal, State
+from flintmq.broker.storage.notes import NOTES
 from flintmq.errors import FormatError, StorageError
 from support.fakes import FakeClock
 from support.simdisk import SimDisk
@@ -64,11 +65,11 @@ class Teller:
         )
         self.state = self.journal.recover()
         self.journal.start(self.state)
-        self.state.apply("open", self.clock.boot_id())
+        self.state.apply(NOTES["open"](self.clock.boot_id()))
         self.books: dict[int, Book] = {}
 
     def note(self, verb: str, *args: Any) -> int:
-        self.state.apply(verb, *args)
+        self.state.apply(NOTES[verb](*args))
         return self.journal.note(verb, *args)
 
     def _book(self, channel: int) -> Book:
