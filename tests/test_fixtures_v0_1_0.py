@@ -25,6 +25,7 @@ import msgspec
 import pytest
 
 from flintmq import Broker, Consumer, NodeClient, Producer
+from flintmq.broker.data_path import FORMAT
 from flintmq.options import MILLISECOND, SECOND
 
 FIXTURES = Path(__file__).resolve().parent / "fixtures" / "v0_1_0"
@@ -300,6 +301,16 @@ async def test_everything_is_found_and_again_after_restarts(data_path: DataPath)
         broker.kill()
     async with data_path.opened() as (_, node):
         await check(node, data_path)
+
+
+async def test_a_data_path_of_0_1_0_is_refused_by_it_once_it_was_opened(data_path: DataPath) -> None:
+    """0.1.0 compares the number in format.json with 1 and says that the data path is newer."""
+    about = data_path.path / "flintmq" / "format.json"
+    before = msgspec.json.decode(about.read_bytes())
+    assert before["format"] == 1
+    async with data_path.opened():
+        assert msgspec.json.decode(about.read_bytes()) == {**before, "format": FORMAT}
+    assert FORMAT > 1
 
 
 async def test_every_message_is_delivered_once_and_deferred_ones_when_they_are_due(data_path: DataPath) -> None:

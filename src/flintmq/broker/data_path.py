@@ -31,7 +31,8 @@ __all__ = ["FORMAT", "LOST", "RECOVERED", "RESTORING", "DataPath", "reason", "re
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 1
+#: The format of the data path. 2: snapshots in pieces, redrives that go on, recorded node ids.
+FORMAT = 2
 #: What is appended to the name of a topic's folder that is set aside.
 LOST = ".lost"
 #: What is appended to the name of something set aside whose messages were brought back.
@@ -109,19 +110,35 @@ class DataPath:
         finally:
             self._disk.close_file(fd)
         if about.format > FORMAT:
-            raise FormatError(f"{path.parent} was written by a newer version of flintmq (format {about.format})")
+            raise FormatError(
+                f"{path.parent} was written by a newer version of flintmq (format {about.format}, this one knows up to "
+                f"{FORMAT}): start that version, or restore a backup made by this one"
+            )
+        if about.format < FORMAT:
+            self._write_identity(path, _About(FORMAT, about.node))
+            logger.info("NSQ: %s is now of format %d, older versions can no longer open it", path.parent, FORMAT)
         return node
+
+    def _write_identity(self, path: Path, about: _About) -> None:
+        """Replace ``format.json`` durably: before the first file is written that an older version cannot read."""
+        disk, temporary = self._disk, path.with_suffix(".tmp")
+        if disk.exists(temporary):
+            disk.remove(temporary)
+        fd = disk.open(temporary, create=True)
+        try:
+            disk.write(fd, [msgspec.json.encode(about)], 0)
+            disk.sync(fd)
+        finally:
+            disk.close_file(fd)
+        disk.rename(temporary, path)
+        disk.sync_folder(path.parent)
 
     def _make_root(self, root: Path) -> None:
         for folder in (root, root / "journal", root / "topics"):
             self._disk.make_folder(folder)
-        about = _About(FORMAT, secrets.token_hex(16))
-        fd = self._disk.open(root / "format.json", create=True)
-        self._disk.write(fd, [msgspec.json.encode(about)], 0)
-        self._disk.sync(fd)
-        self._disk.close_file(fd)
-        for folder in (root / "journal", root / "topics", root):
+        for folder in (root / "journal", root / "topics"):
             self._disk.sync_folder(folder)
+        self._write_identity(root / "format.json", _About(FORMAT, secrets.token_hex(16)))
 
     def _take_over(self, root: Path, options: NsqdOptions, clock: Clock) -> None:
         """Build our files from those of a Go nsqd; nothing of its own is touched yet."""
