@@ -293,8 +293,6 @@ async def test_an_older_version_refuses_a_newer_data_path_with_a_sentence(
     content = json.loads(about.read_bytes())
     about.write_text(json.dumps({**content, "format": 99}))
     with pytest.raises(StartError, match=r"newer version of flintmq \(format 99, this one knows up to 2\)"):
-        StartError, match=r"was written by a newer version of flintmq \(format 99, this one knows up to 2\)"
-    ):
         await start_broker()
     about.write_text(json.dumps(content))
     shutil.rmtree(tmp_path / "flintmq" / "topics")
