@@ -41,7 +41,7 @@ class Opening:
         broker, root = self._broker, self._root
         disk, journal, clean = broker.disk, broker.journal, state.clean
         same_boot = state.boot == broker.clock.boot_id()
-        self._check(state, same_boot)
+        self._check(state)
         broker.node_ids.read(root)
         opened = [self._open_topic(topic_state, clean) for topic_state in state.topics.values()]
         finish_moved(opened, state)
@@ -80,19 +80,20 @@ class Opening:
         else:
             journal.secure()
 
-    def _check(self, state: State, same_boot: bool) -> None:
-        """Compare the topics' folders with the journal: is it cut off? StorageError if so, unless that is accepted.
+    def _check(self, state: State) -> None:
+        """Is there a journal where there are topics? StorageError if not, unless that is accepted.
 
-        A topic is in the journal's file before it has one of its own. Only a power failure may reverse that.
+        A journal that only lacks its end is no damage: a power failure may leave a topic's files and not its note, and
+        then no publish to it was answered. Such a topic is set aside.
         """
         journal = self._broker.journal
-        if not state.clean and (same_boot or journal.is_new):
+        if journal.is_new:
             names = self._broker.disk.names(self._root / "topics")
             unknown = [name for name in names if _incarnation(name) >= state.next_incarnation and self._is_topic(name)]
             if unknown:
-                path, offset = journal.end
-                where = f"{path} is missing" if journal.is_new else f"{path} ends at offset {offset}"
-                journal.damage.append(f"{where}, and does not know {', '.join(unknown)}")
+                journal.damage.append(
+                    f"all files in {self._root / 'journal'} are missing, but not {', '.join(unknown)}"
+                )
                 if not self._broker.options.accept_damaged_journal:
                     raise damaged(journal.damage)
                 logger.error("JOURNAL: damaged, which was accepted - %s", journal.damage[-1])
@@ -178,6 +179,8 @@ class Opening:
             topic.channels[channel.name] = channel
             # Gone through anew for each: a list of a million of them would take more memory than all else.
             channel.restore(channel_state.outstanding.within(mine), back, topic.log.deferrals(topic.pumped))
+        if topic.pumped == end:
+            return
         deferrals = topic.log.deferrals(topic.pumped)
         topic.log.deferred.extend((seq, due) for seq, due in deferrals if seq >= topic.pumped)
 

@@ -21,6 +21,7 @@ from hypothesis import strategies as st
 
 from flintmq.broker.storage import journal as journal_module
 from flintmq.broker.storage.journal import ANOTHER_BOOT, NEVER, SIDE, ChannelState, Journal, State
+from flintmq.broker.storage.notes import NOTES
 from flintmq.errors import FormatError, StorageError
 from support.fakes import FakeClock
 from support.simdisk import SimDisk
@@ -64,11 +65,11 @@ class Teller:
         )
         self.state = self.journal.recover()
         self.journal.start(self.state)
-        self.state.apply("open", self.clock.boot_id())
+        self.state.apply(NOTES["open"](self.clock.boot_id()))
         self.books: dict[int, Book] = {}
 
     def note(self, verb: str, *args: Any) -> int:
-        self.state.apply(verb, *args)
+        self.state.apply(NOTES[verb](*args))
         return self.journal.note(verb, *args)
 
     def _book(self, channel: int) -> Book:
@@ -324,11 +325,11 @@ def test_a_newer_journal_is_refused() -> None:
     teller = Teller()
     (path,) = teller.disk.paths(ROOT)
     content = bytearray(teller.disk.content(path))
-    content[8:10] = (2).to_bytes(2, "big")
+    content[8:10] = (3).to_bytes(2, "big")
     content[HEADER - 4 : HEADER] = google_crc32c.extend(0, bytes(content[: HEADER - 4])).to_bytes(4, "big")
     disk = teller.disk.after_kill()
     disk.replace(path, bytes(content))
-    with pytest.raises(FormatError, match=r"newer version of flintmq \(format 2, known: 1\)"):
+    with pytest.raises(FormatError, match=r"newer version of flintmq \(format 3, known: 2\)"):
         teller.recovered(disk)
 
 

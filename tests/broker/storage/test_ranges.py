@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from array import array
+from collections.abc import Iterable
 from itertools import pairwise
 
 import pytest
@@ -110,3 +112,40 @@ def test_many_ranges_taken_from_the_front_give_their_memory_back(count: int) -> 
         ranges.take(1)
     assert list(ranges) == [(2 * count - 2, 2 * count - 1)]
     assert len(ranges._starts) < max(1_100, count)
+
+
+pairs = st.lists(st.tuples(st.integers(0, 400), st.integers(1, 30)).map(lambda p: (p[0], p[0] + p[1])), max_size=90)
+
+
+def as_set(ranges: Iterable[tuple[int, int]]) -> set[int]:
+    return {seq for first, stop in ranges for seq in range(first, stop)}
+
+
+def whole(found: Ranges) -> set[int]:
+    """Its seqs, after a look at whether it is well formed."""
+    listed = list(found)
+    assert all(first < stop for first, stop in listed)
+    assert all(a[1] < b[0] for a, b in pairwise(listed)), "ranges that touch are one"
+    assert found.total == len(as_set(listed))
+    return as_set(listed)
+
+
+@given(pairs, pairs, st.sampled_from([1, 1 << 40]))
+def test_removing_many_at_once_is_removing_each(
+    there: list[tuple[int, int]], gone: list[tuple[int, int]], far: int
+) -> None:
+    """With a few of them, with many, close together and so far apart that no byte for each seq is affordable."""
+    ranges = Ranges.union(sorted([*there, (1000 * far, 1000 * far + 5)]))
+    gone = [*gone, (1000 * far + 1, 1000 * far + 2)]
+    ranges.remove_many(array("q", [first for first, _ in gone]), array("q", [stop for _, stop in gone]))
+    assert whole(ranges) == as_set(there) - as_set(gone) | {1000 * far + i for i in (0, 2, 3, 4)}
+
+
+@given(pairs, pairs)
+def test_without_within_and_gaps_are_those_of_sets(a: list[tuple[int, int]], b: list[tuple[int, int]]) -> None:
+    first, second = Ranges.union(sorted(a)), Ranges.union(sorted(b))
+    assert whole(first) == as_set(a)
+    assert whole(first.without(second)) == as_set(a) - as_set(b)
+    assert whole(first.within(list(second))) == as_set(a) & as_set(b)
+    starts, stops = first.gaps(0, 500)
+    assert as_set(zip(starts, stops, strict=True)) == set(range(500)) - as_set(a)

@@ -1021,12 +1021,12 @@ class Channel:
         self.deferred.extend(dues, seqs)
         if taken:
             outstanding = outstanding.without(taken)
-        for first, stop in outstanding:
-            if first < self.topic.mover.below:
-                # Only a copy is left of these, and copies are read one by one.
-                self.requeued.extend(range(first, stop))
-            else:
-                (self.waiting if first < SIDE else self.side).add(first, stop)
+        below = self.topic.mover.below
+        for first, stop in outstanding.within([(0, below)]):
+            # Only a copy is left of these, and copies are read one by one.
+            self.requeued.extend(range(first, stop))
+        self.waiting = outstanding.within([(below, SIDE)])
+        self.side = outstanding.within([(SIDE, NEVER)])
         self._handed = 0
         self._watch(self.next_deadline())
 

@@ -24,16 +24,24 @@ import logging
 import os
 from array import array
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
 from struct import Struct
-from typing import Any, Protocol, TypeVar
+from typing import Any, Protocol
 
 import google_crc32c
-import msgspec
 
 from flintmq.broker.storage.disk import BACKGROUND, COMMIT, Clock, Disk, pack_numbers, unpack_numbers
-from flintmq.broker.storage.ranges import Ranges
+from flintmq.broker.storage.notes import (
+    ANOTHER_BOOT,
+    NEVER,
+    NOTES,
+    SIDE,
+    ChannelState,
+    State,
+    TopicState,
+    decode,
+    encode,
+)
 from flintmq.errors import FormatError, StorageError
 
 __all__ = [
@@ -51,7 +59,8 @@ __all__ = [
 logger = logging.getLogger(__name__)
 
 _MAGIC = b"FLINTJNL"
-_VERSION = 1
+#: 2 has notes that version 1 does not know: parts of a channel's state, redrives.
+_VERSION = 2
 _file_head = Struct(">8sHHIQ16s")
 _batch_head = Struct(">III")
 _entry_head = Struct(">BI")
@@ -64,250 +73,16 @@ DONE, BACK, NOTE = 1, 2, 3
 #: channel 0, which no channel is: replaying it changes nothing.
 MARK_SIZE = _entry_head.size + 4 + 16
 
-#: Seqs from here on are those of a topic's side log: messages for one channel only.
-SIDE = 1 << 53
-#: Beyond every seq.
-NEVER = 1 << 54
-#: Stands for a due time on a clock that no longer runs.
-ANOTHER_BOOT = -1
 #: A new file is begun at this size.
 ROLL_AT = 8 << 20
 _SPACE = ROLL_AT + (1 << 20)
 #: Nanoseconds until a new file is tried again that could not be begun; doubled each time, up to the other one.
 FIRST_ROLL_DELAY = 1_000_000_000
 LONGEST_ROLL_DELAY = 64_000_000_000
-#: Channels whose state goes into a snapshot before the loop is handed back.
+#: Notes that go into a snapshot before the loop is handed back.
 _SLICE = 50
-#: A part of a channel that needs several counts as so many channels.
+#: A part of a channel that needs several counts as so many notes.
 _LARGE = 10
-
-
-Key = TypeVar("Key")
-
-
-@dataclass(slots=True)
-class ChannelState:
-    """A channel as the journal knows it."""
-
-    id: int
-    name: str
-    paused: bool = False
-    #: Not finished: all from its start on, seqs that do not exist yet included.
-    outstanding: Ranges = field(default_factory=Ranges)
-    #: Delivered before, or to be delivered later: seq → (attempts so far, due on the clock, due on the wall; 0: now).
-    back: dict[int, tuple[int, int, int]] = field(default_factory=dict)
-    #: What brings dead letters back to it, or did last: see ``Redrive.note``.
-    redrive: list[Any] | None = None
-
-    def finish(self, first: int, stop: int) -> None:
-        self.outstanding.remove(first, stop)
-        if self.back:
-            if stop - first < len(self.back):
-                for seq in range(first, stop):
-                    self.back.pop(seq, None)
-            else:
-                for seq in [seq for seq in self.back if first <= seq < stop]:
-                    del self.back[seq]
-
-
-@dataclass(slots=True)
-class TopicState:
-    """A topic as the journal knows it."""
-
-    name: str
-    incarnation: int
-    base: int
-    #: Seqs below it may have been used.
-    ceiling: int
-    #: Everything before it is known to be on the device.
-    durable: int
-    #: Where ``pumped`` stands still: the topic is paused or has no channel. None: it moves with the log.
-    frozen: int | None
-    paused: bool = False
-    #: Where the log ended, after a clean stop.
-    end: int | None = None
-    #: Everything before it in the side log is known to be on the device, and may be gone again.
-    side_end: int = SIDE
-    channels: dict[int, ChannelState] = field(default_factory=dict)
-    #: What was set live for it (empty name), and for its channels by their name or pattern.
-    settings: dict[str, dict[str, Any]] = field(default_factory=dict)
-    #: Readers of the log: where each is, and when it last moved.
-    readers: dict[str, tuple[int, int]] = field(default_factory=dict)
-
-
-@dataclass(slots=True)
-class State:
-    """Everything the journal knows."""
-
-    topics: dict[int, TopicState] = field(default_factory=dict)
-    channels: dict[int, ChannelState] = field(default_factory=dict)
-    #: What was set live for patterns of topics (with an empty name), and for channels of such.
-    patterns: dict[tuple[str, str], dict[str, Any]] = field(default_factory=dict)
-    #: No new log starts below it.
-    floor: int = 0
-    next_incarnation: int = 1
-    next_channel: int = 1
-    clean: bool = False
-    #: The boot whose clock the due times of entries are on.
-    boot: bytes = b""
-
-    def apply_done(self, channel: int, pairs: array[int]) -> None:
-        state = self.channels.get(channel)
-        if state is not None:
-            for i in range(0, len(pairs), 2):
-                state.finish(pairs[i], pairs[i + 1])
-
-    def apply_back(self, channel: int, rows: array[int]) -> None:
-        state = self.channels.get(channel)
-        if state is not None:
-            for i in range(0, len(rows), 4):
-                state.back[rows[i]] = (rows[i + 1], rows[i + 2], rows[i + 3])
-
-    def apply(self, verb: str, *args: Any) -> None:
-        getattr(self, f"_{verb}")(*args)
-
-    def _topic(self, incarnation: int, name: str, base: int, ceiling: int) -> None:
-        self.next_incarnation = max(self.next_incarnation, incarnation + 1)
-        if incarnation not in self.topics:
-            # Names are unique: an older one was deleted, and the entry that said so was lost at the end of its file.
-            for other in [t for t in self.topics.values() if t.name == name and t.incarnation < incarnation]:
-                self._untopic(other.incarnation, other.ceiling)
-            self.topics[incarnation] = TopicState(name, incarnation, base, ceiling, base, base)
-
-    def _ceiling(self, incarnation: int, ceiling: int) -> None:
-        if incarnation in self.topics:
-            self.topics[incarnation].ceiling = ceiling
-
-    def _durable(self, incarnation: int, seq: int) -> None:
-        if incarnation in self.topics:
-            self.topics[incarnation].durable = max(seq, self.topics[incarnation].durable)
-
-    def _frozen(self, incarnation: int, seq: int | None) -> None:
-        if incarnation in self.topics:
-            self.topics[incarnation].frozen = seq
-
-    def _pause(self, incarnation: int, paused: bool) -> None:
-        if incarnation in self.topics:
-            self.topics[incarnation].paused = paused
-
-    def _untopic(self, incarnation: int, floor: int) -> None:
-        self.floor = max(self.floor, floor)
-        topic = self.topics.pop(incarnation, None)
-        if topic is not None:
-            for channel in topic.channels:
-                del self.channels[channel]
-
-    def _channel(self, incarnation: int, channel: int, name: str, start: int, side_start: int) -> None:
-        self.next_channel = max(self.next_channel, channel + 1)
-        if incarnation in self.topics and channel not in self.channels:
-            state = ChannelState(channel, name, outstanding=Ranges([(start, SIDE), (side_start, NEVER)]))
-            self.channels[channel] = self.topics[incarnation].channels[channel] = state
-
-    def _unchannel(self, incarnation: int, channel: int) -> None:
-        state = self.channels.pop(channel, None)
-        if incarnation in self.topics:
-            self.topics[incarnation].channels.pop(channel, None)
-            if state is not None:
-                self.topics[incarnation].settings.pop(state.name, None)
-
-    def _channel_pause(self, channel: int, paused: bool) -> None:
-        if channel in self.channels:
-            self.channels[channel].paused = paused
-
-    def _channel_state(self, channel: int, ranges: bytes, back: bytes) -> None:
-        """A snapshot's row: all that is outstanding, and what of it was delivered before."""
-        state = self.channels.get(channel)
-        if state is not None:
-            pairs = unpack_numbers(ranges)
-            state.outstanding = Ranges((pairs[i], pairs[i + 1]) for i in range(0, len(pairs), 2))
-            state.back.clear()
-            self.apply_back(channel, unpack_numbers(back))
-
-    def _channel_more(self, channel: int, ranges: bytes, back: bytes) -> None:
-        """More of a snapshot's row, where there is too much for one: what is outstanding follows what was."""
-        state = self.channels.get(channel)
-        if state is not None:
-            pairs = unpack_numbers(ranges)
-            for i in range(0, len(pairs), 2):
-                state.outstanding.add(pairs[i], pairs[i + 1])
-            self.apply_back(channel, unpack_numbers(back))
-
-    def _redrive(self, channel: int, *about: Any) -> None:
-        if channel in self.channels:
-            self.channels[channel].redrive = list(about)
-
-    def _settings(self, incarnation: int, channel: str, values: dict[str, Any]) -> None:
-        """All that is set live for a topic, or for this name or pattern of its channels."""
-        if incarnation in self.topics:
-            _put(self.topics[incarnation].settings, channel, values)
-
-    def _pattern(self, topic: str, channel: str, values: dict[str, Any]) -> None:
-        _put(self.patterns, (topic, channel), values)
-
-    def _skip(self, incarnation: int, first: int, stop: int) -> None:
-        if incarnation in self.topics:
-            for channel in self.topics[incarnation].channels.values():
-                channel.finish(first, stop)
-
-    def _empty(self, channel: int, stop: int, side_stop: int) -> None:
-        if channel in self.channels:
-            self.channels[channel].finish(0, stop)
-            self.channels[channel].finish(SIDE, side_stop)
-
-    def _seek(self, channel: int, start: int, older: bytes) -> None:
-        """All from ``start`` on is to be delivered, and of what lies before it these; the channel's own stay."""
-        state = self.channels.get(channel)
-        if state is not None:
-            own = [(max(first, SIDE), stop) for first, stop in state.outstanding if stop > SIDE]
-            kept = [(seq, seq + 1) for seq in unpack_numbers(older)]
-            state.outstanding = Ranges([*kept, (start, SIDE), *own])
-            state.back = {seq: row for seq, row in state.back.items() if seq >= SIDE}
-
-    def _reader(self, incarnation: int, name: str, offset: int, moved: int) -> None:
-        if incarnation in self.topics:
-            self.topics[incarnation].readers[name] = (offset, moved)
-
-    def _unreader(self, incarnation: int, name: str) -> None:
-        if incarnation in self.topics:
-            self.topics[incarnation].readers.pop(name, None)
-
-    def _open(self, boot: bytes) -> None:
-        self.count_from(boot)
-        for topic in self.topics.values():
-            topic.end = None
-
-    def count_from(self, boot: bytes) -> None:
-        """From here on due times are on the clock of this boot; of those before only the wall time still counts."""
-        if boot != self.boot:
-            for channel in self.channels.values():
-                for seq, (attempts, due, wall) in channel.back.items():
-                    if due:
-                        channel.back[seq] = (attempts, ANOTHER_BOOT, wall)
-        self.boot = boot
-
-    def _floor(self, floor: int, next_incarnation: int, next_channel: int) -> None:
-        self.floor = max(floor, self.floor)
-        self.next_incarnation = max(next_incarnation, self.next_incarnation)
-        self.next_channel = max(next_channel, self.next_channel)
-
-    def _end(self, incarnation: int, end: int, side_end: int) -> None:
-        if incarnation in self.topics:
-            self.topics[incarnation].end = end
-            self.topics[incarnation].side_end = side_end
-
-    def _side(self, incarnation: int, seq: int) -> None:
-        if incarnation in self.topics:
-            self.topics[incarnation].side_end = max(seq, self.topics[incarnation].side_end)
-
-    def _clean(self) -> None:
-        pass
-
-
-def _put(said: dict[Key, dict[str, Any]], key: Key, values: dict[str, Any]) -> None:
-    if values:
-        said[key] = values
-    else:
-        said.pop(key, None)
 
 
 class Journalled(Protocol):
@@ -360,10 +135,9 @@ class Journal:
         # Of the present file: up to where it is on the device, and up to where it says so.
         self._safe = 0
         self._marked = 0
-        # Found by ``recover``: what is damaged, in which files; the end of the last file.
+        # Found by ``recover``: what is damaged, in which files; is there no file at all?
         self.damage: list[str] = []
         self._damaged_files: dict[Path, None] = {}
-        self.end = folder, 0
         self.is_new = False
         self.closed = False
 
@@ -372,7 +146,7 @@ class Journal:
     def note(self, verb: str, *args: Any) -> int:
         """Say that something is so; a position for ``when_synced``. It is written by the next ``flush``."""
         self._collect()
-        self._buffer.append(_entry(NOTE, msgspec.msgpack.encode((verb, *args))))
+        self._buffer.append(_entry(NOTE, encode(NOTES[verb](*args))))
         self.noted += 1
         return self.noted
 
@@ -415,6 +189,7 @@ class Journal:
         if not self._buffer or self.closed:
             return
         if self._safe > self._marked:
+            # The first batch of every file says something, so that silence is known for that of an older version.
             self._marked = self._safe
             mark = pack_numbers(array("q", (self._safe, self._safe)))
             self._buffer.insert(0, _entry(DONE, _number.pack(0) + mark))
@@ -480,10 +255,13 @@ class Journal:
     def save(self, *, clean: bool) -> None:
         """Write and sync everything; with ``clean`` the next start may trust that nothing came after it."""
         if not self.closed:
-            if clean:
-                self.note("clean")
             self.flush()
             self._disk.sync(self._fd)
+            if clean:
+                self._safe = self._offset
+                self.note("clean")
+                self.flush()
+                self._disk.sync(self._fd)
 
     def halt(self) -> None:
         """Write nothing from here on."""
@@ -525,7 +303,7 @@ class Journal:
             # A full disk is no reason not to start: consumers can empty it.
             logger.warning("JOURNAL: cannot allocate space ahead - %s", exc)
             self._fd, self._salt = self._begin(name)
-        self._offset = FILE_HEADER
+        self._offset = self._safe = FILE_HEADER
         self.note("open", self._clock.boot_id())
         self.flush()
         self._disk.sync(self._fd)
@@ -551,10 +329,10 @@ class Journal:
         self._roll_delay = FIRST_ROLL_DELAY
         # The old file must be whole before the new one counts.
         self._fd, self._salt, self._offset = fd, salt, FILE_HEADER
-        self._safe = self._marked = 0
+        self._safe, self._marked = FILE_HEADER, 0
+        self._syncing = True
         self.note("open", self._clock.boot_id())
         self.flush()
-        self._syncing = True
         mark = self._written
 
         def work() -> None:
@@ -574,7 +352,7 @@ class Journal:
         self._snapshotting = True
         number = self._number
         notes = self._snapshot()
-        entries: list[bytes] = [_entry(NOTE, msgspec.msgpack.encode(("open", self._clock.boot_id())))]
+        entries: list[bytes] = [_encoded(("open", self._clock.boot_id()))]
 
         def give_up(error: BaseException) -> None:
             self._snapshotting = False
@@ -597,7 +375,7 @@ class Journal:
                 if note is None:
                     self._disk.submit(lambda: self._write_snapshot(number, entries), done)
                     return
-                entries.append(_entry(NOTE, msgspec.msgpack.encode(note)))
+                entries.append(_encoded(note))
                 left -= _LARGE if note[0] == "channel_more" else 1
             self._later(slice_)
 
@@ -614,8 +392,9 @@ class Journal:
         What was read back may be in the page cache only, and all that comes after builds on it.
         """
         assert self._snapshot is not None
-        notes = [("open", self._clock.boot_id()), *self._snapshot()]
-        self._write_snapshot(self._number, [_entry(NOTE, msgspec.msgpack.encode(note)) for note in notes])
+        entries = [_encoded(("open", self._clock.boot_id()))]
+        entries += [_encoded(note) for note in self._snapshot()]
+        self._write_snapshot(self._number, entries)
 
     def _write_snapshot(self, number: int, entries: list[bytes]) -> None:
         name = f"snapshot-{number:08d}"
@@ -705,13 +484,12 @@ class Journal:
                     return
                 apply_all(entries, state)
                 at = stop
-            self.end = path, at
             following = find_batch(data, salt, at)
             if following < 0:
                 if is_snapshot:
                     self._damaged(path, f"the batch at offset {at} is unreadable, and so is all that follows")
                 return
-            if not is_snapshot and boot != self._clock.boot_id() and not synced_beyond(data, salt, following, at):
+            if not is_snapshot and is_marked(data, salt) and not synced_beyond(data, salt, following, at):
                 # Not synced when the power went: such writes reach the device in any order.
                 return
             count = sum(1 for _, entries in read_batches(data, salt, following) if entries)
@@ -793,6 +571,17 @@ def find_batch(data: bytes, salt: int, at: int) -> int:
     return at
 
 
+def is_marked(data: bytes, salt: int) -> bool:
+    """Was the file written by a version that notes what is on the device? Its first whole batch says so."""
+    at = FILE_HEADER
+    first = next(read_batches(data, salt, at), None)
+    if first is None:
+        at = find_batch(data, salt, at)
+        # The first one is lost: any other will do.
+        return at >= 0 and synced_beyond(data, salt, at, 0)
+    return synced_mark(first[1]) > 0
+
+
 def synced_beyond(data: bytes, salt: int, at: int, offset: int) -> bool:
     """Does any batch from ``at`` on say that the file was on the device beyond ``offset``?"""
     while at >= 0:
@@ -814,6 +603,11 @@ def synced_mark(entries: bytes) -> int:
     return unpack_numbers(entries[MARK_SIZE - 16 : MARK_SIZE])[0]
 
 
+def _encoded(note: tuple[Any, ...]) -> bytes:
+    verb, *args = note
+    return _entry(NOTE, encode(NOTES[verb](*args)))
+
+
 def _entry(kind: int, payload: bytes) -> bytes:
     return _entry_head.pack(kind, len(payload)) + payload
 
@@ -826,9 +620,7 @@ def apply_all(entries: bytes, state: State) -> None:
         payload = entries[at : at + length]
         at += length
         if kind == NOTE:
-            verb, *args = msgspec.msgpack.decode(payload)
-            state.apply(verb, *args)
-            state.clean = verb == "clean"
+            state.apply(decode(payload))
         else:
             state.clean = False
             (channel,) = _number.unpack_from(payload)
