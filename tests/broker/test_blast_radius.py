@@ -99,7 +99,7 @@ WORK: dict[str, Callable[[Any], tuple[Any, str]]] = {
     "let_go": lambda topic: (topic, "let_go"),
     "free": lambda topic: (topic.log, "free"),
     "spare": lambda topic: (topic.retention, "spare"),
-    "snapshot": lambda topic: (topic.channels["c"], "snapshot"),
+    "snapshot": lambda topic: (topic.channels["c"], "snapshot_parts"),
     "pump": lambda topic: (topic.channels["c"], "pump"),
 }
 

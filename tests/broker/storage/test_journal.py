@@ -325,11 +325,11 @@ def test_a_newer_journal_is_refused() -> None:
     teller = Teller()
     (path,) = teller.disk.paths(ROOT)
     content = bytearray(teller.disk.content(path))
-    content[8:10] = (2).to_bytes(2, "big")
+    content[8:10] = (3).to_bytes(2, "big")
     content[HEADER - 4 : HEADER] = google_crc32c.extend(0, bytes(content[: HEADER - 4])).to_bytes(4, "big")
     disk = teller.disk.after_kill()
     disk.replace(path, bytes(content))
-    with pytest.raises(FormatError, match=r"newer version of flintmq \(format 2, known: 1\)"):
+    with pytest.raises(FormatError, match=r"newer version of flintmq \(format 3, known: 2\)"):
         teller.recovered(disk)
 
 

@@ -330,9 +330,9 @@ class Journal:
         # The old file must be whole before the new one counts.
         self._fd, self._salt, self._offset = fd, salt, FILE_HEADER
         self._safe, self._marked = FILE_HEADER, 0
+        self._syncing = True
         self.note("open", self._clock.boot_id())
         self.flush()
-        self._syncing = True
         mark = self._written
 
         def work() -> None:
