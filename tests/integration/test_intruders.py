@@ -337,7 +337,7 @@ class Target:
 @pytest.fixture(autouse=True)
 def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     """A machine that stands still for a while must not look like a client that does."""
-    monkeypatch.setattr("flintmq.broker.net.session.HANDSHAKE_TIMEOUT", 600.0)
+    monkeypatch.setattr("flintmq.broker.net.upgrade.HANDSHAKE_TIMEOUT", 600.0)
 
 
 @pytest.fixture(scope="module")

@@ -515,7 +515,9 @@ def answers(received: bytes, *, allowed: int = 0, bodiless: bool = False) -> lis
         if not end or status is None:
             return [*found, Answer(0, {}, head + end + received)]
         headers = {name.lower(): value.strip() for name, _, value in (line.partition(":") for line in lines)}
-        length = 0 if bodiless and len(found) == allowed else int(headers.get("content-length", "0"))
+        # An answer that ends with its connection has no length.
+        until_end = len(received) if headers.get("connection") == "close" else 0
+        length = 0 if bodiless and len(found) == allowed else int(headers.get("content-length", until_end))
         found.append(Answer(int(status[1]), headers, received[:length]))
         received = received[length:]
     return found
@@ -638,6 +640,7 @@ async def target(certificates: Certificates, path: Path, **options: Any) -> Asyn
 TELLS_NOTHING = re.compile(
     rb'|\{"message":"(UNAUTHORIZED|FORBIDDEN|NOT_FOUND|METHOD_NOT_ALLOWED|INTERNAL_ERROR)"\}|UNAUTHORIZED|FORBIDDEN'
     rb"|400 Bad Request|431 Request Header Fields Too Large|Unsupported transfer encoding"
+    rb"|505 HTTP Version Not Supported: unsupported protocol version"
 )
 
 
