@@ -46,7 +46,11 @@ def snapshot_parts(channel: Channel) -> Iterator[Part]:
     seqs = channel.deferred.items()
     deferred = channel.deferred.items()
     attempts = channel.attempts.copy()
-    ends = chain(waiting, [(start, SIDE)], side, [(channel.topic.side_end, NEVER)])
+    # Messages that are being written to the side log for this channel are in none of its ranges yet.
+    side_start = channel.topic.side_end
+    if channel.redrive is not None:
+        side_start = min(side_start, channel.redrive.first_place)
+    ends = chain(waiting, [(start, SIDE)], side, [(side_start, NEVER)])
     ring = channel.in_flight.slices(CHUNK)
     head = next(ring, [])
     # From here on the channel goes on, and what is read is a copy.
