@@ -22,6 +22,7 @@ import time
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -289,7 +290,8 @@ class HttpPeer(asyncio.Protocol):
 class Engine:
     """One seed. ``run`` raises Violation, with everything that was found, if the broker broke a promise."""
 
-    def __init__(self, seed: int, path: Path, *, steps: int = 60) -> None:
+    def __init__(self, seed: int, path: Path, *, steps: int = 60, small: bool = False) -> None:
+        """``small``: messages are small enough for lanes, and memory is large enough for their blocks."""
         self.random = random.Random(seed)
         self.seed = seed
         self.path = path
@@ -299,7 +301,8 @@ class Engine:
         self.violations: list[str] = []
         self.raised: list[dict[str, Any]] = []
         self.consumers: list[Consumer] = []
-        self.publishers: list[Peer] = []
+        #: By topic and kind of publish: a client that repeats one kind is on a lane.
+        self.publishers: dict[tuple[str, str], list[Peer]] = {}
         self.web: list[HttpPeer] = []
         self.number = 0
         self.history: list[str] = []
@@ -316,6 +319,10 @@ class Engine:
             "disk_reserve": 0,
         }
         self.sizes = choose([(1, 40), (1, 3_000), (100, 9_000), (1, 70_000)])
+        self.rounds = 20 if small else 12
+        if small:
+            self.sizes = choose([(1, 40), (1, 300)])
+            self.options["mem_queue_bytes"] = choose([1 << 20, 64 << 20])
         # One topic gets most of the traffic, which one differs.
         names = [*DURABLE_TOPICS, EPHEMERAL_TOPIC]
         self.random.shuffle(names)
@@ -338,7 +345,7 @@ class Engine:
         if how == "clean":
             await self.settle()
         self._count_lanes()
-        for peer in (*self.consumers, *self.publishers, *self.web):
+        for peer in (*self._peers(), *self.web):
             peer.close()
         self.consumers.clear()
         self.publishers.clear()
@@ -366,7 +373,7 @@ class Engine:
         before = -1
         while calm < 4:
             await asyncio.sleep(0)
-            now = sum(peer.received for peer in (*self.consumers, *self.publishers))
+            now = sum(peer.received for peer in self._peers())
             busy = self.disk.under_way or now != before
             calm = 0 if busy else calm + 1
             before = now
@@ -389,11 +396,18 @@ class Engine:
         _, peer = await asyncio.get_running_loop().create_connection(make, host, int(port))
         return peer
 
-    async def publisher(self) -> Peer:
-        self.publishers = [peer for peer in self.publishers if not peer.closed]
-        if len(self.publishers) < 4:
-            self.publishers.append(await self.connect(Peer, self.broker.tcp_address))
-        return self.random.choice(self.publishers)
+    async def publisher(self, topic: str, kind: str) -> Peer:
+        """Return a connection, mostly one that has published like this before."""
+        if self.random.random() < 0.1:
+            topic, kind = self.random.choice(list(self.publishers) or [(topic, kind)])
+        peers = self.publishers.setdefault((topic, kind), [])
+        peers[:] = [peer for peer in peers if not peer.closed]
+        if len(peers) < 2:
+            peers.append(await self.connect(Peer, self.broker.tcp_address))
+        return self.random.choice(peers)
+
+    def _peers(self) -> list[Peer]:
+        return [*self.consumers, *chain.from_iterable(self.publishers.values())]
 
     async def subscribe(self, topic: str, channel: str, ready: int) -> Consumer | None:
         consumer: Consumer = await self.connect(lambda: Consumer(self, topic, channel), self.broker.tcp_address)
@@ -418,8 +432,9 @@ class Engine:
 
     async def publish(self) -> None:
         """Several publishers send to one topic, each one command at a time."""
-        topic, rounds, batch = self.topic(), self.random.randint(1, 8), self.random.choice([1, 1, 3, 40])
-        peers = [await self.publisher() for _ in range(self.random.randint(1, 3))]
+        topic, rounds, batch = self.topic(), self.random.randint(1, self.rounds), self.random.choice([1, 3, 3, 40])
+        kind = "MPUB" if batch > 1 else "PUB"
+        peers = [await self.publisher(topic, kind) for _ in range(self.random.randint(1, 3))]
         peers = list(dict.fromkeys(peers))
         for _ in range(rounds):
             sent = []
@@ -444,10 +459,11 @@ class Engine:
                 self.violations.append(f"a publish was refused without a fault: {payload!r}")
         else:
             self.ledger.published(topic, bodies)
+            self.ledger.counts["over TCP"] += len(bodies)
 
     async def publish_deferred(self) -> None:
         topic = self.topic()
-        peer = await self.publisher()
+        peer = await self.publisher(topic, "DPUB")
         body = self.body(topic)
         peer.answers.clear()
         milliseconds = self.random.choice([0, 500, 5_500, 60_500])
@@ -613,7 +629,7 @@ class Engine:
         finally:
             self._count_lanes()
             with contextlib.suppress(Exception):
-                for peer in (*self.consumers, *self.publishers, *self.web):
+                for peer in (*self._peers(), *self.web):
                     peer.close()
                 await self.broker.stop()
         self.check()
@@ -663,14 +679,14 @@ def _mpub(topic: str, bodies: list[bytes]) -> bytes:
     return b"MPUB %s\n" % topic.encode() + struct.pack(">I", len(records)) + records
 
 
-def run_seed(seed: int, *, steps: int = 60) -> Engine:
+def run_seed(seed: int, *, steps: int = 60, small: bool = False) -> Engine:
     """Run one seed in an event loop of its own; Violation if the broker broke a promise."""
     roll_at = journal_module.ROLL_AT
     # Journals roll often, so that snapshots are taken in every state.
     journal_module.ROLL_AT = 3_000
     try:
         with tempfile.TemporaryDirectory(prefix="flintmq-engine-") as folder:
-            engine = Engine(seed, Path(folder), steps=steps)
+            engine = Engine(seed, Path(folder), steps=steps, small=small)
             try:
                 asyncio.run(engine.run())
             except Violation as exc:

@@ -71,7 +71,13 @@ def end_of_head(data: bytearray | bytes, pos: int, stop: int) -> int:
 
 
 def tidy(head: bytes) -> bytes:
-    """Return a whole head with CRLF at the end of every line. BadHead if its headers are none."""
+    """Return a whole head with CRLF at the end of every line. BadHead if its headers are none.
+
+    Lines may end in LF alone, but then all of them do: a proxy in front that knows CRLF only would see other headers
+    in a head with both, and so another request.
+    """
+    if head.count(b"\r\n") not in (0, head.count(b"\n")):
+        raise BadHead
     lines = [line.removesuffix(b"\r") for line in head.split(b"\n")]
     has_host = False
     for line in lines[1:-2]:
