@@ -781,6 +781,11 @@ async def test_without_a_damaged_file_of_keys_the_broker_goes_on_and_says_so(
     assert not await is_known(broker, "key-0")
     # Those of the segment that is still there.
     assert await is_known(broker, "key-59")
+    # The file that was set aside is no reason not to start, however often.
+    for _ in range(2):
+        await broker.stop()
+        broker = await start_broker(max_bytes_per_file=5_000)
+        assert await is_known(broker, "key-59")
 
 
 async def test_keys_that_the_device_cannot_read_do_not_hold_up_a_start_nor_a_segment_for_ever(

@@ -7,6 +7,7 @@ and synced before it counts; what cannot be read is set aside, never guessed at.
 from __future__ import annotations
 
 import logging
+import re
 import sys
 from pathlib import Path
 
@@ -27,6 +28,9 @@ from flintmq.broker.storage.store import Store
 __all__ = ["FIRST", "Recovery"]
 
 logger = logging.getLogger(__name__)
+
+#: The name of a segment that was set aside.
+SET_ASIDE = re.compile(r"[0-9a-f]{16}\.bad")
 
 #: A file named by a seq and this says that nothing from that seq up to the first segment was ever published: the
 #: segment before the gap, which an unclean stop left, was removed.
@@ -64,7 +68,8 @@ class Recovery:
         for i, path in enumerate(paths):
             self._recover_segment(path, paths[i + 1] if i + 1 < len(paths) else None, durable)
         for name in self._disk.names(self._folder):
-            if name.endswith(".bad"):
+            # Files of keys are set aside, too: no message was in them.
+            if SET_ASIDE.fullmatch(name) is not None:
                 first = int(name.removesuffix(".bad"), 16)
                 stop = min((segment.base for segment in self.segments if segment.base > first), default=durable)
                 self.set_aside.append((first, stop))
