@@ -819,7 +819,7 @@ async def test_a_newer_data_path_is_refused_at_the_start(start_broker: StartBrok
     broker = await start_broker(disk=disk)
     await broker.stop()
     disk = disk.after_power_loss("none")
-    disk.replace(tmp_path / "flintmq" / "format.json", b'{"format": 2, "node": "00"}')
+    disk.replace(tmp_path / "flintmq" / "format.json", b'{"format": 99, "node": "00"}')
     with pytest.raises(StartError, match="newer version of flintmq"):
         await start_broker(disk=disk)
 

@@ -327,6 +327,11 @@ class Backlog:
         self._waiting: deque[Callable[[], None]] = deque()
         self._scheduled = False
 
+    @property
+    def busy(self) -> bool:
+        """Does a connection wait for its next share?"""
+        return bool(self._waiting)
+
     def add(self, go_on: Callable[[], None]) -> None:
         """Call ``go_on`` in one of the next turns of the loop."""
         self._waiting.append(go_on)
