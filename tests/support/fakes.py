@@ -318,7 +318,7 @@ async def until(condition: Callable[[], T]) -> T:
 def _busy(broker: Broker) -> bool:
     disk = broker.disk
     assert isinstance(disk, CountingDisk)
-    if disk.under_way or broker.turns.busy or broker.scan._rounds_under_way:
+    if disk.under_way or broker.turns.busy or broker.backlog.busy or broker.scan._rounds_under_way:
         return True
     return any(
         topic._pumping or any(channel.seeking is not None for channel in topic.channels.values())
