@@ -503,6 +503,8 @@ async def test_a_client_that_does_not_read_its_answers_is_not_read_from(http: tu
     [connection] = lane.connections
     await until(lambda: not connection._writable or connection._paused)
     assert connection._fill <= 2 * http_lane.READ_AHEAD + (512 << 10)
+    # It has more to send than will ever be read.
+    client.writer.transport.abort()
 
 
 # --- Limits and deadlines ---------------------------------------------------------------------------------------------
