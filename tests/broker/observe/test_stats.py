@@ -12,7 +12,8 @@ import sys
 from collections.abc import AsyncIterator
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import msgspec
 import pytest
@@ -248,12 +249,13 @@ async def test_counts_of_failed_publishes_from_sockets_are_taken_back(tmp_path: 
 async def test_clients_with_tls_and_authorization(broker: Broker) -> None:
     client = Client(broker)
     await client.publish("t", b"x")
-    client.session.tls_info = {
+    info = {
         "version": "TLS1.3",
         "cipher_suite": "Unknown 4865",
         "negotiated_protocol": "",
         "negotiated_protocol_is_mutual": True,
     }
+    client.session.upgrade = cast(Any, SimpleNamespace(tls_info=info))
     client.session._grant = Grant(60, "someone", "http://example.com", ())
     [producer] = stats.document(broker)["producers"]
     keys = list(producer)
