@@ -204,6 +204,47 @@ async def test_a_journal_with_a_bad_batch_before_good_ones_is_refused_unless_acc
     assert set(again.topics) == set(found)
 
 
+@pytest.mark.parametrize("seed", range(12))
+async def test_a_used_journal_without_its_beginning_is_refused_unless_accepted(
+    start_broker: StartBroker, tmp_path: Path, seed: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Sectors at its beginning are zeros, or it is cut off there. A later batch or the snapshot shows it was used."""
+    random.seed(seed)
+    await fill(start_broker, "stop" if seed % 2 else "kill")
+    path = newest(tmp_path, "journal")
+    data = path.read_bytes()
+    if seed < 4:
+        path.write_bytes(data[: (0, 20, FILE_HEADER, batches(path)[0][1] - 1)[seed]])
+    else:
+        size = random.randrange(1, batches(path)[-1][0])
+        path.write_bytes(bytes(size) + data[size:])
+        if seed >= 8:
+            # Not taken yet. What is in the file tells.
+            newest(tmp_path, "snapshot").unlink()
+    before = {file: file.read_bytes() for file in (tmp_path / "flintmq").rglob("*") if file.is_file()}
+    with pytest.raises(StartError, match=rf"the journal is damaged.*{path.name}.*offset \d.*--accept-damaged-journal"):
+        await start_broker()
+    assert {file: file.read_bytes() for file in (tmp_path / "flintmq").rglob("*") if file.is_file()} == before
+    broker = await start_broker(accept_damaged_journal=True)
+    assert path.name in caplog.text and "damaged" in caplog.text
+    folders = {folder.name.partition("@")[0] for folder in (tmp_path / "flintmq" / "topics").iterdir()}
+    assert folders == set(TOPICS)
+    await broker.stop()
+    await start_broker()
+
+
+@pytest.mark.parametrize("size", [0, 20, FILE_HEADER, 3 << 10])
+async def test_a_journal_that_was_being_made_when_the_power_went_is_passed_over(
+    start_broker: StartBroker, tmp_path: Path, size: int
+) -> None:
+    await fill(start_broker, "stop")
+    path = newest(tmp_path, "journal")
+    made = path.with_name(f"journal-{int(path.name[-8:]) + 1:08d}")
+    made.write_bytes(bytes(size))
+    broker = await start_broker()
+    assert set(broker.topics) == set(TOPICS)
+
+
 @pytest.mark.parametrize("cut", [1, 5, 13])
 async def test_a_torn_tail_is_normal(start_broker: StartBroker, tmp_path: Path, cut: int) -> None:
     await fill(start_broker, "kill")

@@ -7,8 +7,10 @@ test likes, and the frames that come out are collected. Everything behind the se
 from __future__ import annotations
 
 import asyncio
+import errno
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
 from flintmq.broker.daemon import Broker
@@ -27,7 +29,7 @@ from flintmq.protocol.wire import (
     encode_command,
     encode_mpub,
 )
-from flintmq.system import System
+from flintmq.system import Buffer, System
 
 SECOND = 1_000_000_000
 #: How long a condition may take to come true. Only failures take that long.
@@ -89,6 +91,37 @@ class CountingDisk(Disk):
 
     def free(self, path: Any) -> int:
         return super().free(path) if self.free_bytes is None else self.free_bytes
+
+
+class CrampedDisk(CountingDisk):
+    """A disk with room for so many pages of files below a folder; None: for all."""
+
+    PAGE = 4096
+
+    def __init__(self, root: Path, pages: int | None = None) -> None:
+        super().__init__()
+        self._root = root
+        self.pages = pages
+
+    def used(self) -> int:
+        """Pages of all files."""
+        return sum(self._pages(file.stat().st_size) for file in self._root.rglob("*") if file.is_file())
+
+    def _pages(self, size: int) -> int:
+        return -(-size // self.PAGE)
+
+    def _grow(self, fd: int, size: int) -> None:
+        more = self._pages(size) - self._pages(self.size(fd))
+        if self.pages is not None and more > 0 and self.used() + more > self.pages:
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    def write(self, fd: int, buffers: Sequence[Buffer], offset: int) -> int:
+        self._grow(fd, offset + sum(map(len, buffers)))
+        return super().write(fd, buffers, offset)
+
+    def allocate(self, fd: int, size: int) -> None:
+        self._grow(fd, size)
+        super().allocate(fd, size)
 
 
 class FakeTransport(asyncio.Transport):

@@ -373,17 +373,19 @@ class Broker:
         self._tear_down()
         logger.info("NSQ: bye")
 
-    def _not_saved(self, what: str, exc: OSError) -> None:
-        error = StorageError(f"cannot save everything: {what}: {exc}")
+    def _not_saved(self, what: str, why: OSError | str) -> None:
+        error = StorageError(f"cannot save everything: {what}: {why}")
         logger.critical("%s", error)
         self._failure = self._failure or error
 
     def _save(self, topic: Topic) -> None:
         """Bring all of a topic to the device, for a clean stop."""
         topic.close()
+        lost = 0
         for storage in (topic.log, topic.side):
             if storage is not None:
                 storage.write_all()
+                lost += storage.unwritten(topic.needs)
                 storage.sync_now()
                 storage.close()
         if topic.keys is not None:
@@ -391,6 +393,8 @@ class Broker:
         if not topic.ephemeral:
             self.journal.note("durable", topic.incarnation, topic.log.durable)
             self.journal.note("end", topic.incarnation, topic.log.end, topic.side_end)
+        if lost:
+            self._not_saved(f"TOPIC({topic.name})", f"{lost} messages in memory could not be written, they are lost")
 
     def drain(self, timeout: float | None = None) -> asyncio.Task[DrainReport]:
         """Refuse publishes, let consumers empty the node, then stop; the report says what is left.

@@ -731,13 +731,14 @@ class Topic:
         limit, cap = self.settings.mem_queue_size, self.settings.mem_queue_bytes
         if self.log.durability == "memory" and not self.ephemeral:
             self.log.spill(limit, cap)
-        self.log.trim(limit, cap, self._needs, self._pins, self._awaits)
+        self.log.trim(limit, cap, self.needs, self._pins, self._awaits)
         if self.side is not None and self.side.blocks:
             # Messages of the side log are read one by one: once they are in a file they need not stay in memory.
             first = self.first_side_needed() if self.ephemeral else SIDE
             self.side.trim(0, 0, lambda _, stop: first < stop, _never, _never)
 
-    def _needs(self, first: int, stop: int) -> bool:
+    def needs(self, first: int, stop: int) -> bool:
+        """Does a channel, or the backlog for the first one, still want one of these?"""
         return self.pumped < stop or any(channel.needs(first, stop) for channel in self.channels.values())
 
     def _pins(self, first: int, stop: int) -> bool:

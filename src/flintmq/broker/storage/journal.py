@@ -341,9 +341,15 @@ class Journal:
             self._disk.sync(fd)
             self._disk.sync_folder(self._folder)
 
-        done = functools.partial(self._sync_done, mark, self._number, self._offset)
+        number, offset = self._number, self._offset
+
+        def done(result: None, error: BaseException | None) -> None:
+            self._sync_done(mark, number, offset, result, error)
+            if error is None:
+                # Not before: beside a snapshot of its number, a journal that does not begin whole is damaged.
+                self.take_snapshot()
+
         self._disk.submit(work, done, COMMIT)
-        self.take_snapshot()
 
     def take_snapshot(self) -> None:
         """Write down the whole state, a slice per loop turn."""
@@ -445,7 +451,7 @@ class Journal:
             self._replay(f"snapshot-{start:08d}", state)
         for number in range(max(start, 1), last + 1):
             if number in journals:
-                self._replay(f"journal-{number:08d}", state)
+                self._replay(f"journal-{number:08d}", state, used=number == start)
             else:
                 name = f"journal-{number:08d}"
                 self.damage.append(f"{self._folder / name} is missing, and no snapshot stands for it")
@@ -457,8 +463,11 @@ class Journal:
             self._keep_damaged()
         return state
 
-    def _replay(self, name: str, state: State) -> None:
-        """Apply the batches of a file up to its end; where one that was on the device is not whole, note it."""
+    def _replay(self, name: str, state: State, *, used: bool = True) -> None:
+        """Apply the batches of a file up to its end; where one that was on the device is not whole, note it.
+
+        ``used``: its header and its first batch are known to have been on the device.
+        """
         path = self._folder / name
         fd = self._disk.open(path)
         try:
@@ -471,8 +480,10 @@ class Journal:
             # The first batch begins with the salt.
             salt = int.from_bytes(data[FILE_HEADER : FILE_HEADER + 4], "big")
             if not is_snapshot and (not salt or next(read_batches(data, salt), None) is None):
-                # The power went while it was made. Nothing was in it yet: its header is synced before it is used.
-                return
+                salt = find_salt(data)
+                if not salt and not used:
+                    # The power went while it was made. Nothing was in it yet: its header is synced before it is used.
+                    return
             self._damaged(path, "its header at offset 0 is unreadable")
             head = salt, bytes(16)
         salt, boot = head
@@ -484,9 +495,9 @@ class Journal:
                     return
                 apply_all(entries, state)
                 at = stop
-            following = find_batch(data, salt, at)
+            following = find_batch(data, salt, at) if salt else -1
             if following < 0:
-                if is_snapshot:
+                if is_snapshot or (used and at == FILE_HEADER):
                     self._damaged(path, f"the batch at offset {at} is unreadable, and so is all that follows")
                 return
             if not is_snapshot and is_marked(data, salt) and not synced_beyond(data, salt, following, at):
@@ -569,6 +580,21 @@ def find_batch(data: bytes, salt: int, at: int) -> int:
     while at >= 0 and next(read_batches(data, salt, at), None) is None:
         at = data.find(mark, at + 1)
     return at
+
+
+def find_salt(data: bytes) -> int:
+    """The salt of a file without header, by any batch which says that more than the header was on the device; or 0."""
+    mark = _entry_head.pack(DONE, MARK_SIZE - _entry_head.size) + _number.pack(0)
+    at = data.find(mark, FILE_HEADER + _batch_head.size)
+    while at >= 0:
+        start = at - _batch_head.size
+        (salt,) = _number.unpack_from(data, start)
+        _, entries = next(read_batches(data, salt, start), (0, b""))
+        # The first batch of a file names the header before that is synced: it proves nothing.
+        if salt and synced_mark(entries) > FILE_HEADER:
+            return int(salt)
+        at = data.find(mark, at + 1)
+    return 0
 
 
 def is_marked(data: bytes, salt: int) -> bool:

@@ -399,6 +399,19 @@ class Log:
         if self.folder is not None and self._pending:
             self._open_record = None
             self._write_out(len(self._pending), last=True)
+            left = 0
+            while self._pending and len(self._pending) != left:
+                # Durability `memory`, and not all of it fits: record by record, up to the first that does not.
+                left = len(self._pending)
+                self._write_out(1, last=True)
+
+    def unwritten(self, needed: Callable[[int, int], bool]) -> int:
+        """Return how many messages that are ``needed(first, stop)`` wait to be written to a file."""
+        if self.folder is None:
+            return 0
+        return sum(
+            needed(seq, seq + 1) for record in self._pending for seq in range(record.seq, record.seq + record.count)
+        )
 
     def spill(self, limit: int, cap: int) -> None:
         """Durability ``memory``: write the oldest blocks so that they can leave the memory."""
