@@ -305,8 +305,49 @@ async def test_many_commands_may_arrive_at_once(nsqd, http):
     assert len((await http.get("/topics")).json["topics"]) == 1_000
 
 
-async def test_an_error_is_read_even_by_one_who_goes_on_sending(lookupd, nsqd):
-    nsqd.send(b"nonsense\n" + b"PING\n" * 100_000)
+@pytest.mark.parametrize(
+    "command", [b"PING\n", b"REGISTER t c\n", b"UNREGISTER t c\n"], ids=["PING", "REGISTER", "UNREGISTER"]
+)
+async def test_a_flood_of_commands_is_worked_off_in_shares(lookupd, nsqd, monkeypatch, command):
+    """One turn of the loop runs at most a share of what one read brings; others are served between two shares."""
+    await nsqd.identify()
+    [session] = lookupd.sessions
+    ran: list[int] = [0]
+    run = session._command
+
+    def counted(verb: bytes, params: list[bytes]) -> bytes | None:
+        ran[-1] += 1
+        return run(verb, params)
+
+    monkeypatch.setattr(session, "_command", counted)
+    count = 5_000
+    session.data_received(command * count)
+    while sum(ran) < count:
+        ran.append(0)
+        await asyncio.sleep(0)
+    assert max(ran) <= daemon.COMMANDS_AT_ONCE
+    for _ in range(count):
+        assert await nsqd.answer() == b"OK"
+    await nsqd.ping()
+
+
+@pytest.mark.parametrize("end", [b"", b"PING", b"IDENTIFY\n\0"], ids=["whole", "half a line", "half a body"])
+async def test_what_was_sent_before_the_end_of_the_stream_is_answered(lookupd, nsqd, end):
+    nsqd.send(b"PING\n" * 3_000 + end)
+    nsqd.writer.write_eof()
+    for _ in range(3_000):
+        assert await nsqd.answer() == b"OK"
+    if end.startswith(b"IDENTIFY"):
+        assert await nsqd.answer() == b"E_BAD_BODY IDENTIFY failed to read body size"
+    assert await nsqd.answer() is None
+    await until(lambda: not lookupd.sessions)
+
+
+@pytest.mark.parametrize("before", [0, 1_000])
+async def test_an_error_is_read_even_by_one_who_goes_on_sending(lookupd, nsqd, before):
+    nsqd.send(b"PING\n" * before + b"nonsense\n" + b"PING\n" * 100_000)
+    for _ in range(before):
+        assert await nsqd.answer() == b"OK"
     assert await nsqd.answer() == b"E_INVALID invalid command nonsense"
     assert await nsqd.answer() is None
 

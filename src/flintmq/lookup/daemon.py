@@ -45,6 +45,10 @@ LINGER_SECONDS = 1.0
 #: The longest command, and the longest body of IDENTIFY: real ones have some hundred bytes.
 LONGEST_LINE = 4096
 LONGEST_BODY = 64 << 10
+#: Commands, and seconds, that a connection gets of one loop turn; the clock is looked at after every few commands.
+COMMANDS_AT_ONCE = 256
+SECONDS_AT_ONCE = 0.002
+LOOK_EVERY = 8
 #: After so many entries of a large answer the loop gets its turn.
 SLICE = 2_000
 #: A half-dead connection is found out within a minute, so that an nsqd that came back is not listed twice for long.
@@ -327,6 +331,10 @@ class Session(asyncio.Protocol):
         self._producer: Producer | None = None
         #: Nothing more is read: an error was sent, or the connection is gone.
         self._over = False
+        #: Its share of a turn was used up: the rest of what was read is run in one of the next turns.
+        self._waiting = False
+        self._ended = False
+        self._writable = True
 
     def drop(self) -> None:
         self._transport.abort()
@@ -346,34 +354,78 @@ class Session(asyncio.Protocol):
         if self._over:
             return
         self._buffer += data
+        self._run()
+
+    def _run(self) -> None:
+        """Run the commands that are there, as many as one turn of the loop allows."""
+        if self._over or self._waiting or not self._writable:
+            return
         answers: list[bytes] = []
+        deadline = self._loop.time() + SECONDS_AT_ONCE
         try:
             while (answer := self._next()) is not None:
                 answers.append(answer)
+                count = len(answers)
+                if not count % LOOK_EVERY and (count >= COMMANDS_AT_ONCE or self._loop.time() >= deadline):
+                    # The others first.
+                    self._waiting = True
+                    break
         except ProtocolError as exc:
             self._write(answers)
             self._refuse(exc)
+            return
         except Exception:
             # A bug of ours costs this connection and no other.
             logger.exception("client(%s)", self._address)
+            self._over = True
             self._transport.abort()
-        else:
-            self._write(answers)
+            return
+        # This may pause writing: what is left is then run when the peer has read its answers.
+        self._write(answers)
+        if self._waiting:
+            self._transport.pause_reading()
+            self._loop.call_soon(self._go_on)
+        elif self._writable:
+            self._finish()
 
-    def eof_received(self) -> None:
-        """The nsqd sends no more: what is half said is an error, and the connection closes."""
-        if self._identifying and not self._over:
+    def _go_on(self) -> None:
+        self._waiting = False
+        self._run()
+        if not (self._waiting or self._over or self._ended or self._transport.is_closing()) and self._writable:
+            self._transport.resume_reading()
+
+    def eof_received(self) -> bool:
+        """The nsqd sends no more: whole commands that it has sent are still answered."""
+        self._ended = True
+        if self._over:
+            return False
+        if (self._waiting or not self._writable) and self._transport.can_write_eof():
+            return True
+        # TLS ends in both directions at once.
+        self._finish()
+        return False
+
+    def _finish(self) -> None:
+        """All commands are run. At the end of the stream what is half said is an error, and the connection closes."""
+        if not self._ended or self._over:
+            return
+        self._over = True
+        if self._identifying:
             missing = "body size" if len(self._buffer) < 4 else "body"
             error = ProtocolError("E_BAD_BODY", f"IDENTIFY failed to read {missing}")
             logger.error("[%s] - %s", self._address, error)
             self._write([_bytes(str(error))])
+        self._transport.close()
 
     def pause_writing(self) -> None:
         # It does not read our answers: then we do not read its commands.
+        self._writable = False
         self._transport.pause_reading()
 
     def resume_writing(self) -> None:
-        self._transport.resume_reading()
+        self._writable = True
+        if not self._waiting:
+            self._go_on()
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._over = True
@@ -507,6 +559,8 @@ class Session(asyncio.Protocol):
             self._transport.close()
             return
         self._transport.write_eof()
+        # What comes is passed over: unread it would reset the connection.
+        self._transport.resume_reading()
         self._patience = self._loop.call_later(LINGER_SECONDS, self._transport.abort)
 
 

@@ -20,6 +20,9 @@ __all__ = ["Codec", "Deflate", "Snappy", "Stack"]
 
 #: What one step of unpacking yields, at most.
 PIECE = 256 << 10
+#: What one step of unpacking takes, at most: bytes of deflate, chunks of snappy. Blocks and chunks may be empty.
+PACKED_PIECE = 8 << 10
+CHUNKS_AT_ONCE = 64
 
 
 class Codec(Protocol):
@@ -27,7 +30,10 @@ class Codec(Protocol):
         """Everything the peer needs to see ``data``."""
 
     def decompress(self, data: bytes) -> Iterator[bytes]:
-        """What ``data`` adds to the stream, in pieces. ProtocolError if it is not of this form."""
+        """Yield what ``data`` adds to the stream, in pieces. ProtocolError if it is not of this form.
+
+        A piece may be empty: much was read that adds nothing, and the reader can look at the clock.
+        """
 
 
 class Stack:
@@ -43,6 +49,8 @@ class Stack:
     def decompress(self, data: bytes) -> Iterator[bytes]:
         for piece in self._outer.decompress(data):
             yield from self._inner.decompress(piece)
+            # The inner layer may have made nothing of it.
+            yield b""
 
 
 class Deflate:
@@ -57,10 +65,12 @@ class Deflate:
 
     def decompress(self, data: bytes) -> Iterator[bytes]:
         try:
-            while data:
-                piece = self._in.decompress(data, PIECE)
-                data = self._in.unconsumed_tail
-                if piece:
+            pos = 0
+            while pos < len(data):
+                packed = data[pos : pos + PACKED_PIECE]
+                piece = self._in.decompress(packed, PIECE)
+                pos += len(packed) - len(self._in.unconsumed_tail)
+                if piece or pos < len(data):
                     yield piece
                 if self._in.eof:
                     # NSQ takes it for the end of the connection; what follows would only pile up in the unpacker.
@@ -105,6 +115,7 @@ class Snappy:
     def decompress(self, data: bytes) -> Iterator[bytes]:
         buffer = self._buffer
         buffer += data
+        empty = 0
         while len(buffer) >= 4:
             kind = buffer[0]
             size = int.from_bytes(buffer[1:4], "little")
@@ -124,6 +135,10 @@ class Snappy:
                 self._greeted = True
             elif kind <= 0x01:
                 yield self._block(kind, chunk)
+                continue
+            empty += 1
+            if not empty % CHUNKS_AT_ONCE:
+                yield b""
 
     def _block(self, kind: int, chunk: bytes) -> bytes:
         if len(chunk) < 4:

@@ -137,3 +137,67 @@ async def test_bytes_that_drip_are_added_in_place(broker: Broker) -> None:
         client.send(codec.compress(b"\0"))
         assert session._held is held
     assert session._fill == len(held)
+
+
+def _empty_blocks() -> bytes:
+    """Return blocks of deflate that hold nothing, each with a code of its own that has to be built."""
+    bits: list[int] = []
+
+    def put(value: int, count: int) -> None:
+        bits.extend(value >> i & 1 for i in range(count))
+
+    # Not the last, dynamic; 257 + 0 and 1 + 0 codes, whose lengths are written with 18 codes: only 18 and 1 are used.
+    put(0b100, 3)
+    put(0, 10)
+    put(14, 4)
+    for symbol in (16, 17, 18, 0, 8, 7, 9, 6, 10, 5, 11, 4, 12, 3, 13, 2, 14, 1):
+        put(symbol in (18, 1), 3)
+    # 138 + 118 times zero, then 1 for the end of the block, and 1 for the only distance.
+    put(1, 1)
+    put(127, 7)
+    put(1, 1)
+    put(107, 7)
+    # The end of the block is the code 0.
+    put(0, 3)
+    bits *= 8
+    return bytes(sum(bits[i + j] << j for j in range(8)) for i in range(0, len(bits), 8))
+
+
+IDENTIFIER = b"\xff\x06\0\0sNaPpY"
+EMPTY = {
+    "snappy padding": ("snappy", IDENTIFIER, b"\xfe\0\0\0"),
+    "snappy skippable": ("snappy", IDENTIFIER, b"\x80\0\0\0" + b"\x91\x01\0\0x"),
+    "snappy identifiers": ("snappy", IDENTIFIER, IDENTIFIER),
+    "deflate stored": ("deflate", b"", b"\0\0\0\xff\xff"),
+    "deflate dynamic": ("deflate", b"", _empty_blocks()),
+}
+
+
+@pytest.mark.parametrize("kind", EMPTY)
+async def test_a_stream_that_unpacks_to_nothing_leaves_the_loop_to_others(broker: Broker, kind: str) -> None:
+    name, start, unit = EMPTY[kind]
+    client, codec = compressed(broker, name)
+    # The clock moves by a millisecond with each look at it: every look ends a share of the turn.
+    looks = 0
+    session = client.session
+
+    class Clock:
+        def __getattr__(self, attribute: str) -> object:
+            return getattr(loop, attribute)
+
+        def time(self) -> float:
+            nonlocal looks
+            looks += 1
+            return looks / 1e3
+
+    loop, session._loop = session._loop, Clock()  # type: ignore[assignment]
+    client.send(start + unit * ((256 << 10) // len(unit)))
+    turns = 0
+    while session._pieces is not None or client._unread:
+        turns += 1
+        await asyncio.sleep(0)
+    assert turns >= 20, turns
+    assert not client.is_over
+    packed = codec.compress(b"SUB t c\n")
+    client.send(packed)
+    await until(lambda: session.channel is not None)

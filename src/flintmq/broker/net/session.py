@@ -395,7 +395,9 @@ class Session(asyncio.BufferedProtocol):
                 piece = next(pieces, None)
                 if piece is None or self._closing:
                     break
-                if self._held is None:
+                if not piece:
+                    pass
+                elif self._held is None:
                     self._take(bytearray(piece), len(piece))
                 else:
                     # In place: what is held may be large, and the pieces a byte each.
