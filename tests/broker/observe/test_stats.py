@@ -12,8 +12,7 @@ import sys
 from collections.abc import AsyncIterator
 from itertools import pairwise
 from pathlib import Path
-from types import SimpleNamespace
-from typing import Any, cast
+from typing import Any
 
 import msgspec
 import pytest
@@ -23,6 +22,7 @@ from prometheus_client.parser import text_string_to_metric_families
 import flintmq
 from flintmq.broker.daemon import Broker
 from flintmq.broker.net.auth import Grant
+from flintmq.broker.net.upgrade import Upgrade
 from flintmq.broker.observe import prometheus, stats, steps
 from flintmq.broker.observe import statsd as statsd_module
 from flintmq.broker.observe.statsd import statsd_prefix
@@ -255,7 +255,10 @@ async def test_clients_with_tls_and_authorization(broker: Broker) -> None:
         "negotiated_protocol": "",
         "negotiated_protocol_is_mutual": True,
     }
-    client.session.upgrade = cast(Any, SimpleNamespace(tls_info=info))
+    nothing: Any = lambda _: None  # noqa: E731
+    upgrade = Upgrade(client.transport, asyncio.get_running_loop(), nothing, nothing, nothing)
+    upgrade.tls_info = info
+    client.session.upgrade = upgrade
     client.session._grant = Grant(60, "someone", "http://example.com", ())
     [producer] = stats.document(broker)["producers"]
     keys = list(producer)
