@@ -17,7 +17,6 @@ from flintmq.broker.delivery.topic import Topic
 from flintmq.broker.http.log import time_of
 from flintmq.broker.storage import fetch as fetch_module
 from flintmq.broker.storage.segment import FILE_HEADER, RECORD_HEADER
-from flintmq.http import site as web
 from flintmq.protocol.seqs import SEQ_MASK
 from flintmq.protocol.wire import FRAME_MESSAGE, FrameDecoder, decode_message
 from support.fakes import SECOND, Client, FakeClock, quiet, until
@@ -536,7 +535,7 @@ async def test_a_slow_reader_holds_little_memory_and_no_one_else(
 async def test_a_reader_that_takes_nothing_is_cut_off(
     start_broker: StartBroker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(web, "PIECE_SECONDS", 0.2)
+    monkeypatch.setattr("flintmq.http.server.PIECE_SECONDS", 0.2)
     broker = await start_broker(**{**SMALL, "max_bytes_per_file": 5 << 20})
     written = await filled(broker, 4_000, 5_000)
     async with HttpClient.connect(broker.http_address) as http:
