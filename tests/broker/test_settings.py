@@ -831,7 +831,7 @@ async def test_publishes_that_wait_for_a_sync_are_answered_when_none_is_needed_a
     producer = Client(broker)
     await producer.publish("t", b"one")
     topic = broker.topics["t"]
-    monkeypatch.setattr(topic.log, "sync", lambda *_: None)
+    monkeypatch.setattr(topic.log.syncer, "sync", lambda *_: None)
     producer.send(pub("t", b"two"))
     await quiet(broker)
     assert producer.responses == []
