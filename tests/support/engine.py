@@ -682,6 +682,7 @@ def _mpub(topic: str, bodies: list[bytes]) -> bytes:
 def run_seed(seed: int, *, steps: int = 60, small: bool = False) -> Engine:
     """Run one seed in an event loop of its own; Violation if the broker broke a promise."""
     roll_at = journal_module.ROLL_AT
+    before = kernel.replace_calls(None)
     # Journals roll often, so that snapshots are taken in every state.
     journal_module.ROLL_AT = 3_000
     try:
@@ -694,7 +695,7 @@ def run_seed(seed: int, *, steps: int = 60, small: bool = False) -> Engine:
                 raise Violation(f"seed {seed}, {engine.options}, sizes {engine.sizes}: {exc}\n{steps_taken}") from exc
             return engine
     finally:
-        kernel.replace_calls(None)
+        kernel.replace_calls(before)
         journal_module.ROLL_AT = roll_at
 
 

@@ -506,8 +506,11 @@ class _Table(kernel.Calls):
 
     def _left(self) -> None:
         if not self._systems:
-            kernel.replace_calls(None)
             self._sockets.clear()
+            # Somebody else may have put a table of his own there meanwhile.
+            before = kernel.replace_calls(None)
+            if before is not self:
+                kernel.replace_calls(before)
 
     def accepted(self, system: SimSystem, sock: socket.socket) -> None:
         self._sockets[sock.fileno()] = weakref.ref(system)
