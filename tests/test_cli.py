@@ -9,6 +9,7 @@ import json
 import os
 import platform
 import re
+import resource
 import selectors
 import signal
 import socket
@@ -608,3 +609,17 @@ def test_up_that_cannot_make_its_folder_says_so(tmp_path):
     result = run("up", "--data-path", str(tmp_path / "file" / "data"))
     assert result.returncode == 1
     assert result.stderr.startswith(b"flintmq up: cannot create the directory ")
+
+
+@needs_broker
+@pytest.mark.skipif(not hasattr(resource, "prlimit"), reason="the limits of another process cannot be set here")
+def test_a_stop_that_loses_messages_has_status_1(tmp_path):
+    with http_broker(tmp_path, "--durability=memory") as (running, address):
+        for _ in range(20):
+            assert ask(address, "POST", "/pub?topic=t", bytes(50_000))[0] == 200
+        # No file can grow beyond this from here on.
+        resource.prlimit(running.pid, resource.RLIMIT_FSIZE, (200_000, resource.RLIM_INFINITY))
+        running.terminate()
+        _, stderr = running.communicate(timeout=PATIENCE)
+    assert running.returncode == 1
+    assert re.search(rb"FATAL: cannot save everything: TOPIC\(t\): \d+ messages in memory could not be written", stderr)

@@ -442,6 +442,8 @@ async def _serve(
             closed.result()
         else:
             await broker.stop()
+            # It may not have been able to save everything.
+            await closed
     except (StorageError, OSError) as exc:
         logger.critical("%s", exc)
         return 1

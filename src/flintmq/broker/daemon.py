@@ -38,7 +38,7 @@ from flintmq.broker.observe.statsd import Statsd
 from flintmq.broker.opening import Opening
 from flintmq.broker.peers import Peers
 from flintmq.broker.settings import Settings
-from flintmq.broker.storage.disk import Clock, Disk
+from flintmq.broker.storage.disk import NO_ROOM, Clock, Disk
 from flintmq.broker.storage.ids import NodeIds
 from flintmq.broker.storage.journal import SIDE, Journal, State
 from flintmq.broker.storage.store import Store
@@ -201,6 +201,10 @@ class Broker:
             await self._abandon()
             if isinstance(exc, FlintError):
                 raise exc if isinstance(exc, StartError) else StartError(str(exc)) from exc
+            if exc.errno in NO_ROOM and exc.filename is None:
+                raise StartError(
+                    f"no room in {self.path}: {exc.strerror}. Nothing is lost: free some space, then start again"
+                ) from exc
             raise StartError(f"{exc}") from exc
         self.start_time = self.clock.wall() // 1_000_000_000
         self.started = self.clock.now()

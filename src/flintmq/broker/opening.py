@@ -42,6 +42,7 @@ class Opening:
         disk, journal, clean = broker.disk, broker.journal, state.clean
         same_boot = state.boot == broker.clock.boot_id()
         self._check(state)
+        journal.release()
         broker.node_ids.read(root)
         opened = [self._open_topic(topic_state, clean) for topic_state in state.topics.values()]
         finish_moved(opened, state)

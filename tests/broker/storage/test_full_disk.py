@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 from conftest import StartBroker
 
-from flintmq.errors import StorageError
+from flintmq.errors import StartError, StorageError
 from support.fakes import Client, CrampedDisk, quiet
 
 
@@ -39,3 +39,53 @@ async def test_a_stop_that_cannot_write_what_is_in_memory_says_how_much_is_lost(
     assert 0 < len(got["t"]) < len(bodies), "what fits is kept"
     assert got["t"] == bodies[: len(got["t"])]
     assert f"TOPIC(t): {len(bodies) - len(got['t'])} messages in memory could not be written" in caplog.text
+
+
+@pytest.mark.parametrize("synced", [False, True])
+@pytest.mark.parametrize("size", [100, 100_000])
+async def test_a_full_disk_is_started_on_after_a_kill(
+    start_broker: StartBroker, tmp_path: Path, size: int, synced: bool
+) -> None:
+    """The room is what the old journal had allocated ahead. Consumers can then empty the disk."""
+    broker = await start_broker()
+    bodies = {topic: [b"%s%06d" % (topic.encode(), i) + bytes(size) for i in range(20)] for topic in ("t", "u")}
+    for topic, some in bodies.items():
+        broker.topic(topic).channel("c")
+        await Client(broker).publish(topic, *some)
+    if synced:
+        await broker.synced()
+        await quiet(broker)
+    broker.kill()
+    disk = CrampedDisk(tmp_path)
+    disk.pages = disk.used()
+    again = await start_broker(disk=disk)
+    for topic, some in bodies.items():
+        client = Client(again)
+        await client.subscribe(topic, "c", 100)
+        await quiet(again)
+        assert client.bodies == some
+
+
+@pytest.mark.parametrize("room", [0, 1, 3])
+async def test_a_start_without_room_says_which_file_how_much_and_what_to_do(
+    start_broker: StartBroker, tmp_path: Path, room: int
+) -> None:
+    broker = await start_broker()
+    broker.topic("t").channel("c")
+    bodies = [b"%06d" % i + bytes(9_000) for i in range(20)]
+    await Client(broker).publish("t", *bodies)
+    broker.kill()
+    disk = CrampedDisk(tmp_path)
+    journal = max((tmp_path / "flintmq" / "journal").glob("journal-*"))
+    disk.pages = disk.used() - journal.stat().st_size // disk.PAGE + room
+    text = r"cannot write \S+: No space left on device, \d+ bytes are needed.*Nothing is lost.*free some space"
+    for _ in range(2):
+        with pytest.raises(StartError, match=text):
+            await start_broker(disk=disk)
+        assert list((tmp_path / "flintmq" / "topics").rglob("*.tmp")) == []
+        disk = CrampedDisk(tmp_path, disk.pages)
+    again = await start_broker()
+    client = Client(again)
+    await client.subscribe("t", "c", 100)
+    await quiet(again)
+    assert client.bodies == bodies

@@ -12,28 +12,32 @@ handed to a few threads with ``submit``; the answer comes back on the event loop
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import heapq
 import os
 import sys
 import threading
 from array import array
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from flintmq.errors import StorageError
 from flintmq.system import Buffer, Clock, System, SystemClock
 
 __all__ = [
     "BACKGROUND",
     "COMMIT",
     "FETCH",
+    "NO_ROOM",
     "READ",
     "SPARE",
     "Clock",
     "Disk",
     "SystemClock",
     "pack_numbers",
+    "start_needs",
     "unpack_numbers",
 ]
 
@@ -60,6 +64,24 @@ def unpack_numbers(data: bytes) -> array[int]:
     if sys.byteorder == "big":
         values.byteswap()
     return values
+
+
+#: There is no room, or no more of it for this user.
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+
+
+@contextlib.contextmanager
+def start_needs(path: Path, size: int) -> Iterator[None]:
+    """Say what to do when a start finds no room for the ``size`` bytes that it must write to a file."""
+    try:
+        yield
+    except OSError as exc:
+        if exc.errno not in NO_ROOM:
+            raise
+        raise StorageError(
+            f"cannot write {path}: {exc.strerror}, {size} bytes are needed. Nothing is lost: free some space, then "
+            "start again"
+        ) from exc
 
 
 class Disk:

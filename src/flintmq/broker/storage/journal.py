@@ -30,7 +30,7 @@ from typing import Any, Protocol
 
 import google_crc32c
 
-from flintmq.broker.storage.disk import BACKGROUND, COMMIT, Clock, Disk, pack_numbers, unpack_numbers
+from flintmq.broker.storage.disk import BACKGROUND, COMMIT, Clock, Disk, pack_numbers, start_needs, unpack_numbers
 from flintmq.broker.storage.notes import (
     ANOTHER_BOOT,
     NEVER,
@@ -76,6 +76,8 @@ MARK_SIZE = _entry_head.size + 4 + 16
 #: A new file is begun at this size.
 ROLL_AT = 8 << 20
 _SPACE = ROLL_AT + (1 << 20)
+#: Less is not allocated ahead.
+_LEAST_SPACE = 64 << 10
 #: Nanoseconds until a new file is tried again that could not be begun; doubled each time, up to the other one.
 FIRST_ROLL_DELAY = 1_000_000_000
 LONGEST_ROLL_DELAY = 64_000_000_000
@@ -138,6 +140,8 @@ class Journal:
         # Found by ``recover``: what is damaged, in which files; is there no file at all?
         self.damage: list[str] = []
         self._damaged_files: dict[Path, None] = {}
+        # Where what counts in each journal ends.
+        self._ends: dict[Path, int] = {}
         self.is_new = False
         self.closed = False
 
@@ -297,12 +301,19 @@ class Journal:
         state.clean = False
         self._number += 1
         name = f"journal-{self._number:08d}"
-        try:
-            self._fd, self._salt = self._begin(name, _SPACE)
-        except OSError as exc:
-            # A full disk is no reason not to start: consumers can empty it.
-            logger.warning("JOURNAL: cannot allocate space ahead - %s", exc)
-            self._fd, self._salt = self._begin(name)
+        space = _SPACE
+        while True:
+            try:
+                self._fd, self._salt = self._begin(name, space)
+                break
+            except OSError as exc:
+                # A full disk is no reason not to start: consumers can empty it.
+                if space == _SPACE:
+                    logger.warning("JOURNAL: cannot allocate space ahead, trying with less - %s", exc)
+                if not space:
+                    with start_needs(self._folder / name, _LEAST_SPACE):
+                        raise
+                space = space // 2 if space > _LEAST_SPACE else 0
         self._offset = self._safe = FILE_HEADER
         self.note("open", self._clock.boot_id())
         self.flush()
@@ -400,7 +411,19 @@ class Journal:
         assert self._snapshot is not None
         entries = [_encoded(("open", self._clock.boot_id()))]
         entries += [_encoded(note) for note in self._snapshot()]
-        self._write_snapshot(self._number, entries)
+        with start_needs(self._folder / f"snapshot-{self._number:08d}", sum(map(len, entries))):
+            self._write_snapshot(self._number, entries)
+
+    def release(self) -> None:
+        """Give back what was allocated ahead for the files that were read: a start on a full disk needs the room."""
+        for path, end in self._ends.items():
+            if path not in self._damaged_files:
+                fd = self._disk.open(path)
+                try:
+                    if self._disk.size(fd) > end:
+                        self._disk.truncate(fd, end)
+                finally:
+                    self._disk.close_file(fd)
 
     def _write_snapshot(self, number: int, entries: list[bytes]) -> None:
         name = f"snapshot-{number:08d}"
@@ -483,6 +506,7 @@ class Journal:
                 salt = find_salt(data)
                 if not salt and not used:
                     # The power went while it was made. Nothing was in it yet: its header is synced before it is used.
+                    self._ends[path] = 0
                     return
             self._damaged(path, "its header at offset 0 is unreadable")
             head = salt, bytes(16)
@@ -495,6 +519,8 @@ class Journal:
                     return
                 apply_all(entries, state)
                 at = stop
+                if not is_snapshot:
+                    self._ends[path] = at
             following = find_batch(data, salt, at) if salt else -1
             if following < 0:
                 if is_snapshot or (used and at == FILE_HEADER):

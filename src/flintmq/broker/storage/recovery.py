@@ -11,6 +11,7 @@ import re
 import sys
 from pathlib import Path
 
+from flintmq.broker.storage.disk import NO_ROOM, start_needs
 from flintmq.broker.storage.segment import (
     FILE_HEADER,
     RECORD_HEADER,
@@ -139,11 +140,31 @@ class Recovery:
         base = unknown[0].seq
         # Of the whole file: then the copy takes its name.
         path = segment.path.with_name(f"{base:016x}.seg") if segment.spans else segment.path
-        copy = Segment(path, base, new_salt(), segment.boot)
+        size = FILE_HEADER + sum(entry.size for entry in unknown)
+        with start_needs(path, size):
+            return self._write_copy(segment, salvage, path)
+
+    def _write_copy(self, segment: Segment, salvage: Salvage, path: Path) -> Segment:
+        unknown = salvage.entries
+        copy = Segment(path, unknown[0].seq, new_salt(), segment.boot)
         temporary = path.with_suffix(".tmp")
         out = self._store.open(temporary, create=True)
+        try:
+            self._fill_copy(copy, out, segment, salvage)
+        except OSError:
+            # Half a copy would only take the room that is missing.
+            self._disk.close_file(out)
+            self._disk.remove(temporary)
+            raise
+        self._disk.rename(temporary, path)
+        self._store.sync_folder(self._folder)
+        copy.folder_synced = True
+        self._store.adopt_file(copy, out)
+        return copy
+
+    def _fill_copy(self, copy: Segment, out: int, segment: Segment, salvage: Salvage) -> None:
         self._disk.write(out, [file_header(copy)], 0)
-        for entry in unknown:
+        for entry in salvage.entries:
             record, frames = salvage.record(entry, copy.salt)
             offset = copy.size
             self._disk.write(out, [record, frames], offset)
@@ -152,11 +173,19 @@ class Recovery:
             copy.lost = self._lost(salvage)
         self._disk.write(out, [copy.seal()], copy.size)
         self._disk.sync(out)
-        self._disk.rename(temporary, path)
-        self._store.sync_folder(self._folder)
-        copy.folder_synced = True
-        self._store.adopt_file(copy, out)
-        return copy
+
+    def _seal(self, segment: Segment, fd: int) -> None:
+        """Write the footer. Without room for it the next start reads the records again, as this one did."""
+        size = segment.size
+        try:
+            self._disk.write(fd, [segment.seal()], size)
+        except OSError as exc:
+            if exc.errno not in NO_ROOM:
+                raise
+            logger.warning("LOG(%s): %s has no footer, the next start takes longer - %s", self._name, segment.path, exc)
+            segment.sealed = False
+            segment.size = size
+            self._disk.truncate(fd, size)
 
     def _settle(self, segment: Segment, fd: int, salvage: Salvage, *, copied: bool) -> None:
         """Seal a segment that has no footer, or remove it if nothing was known to be on the device."""
@@ -164,7 +193,7 @@ class Recovery:
         if segment.spans:
             segment.lost = lost
             self._disk.truncate(fd, segment.size)
-            self._disk.write(fd, [segment.seal()], segment.size)
+            self._seal(segment, fd)
             self._disk.sync(fd)
             self.segments.append(segment)
             return
