@@ -646,6 +646,21 @@ async def test_a_limit_of_messages_holds_at_once_and_can_be_lifted(broker: Broke
     assert topic.channels["c"].depth == 12
 
 
+@pytest.mark.parametrize("count", [3, 41, 5_000])
+@pytest.mark.parametrize("values", [{"max-messages": 2}, {"max-bytes": 100}])
+async def test_the_first_limit_with_drop_oldest_drops_at_once(
+    broker: Broker, values: dict[str, Any], count: int
+) -> None:
+    """Without any publish after it."""
+    topic = broker.topic("t")
+    topic.channel("c")
+    await Client(broker).publish_many("t", [b"x" * 80] * count)
+    await quiet(broker)
+    broker.settings.change(("t",), {"limit-policy": "drop-oldest", **values})
+    await quiet(broker)
+    assert topic.channels["c"].depth <= 2
+
+
 async def test_a_limit_of_bytes_counts_what_is_there_already(broker: Broker) -> None:
     for durability in ("os", "memory"):
         broker.settings.change((f"{durability}*",), {"durability": durability})

@@ -120,9 +120,9 @@ class TopicLimits:
         self._bucket: Bucket | None = None
         self._read_settings()
         # How much more there was room for when it was last looked at, less what came since: what consumers finished
-        # meanwhile only adds to it.
-        self._room_messages = 0
-        self._room_bytes = 0
+        # meanwhile only adds to it. Too little at first, so that it is looked at.
+        self._room_messages = -1
+        self._room_bytes = -1
         # Bytes published so far, and how many they were at some seqs: what the messages from a seq on take up.
         self._published = 0
         self._marks: deque[tuple[int, int]] = deque()

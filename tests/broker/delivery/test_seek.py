@@ -427,6 +427,70 @@ async def test_a_seek_survives_the_loss_of_power_at_any_moment(tmp_path: Path, m
         await again.stop()
 
 
+async def dead_letters(broker: Broker, count: int, *, copied: bool) -> Topic:
+    """A topic whose messages all died in its channel; ``copied``: their copies are on the device."""
+    topic = retaining(broker)
+    channel, _ = topic.channel("c")
+    channel.settings = dataclasses.replace(channel.settings, max_attempts=1)
+    await Client(broker).publish_many("t", numbered(count))
+    consumer = await consumer_of(broker, count)
+    for message in await taken(consumer, count):
+        consumer.requeue(message)
+    if copied:
+        await until(lambda: not channel.leaving)
+    else:
+        await until(lambda: "t.c.dead" in broker.topics)
+    consumer.hang_up()
+    return topic
+
+
+@pytest.mark.parametrize("copied", [True, False])
+@pytest.mark.parametrize("count", [1, 20, 333])
+async def test_a_seek_to_dead_letters_survives_a_kill(start_broker: StartBroker, count: int, copied: bool) -> None:
+    """What has a copy among the dead letters is finished by a start, but not if it was sought back since."""
+    broker = await start_broker(**SMALL)
+    await dead_letters(broker, count, copied=copied)
+    async with HttpClient.connect(broker.http_address) as http:
+        assert (await seek(http, "earliest")).status == 200
+    broker.journal.flush()
+    broker.kill()
+    broker = await start_broker(**SMALL)
+    assert broker.topics["t"].channels["c"].depth == count
+    consumer = await consumer_of(broker)
+    assert sorted(message.body for message in await taken(consumer, count)) == sorted(numbered(count))
+
+
+@pytest.mark.parametrize("most", [7, 20])
+async def test_a_seek_of_redriven_dead_letters_survives_a_kill(start_broker: StartBroker, most: int) -> None:
+    broker = await start_broker(**SMALL)
+    await dead_letters(broker, 20, copied=True)
+    dead = broker.topics["t.c.dead"]
+    dead.settings = dataclasses.replace(dead.settings, retain_bytes=1 << 40)
+    async with HttpClient.connect(broker.http_address) as http:
+        await http.ask("POST", f"/channel/redrive?topic=t&channel=c&count={most}", b"")
+        await until(lambda: getattr(broker.topics["t"].channels["c"].redrive, "moved", 0) == most)
+        answer = await http.ask("POST", "/channel/seek?topic=t.c.dead&channel=redrive&to=earliest", b"")
+    assert answer.status == 200
+    broker.journal.flush()
+    broker.kill()
+    broker = await start_broker(**SMALL)
+    assert broker.topics["t.c.dead"].channels["redrive"].depth == 20
+
+
+async def test_dead_letters_of_a_deleted_channel_are_not_those_of_the_next(start_broker: StartBroker) -> None:
+    broker = await start_broker(**SMALL)
+    topic = await dead_letters(broker, 20, copied=True)
+    topic.settings = dataclasses.replace(topic.settings, new_channel="earliest")
+    topic.delete_channel("c")
+    topic.channel("c")
+    await quiet(broker)
+    assert topic.channels["c"].depth == 20
+    broker.journal.flush()
+    broker.kill()
+    broker = await start_broker(**SMALL)
+    assert broker.topics["t"].channels["c"].depth == 20
+
+
 # --- Where a new channel starts ---------------------------------------------------------------------------------------
 
 

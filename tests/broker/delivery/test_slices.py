@@ -130,6 +130,25 @@ async def test_a_deferred_backlog_is_handed_over_without_holding_the_loop(start_
     assert (topic.depth, len(channel.deferred), channel.message_count) == (0, MANY, MANY)
 
 
+@pytest.mark.parametrize("count", [7, 20])
+async def test_a_seek_over_deferred_messages_that_are_due_is_in_slices(
+    broker: Broker, clock: FakeClock, count: int
+) -> None:
+    topic = broker.topic("t")
+    topic.settings = replace(topic.settings, retain_bytes=1 << 40)
+    channel, _ = topic.channel("c")
+    for _ in range(count):
+        publish(topic, 1, SECOND)
+    await quiet(broker)
+    await pass_time(broker, clock, 2)
+    ended: list[bool] = []
+    with small_slices(3):
+        channel.seek(topic.log.first, lambda: ended.append(True))
+        assert not ended
+        await quiet(broker)
+    assert ended and channel.depth == count
+
+
 async def test_a_deferred_backlog_is_handed_to_more_channels_than_a_slice_holds(broker: Broker) -> None:
     topic = broker.topic("t")
     topic.pause(True)

@@ -51,6 +51,7 @@ if TYPE_CHECKING:
     from flintmq.broker.delivery.topic import Topic
     from flintmq.broker.net.lanes import FinishLane
     from flintmq.broker.net.session import Session
+    from flintmq.broker.storage.log import Log
 
 __all__ = ["Channel"]
 
@@ -106,6 +107,8 @@ class Channel:
         self.leaving: dict[int, int] = {}
         self.expired = Ranges()
         self.dead_letters: DeadLetters | None = None
+        #: Logs with copies of what left: the kind of note that says how far one is durable, of whom, and up to where.
+        self.copied_to: dict[Log, tuple[str, int, int]] = {}
         #: What brings dead letters back to here, or did last.
         self.redrive: Redrive | Ended | None = None
         # Consumers; those in ``_ready`` may be able to take more.
@@ -778,6 +781,11 @@ class Channel:
                 self._finished(seq, seq + 1)
                 count += 1
         return count
+
+    def copied(self, log: Log, verb: str, incarnation: int) -> None:
+        """The end of the log holds copies of what is leaving: a seek has to tell the journal of them first."""
+        if log.folder is not None:
+            self.copied_to[log] = (verb, incarnation, log.end)
 
     def stay(self, seqs: Iterable[int], delay: int) -> None:
         """These cannot leave: they are requeued, for later if there is a ``delay``."""

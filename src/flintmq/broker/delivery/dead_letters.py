@@ -7,7 +7,7 @@ A message is finished where it was only when its copy is on the device. Until th
 be delivered, and a crash brings it back. After a crash the files tell which copies there are (``finish_moved``), so
 that there is no second one: a copy says in its record where it comes from.
 
-    {"dead": {"topic", "channel", "id", "attempts", "reason", "time", "published", "path"}}
+    {"dead": {"topic", "channel", "id", "attempts", "reason", "time", "published", "path"}, "of": the channel's number}
 
 ``time`` is when it died and ``published`` when it was first published, in ns since 1970; ``path`` names the topics it
 has been through.
@@ -118,6 +118,9 @@ class DeadLetters(Steps):
             # They come back at the next start, or went with their channel.
             queue.clear()
             return
+        if channel.seeking is not None:
+            channel.seeking.postpone(self.go_on)
+            return
         if channel.expired and len(queue) < SLICE and len(channel.leaving) < LONGEST_QUEUE:
             queue.extend((seq, EXPIRED) for seq in channel.take_expired(SLICE))
         name = dead_letter_topic(channel)
@@ -148,7 +151,9 @@ class DeadLetters(Steps):
                     self._wait(target.when_free if target.busy else self._broker.when_relieved)
                     break
                 record = record_of(frame)
-                target.publish(record, 0, len(record), 1, extra=msgspec.msgpack.encode({"dead": about}))
+                target.publish(
+                    record, 0, len(record), 1, extra=msgspec.msgpack.encode({"dead": about, "of": channel.id})
+                )
             except DamageError as exc:
                 logger.error("CHANNEL(%s): message %d cannot be read - %s", channel.name, seq, exc)
                 channel.left([seq])
@@ -159,6 +164,7 @@ class DeadLetters(Steps):
                 size += len(record)
             queue.popleft()
         if target is not None and copied:
+            channel.copied(target.log, "durable", target.incarnation)
             target.log.when_durable(target.log.end, partial(self._copied, target, copied))
         if queue or (channel.expired and len(channel.leaving) < LONGEST_QUEUE):
             self.go_on()

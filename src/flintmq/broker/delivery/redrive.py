@@ -116,6 +116,9 @@ class Redrive(Steps):
         if self._channel.exiting or self._source.exiting or self._broker.refusing:
             self._end(self._broker.refusing or "a channel was deleted")
             return
+        if self._source.seeking is not None:
+            self._source.seeking.postpone(self.go_on)
+            return
         if self._broker.store.congested:
             self._wait(self._broker.when_relieved)
             return
@@ -185,6 +188,7 @@ class Redrive(Steps):
             self._bucket.spend(len(seqs))
         self._under_way += len(seqs)
         self._places.append(places[0])
+        self._source.copied(side, "side", self._channel.topic.incarnation)
         side.when_durable(side.end, partial(self._copied, seqs, places))
         side.write_all()
 
@@ -235,15 +239,17 @@ def finish_moved(topics: Iterable[Topic], state: State) -> None:
     """What has a copy elsewhere, and could not be finished before the crash, is finished now.
 
     Only records that were not known to be on the device have to be looked at: where that is known of a copy, the
-    journal also knows that its message is finished.
+    journal also knows that its message is finished, or that it was sought back since (see ``Seek``).
     """
     by_name = {topic.name: topic for topic in state.topics.values()}
     for topic in topics:
         for _, extra in topic.log.salvaged:
-            dead = msgspec.msgpack.decode(extra).get("dead")
+            about = msgspec.msgpack.decode(extra)
+            dead = about.get("dead")
             origin = by_name.get(dead["topic"]) if dead is not None else None
             for channel in origin.channels.values() if origin is not None else ():
-                if channel.name == dead["channel"]:
+                # Another one of that name may have been made since.
+                if channel.name == dead["channel"] and about.get("of", channel.id) == channel.id:
                     seq = seq_of(dead["id"])
                     channel.finish(seq, seq + 1)
         topic.log.salvaged.clear()

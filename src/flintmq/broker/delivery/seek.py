@@ -3,7 +3,7 @@
 A Seek goes through the log from its target on and collects what will be waiting and what will be deferred, beside the
 channel. Deferred messages may be a million: the loop is handed back after each slice. Until all is collected the
 channel is as it was, only that it delivers nothing and sees nothing new; then it takes over everything in one step. A
-crash before that step leaves the channel where it was.
+crash before that step leaves the channel where it was, one after it where it is now.
 """
 
 from __future__ import annotations
@@ -11,14 +11,15 @@ from __future__ import annotations
 from array import array
 from collections import deque
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING
 
-from flintmq.broker.storage.journal import NEVER
 from flintmq.broker.storage.ranges import Ranges
 from flintmq.kernel import Heap
 
 if TYPE_CHECKING:
     from flintmq.broker.delivery.channel import Channel
+    from flintmq.broker.storage.log import Log
 
 __all__ = ["Seek"]
 
@@ -47,8 +48,33 @@ class Seek:
         if next(self._steps, None) is not None:
             channel.broker.later(self.run)
             return
+        self._settle()
+
+    def _settle(self) -> None:
+        """Take over, once the journal knows every copy of what left the channel to be on the device.
+
+        A start finishes what has a copy of which that is not known: it would undo the seek.
+        """
+        channel = self._channel
+        copied = channel.copied_to
+        while copied:
+            log, (verb, incarnation, stop) = next(iter(copied.items()))
+            stop = min(stop, log.end)
+            if log.durable < stop and not log.closed:
+                log.when_durable(stop, partial(self._settled, log))
+                return
+            del copied[log]
+            channel.broker.journal.note(verb, incarnation, log.durable)
         channel.take_over(self)
         self.end()
+
+    def _settled(self, log: Log, error: Exception | None) -> None:
+        channel = self._channel
+        if channel.seeking is self and not channel.broker.stopping:
+            if error is not None:
+                # There is no such copy.
+                channel.copied_to.pop(log, None)
+            self._settle()
 
     def postpone(self, work: Callable[[], None]) -> None:
         """Do this to the channel when it has taken over."""
@@ -68,7 +94,8 @@ class Seek:
         spans = deque(Ranges(log.spans()).within([(self.start, stop)]))
         dues, seqs = array("q"), array("q")
         looked = 0
-        for seq, due in log.deferrals(NEVER):
+        # Also those that are due: however many they are, looking at them counts.
+        for seq, due in log.deferrals():
             looked += 1
             if looked % SLICE == 0:
                 self._push(dues, seqs)
