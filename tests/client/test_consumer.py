@@ -592,7 +592,7 @@ async def test_one_more_broker_may_be_named_at_any_time() -> None:
             messages.add_nsqd(third.address)
             messages.add_nsqd(third.address)
             await until(lambda: all(nsqd.connections and nsqd.last.ready == 3 for nsqd in (first, second, third)))
-            with pytest.raises(OptionError, match="no address"):
+            with pytest.raises(OptionError, match="is not an address"):
                 messages.add_nsqd("nowhere")
             await messages.look()  # there is nobody to ask
         # Too late.

@@ -520,7 +520,7 @@ async def test_one_more_broker_may_be_named_at_any_time() -> None:
             await second.stop()
             await until(lambda: nsq.connections == [third.address])
             await nsq.publish("t", b"x")
-            with pytest.raises(OptionError, match="no address"):
+            with pytest.raises(OptionError, match="is not an address"):
                 nsq.add_nsqd("nowhere")
         assert published(third) == [b"x"]
 
