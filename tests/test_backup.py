@@ -54,7 +54,9 @@ async def in_thread(work: Callable[[], object]) -> None:
 
 
 def segments(path: Path) -> list[Path]:
-    return sorted(path.glob("**/topics/**/*.seg"))
+    """The segment files of all topics; folders may vanish meanwhile."""
+    found = (Path(folder) / name for folder, _, names in os.walk(path) for name in names)
+    return sorted(file for file in found if file.suffix == ".seg" and "topics" in file.parts)
 
 
 def flip(path: Path, offset: int) -> None:
