@@ -144,7 +144,7 @@ async def test_backups_in_a_row_of_a_busy_broker_lose_nothing(
 
     async def consume(broker: Broker, channel: str) -> None:
         async with NsqClient.to(broker.tcp_address) as client:
-            await client.subscribe("busy", channel)
+            await client.subscribe("busy", channel, 10)
             while not over.is_set():
                 message = await client.message()
                 if random.random() < 0.02:
