@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,6 +19,7 @@ from flintmq.broker.delivery.topic import RESERVE, Topic
 from flintmq.broker.storage.journal import ANOTHER_BOOT, SIDE, State, TopicState, damaged
 from flintmq.broker.storage.log import Log
 from flintmq.broker.storage.mover import copies
+from flintmq.broker.storage.ranges import Ranges
 from flintmq.broker.storage.segment import FILE_HEADER, read_header
 
 if TYPE_CHECKING:
@@ -29,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 #: Numbers of channels that are left out after damage to the journal: lost entries may have used them.
 SKIPPED_CHANNELS = 1 << 20
+#: Ranges of seqs that one line names at most.
+_NAMED = 10
 
 
 class Opening:
@@ -157,6 +161,32 @@ class Opening:
         self._broker.topics[topic.name] = topic
         return topic
 
+    def _report_missing(self, topic: Topic, state: TopicState, found: list[tuple[int, int]]) -> None:
+        """Say which messages that must be in the files are not there, and let readers of the log know.
+
+        A gap that a crash left is none of these, nor what was deleted: only what a channel still has to get counts, and
+        only where the journal is exact about it. Of durability ``memory`` much never reaches a file.
+        """
+        if self._broker.journal.damage or topic.log.durability == "memory":
+            return
+        there = Ranges.union(sorted([*found, *topic.log.reader.lost()]))
+        missing: list[tuple[int, int]] = []
+        for channel in state.channels.values():
+            if state.whole or (channel.exact and not state.was_frozen):
+                missing += channel.outstanding.within([(state.base, state.durable)]).without(there)
+        if not missing:
+            return
+        gone = Ranges.union(sorted(missing))
+        logger.error(
+            "TOPIC(%s): %d messages are lost, their files in %s are missing (seqs %s)",
+            topic.name,
+            gone.total,
+            topic.folder,
+            ", ".join(f"{first} to {stop - 1}" for first, stop in islice(gone, _NAMED))
+            + (" ..." * (len(gone) > _NAMED)),
+        )
+        topic.log.reader.set_aside.extend(gone)
+
     def _restore_topic(self, topic: Topic, state: TopicState, same_boot: bool) -> None:
         spans = topic.log.spans()
         end = topic.log.end
@@ -169,6 +199,7 @@ class Opening:
         addressed = side_spans(topic.side) if topic.side is not None else {}
         copied = topic.mover.restore(copies(topic.side)) if topic.side is not None else []
         now, wall = self._broker.clock.now(), self._broker.clock.wall()
+        self._report_missing(topic, state, [*copied, *spans])
         for channel_state in state.channels.values():
             channel = Channel(topic, channel_state.name, channel_state.id, topic.pumped)
             channel.paused = channel_state.paused

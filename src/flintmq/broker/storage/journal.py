@@ -471,7 +471,9 @@ class Journal:
         last = max([start, *journals])
         self.is_new = not last
         if start:
+            state.in_snapshot = True
             self._replay(f"snapshot-{start:08d}", state)
+            state.snapshot_read()
         for number in range(max(start, 1), last + 1):
             if number in journals:
                 self._replay(f"journal-{number:08d}", state, used=number == start)

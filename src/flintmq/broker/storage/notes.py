@@ -303,6 +303,8 @@ class ChannelState:
     back: dict[int, tuple[int, int, int]] = field(default_factory=dict)
     #: What brings dead letters back to it, or did last: see ``Redrive.note``.
     redrive: list[Any] | None = None
+    #: Is what is outstanding a snapshot's, less what was finished since? Otherwise gaps in the log may be in it.
+    exact: bool = False
     _outstanding: Ranges = field(default_factory=Ranges)
     # Finished, and still to be taken out of the above: pairs (first, stop). There may be a million, scattered.
     _finished: array[int] = field(default_factory=lambda: array("q"))
@@ -345,6 +347,10 @@ class TopicState:
     #: Where ``pumped`` stands still: the topic is paused or has no channel. None: it moves with the log.
     frozen: int | None
     paused: bool = False
+    #: Made since the last snapshot: no crash has left a gap in its log below ``durable``.
+    whole: bool = False
+    #: Was it frozen in the snapshot? Then gaps may lie in what its channels are still to see.
+    was_frozen: bool = False
     #: Where the log ended, after a clean stop.
     end: int | None = None
     #: Everything before it in the side log is known to be on the device, and may be gone again.
@@ -369,6 +375,8 @@ class State:
     next_incarnation: int = 1
     next_channel: int = 1
     clean: bool = False
+    #: Is a snapshot being read?
+    in_snapshot: bool = False
     #: The boot whose clock the due times of entries are on.
     boot: bytes = b""
 
@@ -376,6 +384,12 @@ class State:
         state = self.channels.get(channel)
         if state is not None:
             state.finish_all(pairs)
+
+    def snapshot_read(self) -> None:
+        """The snapshot is at its end; what follows is from the journal."""
+        self.in_snapshot = False
+        for topic in self.topics.values():
+            topic.was_frozen = topic.frozen is not None
 
     def apply_back(self, channel: int, rows: array[int]) -> None:
         state = self.channels.get(channel)
@@ -394,7 +408,8 @@ class State:
             # Names are unique: an older one was deleted, and the entry that said so was lost at the end of its file.
             for other in [t for t in self.topics.values() if t.name == name and t.incarnation < incarnation]:
                 self._untopic(other.incarnation, other.ceiling)
-            self.topics[incarnation] = TopicState(name, incarnation, base, ceiling, base, base)
+            whole = not self.in_snapshot
+            self.topics[incarnation] = TopicState(name, incarnation, base, ceiling, base, base, whole=whole)
 
     def _ceiling(self, incarnation: int, ceiling: int) -> None:
         if incarnation in self.topics:
@@ -443,6 +458,11 @@ class State:
         if state is not None:
             pairs = unpack_numbers(ranges)
             state.set_outstanding(Ranges.union(zip(pairs[::2], pairs[1::2], strict=True)))
+            state.exact = self.in_snapshot
+            if not self.in_snapshot:
+                # Of a log that was copied, with its gaps.
+                for topic in self.topics.values():
+                    topic.whole = topic.whole and channel not in topic.channels
             state.back.clear()
             self.apply_back(channel, unpack_numbers(back))
 
@@ -484,6 +504,7 @@ class State:
             own = [(max(first, SIDE), stop) for first, stop in state.outstanding if stop > SIDE]
             kept = [(seq, seq + 1) for seq in unpack_numbers(older)]
             state.set_outstanding(Ranges([*kept, (start, SIDE), *own]))
+            state.exact = False
             state.back = {seq: row for seq, row in state.back.items() if seq >= SIDE}
 
     def _reader(self, incarnation: int, name: str, offset: int, moved: int) -> None:

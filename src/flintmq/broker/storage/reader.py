@@ -373,6 +373,13 @@ class Reader:
         segments = self._log.segments
         return segments[max(0, bisect_right(segments, seq, key=_base) - 1) :]
 
+    def lost(self) -> list[tuple[int, int]]:
+        """Return all that is known to be lost, in no order."""
+        found = list(self.set_aside)
+        for segment in self._log.segments:
+            found += segment.damaged + segment.lost
+        return found
+
     def first_lost(self, first: int, stop: int) -> tuple[int, int] | None:
         """Return the first of ``first`` … ``stop - 1`` that are known to be lost."""
         lost = list(self.set_aside)
