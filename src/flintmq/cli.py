@@ -386,6 +386,12 @@ async def _serve_lookupd(options: NsqlookupdOptions, report_changes: Callable[[]
     return 0
 
 
+def _freeze() -> None:
+    """What is alive now stays alive: keep it out of every later collection."""
+    gc.collect()
+    gc.freeze()
+
+
 async def _serve(
     options: NsqdOptions,
     report_changes: Callable[[], None] | None = None,
@@ -420,11 +426,9 @@ async def _serve(
     # Log lines are this program's business, not the broker's.
     broker.options_changed.append(lambda: logs.set_level(broker.options.log_level))
 
-    await broker.start()
+    # Before anybody can connect, and would wait for it.
+    await broker.start(_freeze)
     started.set()
-    # What is alive now stays alive: keep it out of every later collection.
-    gc.collect()
-    gc.freeze()
     if announce is not None:
         announce(broker, options)
     _tell_systemd("READY=1")

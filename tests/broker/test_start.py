@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 import random
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -34,6 +35,27 @@ async def test_a_disk_too_full_to_allocate_space_ahead_is_started_on(start_broke
     await consumer.subscribe("t", "c", 1)
     await quiet(second)
     assert consumer.bodies == [b"kept"]
+
+
+async def test_whoever_prepares_a_start_does_so_before_anybody_can_connect(
+    tmp_path: Path, start_broker: StartBroker
+) -> None:
+    """Such as the command line, which collects garbage then: who is connected would wait for it."""
+    first = await start_broker(data_path=tmp_path)
+    await Client(first).publish("t", b"kept")
+    address = first.tcp_address
+    await first.stop()
+    broker = Broker(data_path=tmp_path, tcp_address=address, http_address="127.0.0.1:0", broadcast_address="127.0.0.1")
+    found: list[tuple[list[str], int]] = []
+
+    def opened() -> None:
+        host, _, port = address.rpartition(":")
+        with socket.socket() as probe:
+            found.append((list(broker.topics), probe.connect_ex((host, int(port)))))
+
+    await broker.start(opened)
+    await broker.stop()
+    assert found == [(["t"], errno.ECONNREFUSED)]
 
 
 async def test_a_stop_closes_the_disk_only_when_nobody_can_ask_it_for_more(start_broker: StartBroker) -> None:

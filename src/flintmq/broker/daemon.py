@@ -167,8 +167,8 @@ class Broker:
     ) -> None:
         await self.stop()
 
-    async def start(self) -> None:
-        """Open the data path and listen. StartError says why it cannot."""
+    async def start(self, opened: Callable[[], None] = lambda: None) -> None:
+        """Open the data path, call ``opened``, and listen. StartError says why it cannot."""
         self._loop = asyncio.get_running_loop()
         self._closed = self._loop.create_future()
         self.later = self._loop.call_soon
@@ -196,6 +196,7 @@ class Broker:
             declared = self.settings.declare()
             for topic in declared if self.options.nsqlookupd_tcp_addresses else ():
                 topic.gate(True)
+            opened()
             await self._listen()
         except (OSError, FlintError) as exc:
             await self._abandon()

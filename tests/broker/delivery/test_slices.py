@@ -392,3 +392,34 @@ async def test_a_channel_that_fails_does_not_keep_the_others_from_their_turn(
     assert [message.body for message in clients[0].messages] == [b"now", b"later"]
     assert [message.body for message in clients[2].messages] == [b"now", b"later"]
     assert "on purpose" in caplog.text
+
+
+async def test_a_channel_that_fails_at_a_gap_does_not_keep_the_others_from_their_turn(
+    start_broker: StartBroker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    broker = await start_broker()
+    topic = broker.topic("t")
+    for name in ("a", "b", "c"):
+        topic.channel(name)
+    topic.pause(True)
+    await Client(broker).publish("t", b"before")
+    broker.journal.flush()
+    broker.kill()
+    # The log goes on behind a gap, which nobody has been handed yet.
+    again = await start_broker()
+    topic = again.topics["t"]
+    await Client(again).publish("t", b"after")
+    assert topic.gaps
+
+    def fail(*_: object) -> None:
+        raise RuntimeError("on purpose")
+
+    monkeypatch.setattr(topic.channels["b"], "skip", fail)
+    topic.pause(False)
+    await quiet(again)
+    assert "on purpose" in caplog.text
+    for name in ("a", "c"):
+        client = Client(again)
+        await client.subscribe("t", name, 10)
+        await quiet(again)
+        assert client.bodies == [b"before", b"after"]

@@ -398,7 +398,10 @@ class Topic:
             if gap < seq and not (deferred and deferred[0][0] < gap):
                 first, stop = gaps.popleft()
                 for channel in channels:
-                    channel.skip(first, stop)
+                    try:
+                        channel.skip(first, stop)
+                    except Exception:
+                        self._failed(channel)
                 most -= 1
                 continue
             messages: list[tuple[int, int]] = []

@@ -36,7 +36,7 @@ PAUSE_AT = 128 << 20
 #: Large blocks that are kept for later use, and those that are prepared in a thread.
 _POOL_BLOCKS = 8
 _SPARE_BLOCKS = 12
-#: Segment files that are open at once, unless more are in use.
+#: Segment files that are open at once, unless more are in use; fewer where the process may not open many.
 _MOST_FILES = 400
 #: Descriptors that are held open for the time when there are no others.
 _RESERVE = 8
@@ -44,11 +44,19 @@ _RESERVE = 8
 NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)
 
 
+def _descriptors() -> int:
+    """Return how many descriptors the process may have."""
+    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
+    return 1 << 20 if limit == resource.RLIM_INFINITY else limit
+
+
+def _most_files() -> int:
+    return min(_MOST_FILES, _descriptors() // 4)
+
+
 def descriptors_for_connections() -> int:
     """Return how many descriptors connections may take, by the process's limit, so that storage never starves."""
-    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    if limit == resource.RLIM_INFINITY:
-        limit = 1 << 20
+    limit = _descriptors()
     return max(limit // 2, limit - _MOST_FILES - 2 * _RESERVE)
 
 
@@ -234,7 +242,7 @@ class Store:
         return True
 
     def adopt_file(self, segment: Segment, fd: int) -> None:
-        self._close_files(_MOST_FILES - 1)
+        self._close_files(_most_files() - 1)
         segment.fd = fd
         self._files[segment] = None
 
