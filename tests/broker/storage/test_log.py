@@ -453,7 +453,7 @@ def test_no_descriptor_at_all_means_not_ready_and_is_asked_again() -> None:
 
 
 def test_a_start_with_more_segments_than_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(store_module, "_MOST_FILES", 4)
+    monkeypatch.setattr(store_module, "shares_of_descriptors", lambda: (4, 100))
     rig = Rig(max_bytes_per_file=1_000)
     for body in numbered(20, 900):
         rig.publish(body)

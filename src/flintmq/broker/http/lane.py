@@ -26,7 +26,7 @@ from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
 
 from flintmq.broker.delivery.commit import SLICED_FROM, Commit, Piece, slices
 from flintmq.broker.delivery.topic import Topic
-from flintmq.broker.net.sockets import Descriptors, SocketTransport
+from flintmq.broker.net.sockets import SocketTransport
 from flintmq.errors import HttpError, LimitError, PublishError
 from flintmq.http.heads import LONGEST_HEAD, MOST_DIGITS, BadHead, end_of_head, tidy
 from flintmq.http.site import (
@@ -327,7 +327,6 @@ class HttpLane:
         self._ok = b""
         self._ok_at = 0
         self.loop = asyncio.get_running_loop()
-        self.descriptors = Descriptors(self.loop.time)
         self._timer = self.loop.call_later(SWEEP_SECONDS, self._sweep)
 
     def connection(self) -> HttpConnection:
@@ -575,9 +574,10 @@ class HttpConnection(asyncio.BufferedProtocol):
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if isinstance(transport, SocketTransport):
             self.fd = transport.fd
+        # Accepted by asyncio, which does not ask.
+        refused = self.fd < 0 and sock is not None and not self._broker.descriptors.admit()
         self.lane.connections.add(self)
-        if self.fd < 0 and sock is not None and not self.lane.descriptors.admit(sock.fileno()):
-            # Accepted by asyncio, which does not ask.
+        if refused:
             self.close()
             return
         self._limit_connections()
