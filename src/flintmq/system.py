@@ -21,12 +21,25 @@ from typing import Protocol
 
 try:
     import fcntl
+    import resource
 except ImportError:  # Windows
-    fcntl = None  # type: ignore[assignment]
+    fcntl = resource = None  # type: ignore[assignment]
 
-__all__ = ["Buffer", "Clock", "System", "SystemClock"]
+__all__ = ["Buffer", "Clock", "System", "SystemClock", "shares_of_descriptors"]
 
 Buffer = bytes | bytearray | memoryview
+
+#: Descriptors for the files of messages, and for all that is no connection, where there are enough of them.
+_FOR_STORAGE = 400
+_RESERVED = 512
+
+
+def shares_of_descriptors() -> tuple[int, int]:
+    """Return how many of the process's descriptors are for the files of storage, and how many for connections."""
+    limit = 1 << 20
+    if resource is not None and (soft := resource.getrlimit(resource.RLIMIT_NOFILE)[0]) != resource.RLIM_INFINITY:
+        limit = soft
+    return min(_FOR_STORAGE, limit // 4), limit - min(_RESERVED, limit // 2)
 
 
 class Clock(Protocol):

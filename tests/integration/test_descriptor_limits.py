@@ -92,3 +92,32 @@ def test_hundreds_of_connections_leave_descriptors_for_new_topics(tmp_path: Path
                     break
             assert time.monotonic() < deadline
             time.sleep(0.01)
+
+
+def test_files_of_many_topics_are_no_flood_of_connections(tmp_path: Path) -> None:
+    with daemon(tmp_path, "--sync-timeout=50ms") as (process, tcp, http):
+        with connect(tcp) as publisher:
+            publisher.sendall(b"  V2")
+            for _ in range(3):
+                topics = range(LIMIT)
+                publisher.sendall(b"".join(encode_command(b"PUB", b"topic-%d" % i, body=b"x") for i in topics))
+                answers = b""
+                while len(answers) < 10 * LIMIT:
+                    answers += publisher.recv(10 * LIMIT - len(answers))
+                assert answers == b"\0\0\0\6\0\0\0\0OK" * LIMIT
+                time.sleep(0.2)
+        # What storage holds open is its own share again.
+        deadline = time.monotonic() + 30
+        while True:
+            links = [link.readlink() for link in Path(f"/proc/{process.pid}/fd").iterdir() if link.is_symlink()]
+            if sum(link.suffix == ".seg" for link in links) <= LIMIT // 4:
+                break
+            assert time.monotonic() < deadline, links
+            time.sleep(0.05)
+        for _ in range(LIMIT // 4):
+            with connect(tcp) as client:
+                client.sendall(b"  V2" + encode_command(b"PUB", b"topic-1", body=b"x"))
+                assert client.recv(100) == b"\0\0\0\6\0\0\0\0OK", (tmp_path / "log").read_text()[-2000:]
+            with connect(http) as client:
+                client.sendall(b"GET /ping HTTP/1.1\r\nHost: x\r\n\r\n")
+                assert client.recv(100).startswith(b"HTTP/1.1 200")

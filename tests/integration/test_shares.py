@@ -134,6 +134,38 @@ async def test_requests_in_a_row_are_served_in_shares(broker: Broker, monkeypatc
             assert (await client.answer()).message == "MSG_EMPTY"
 
 
+@pytest.mark.parametrize("target", ["/pub?topic=t", "/mpub?topic=t"])
+async def test_the_chunks_of_a_body_are_read_in_shares(
+    broker: Broker, monkeypatch: pytest.MonkeyPatch, target: str
+) -> None:
+    read = 0
+    real = lane._chunk_size
+
+    def counted(line: bytes) -> int:
+        nonlocal read
+        read += 1
+        return real(line)
+
+    monkeypatch.setattr(lane, "_chunk_size", counted)
+    # Every look at the clock ends a share.
+    monkeypatch.setattr(lane, "SECONDS_AT_ONCE", 0.0)
+    count = 30_001
+    async with HttpClient.connect(broker.http_address) as client:
+        head = f"POST {target} HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
+        client.send(head + b"1\r\nx\r\n" * count + b"0\r\n\r\n")
+        shares: list[int] = []
+        while read < count:
+            before = read
+            await asyncio.sleep(0)
+            shares.append(read - before)
+        # Two shares are possible in one turn: that of a read, and that of the backlog.
+        assert max(shares) <= 2 * lane.LOOK_EVERY, shares
+        assert (await client.answer()).status == 200
+        assert (await client.post("/pub?topic=t", b"y")).status == 200
+    assert broker.topics["t"].message_count == 2
+    assert broker.topics["t"].message_bytes == count + 1
+
+
 async def test_the_loop_has_its_turn_between_the_shares(broker: Broker) -> None:
     """Eight clients flood real sockets from a thread; the loop's own callbacks run all the time."""
     stop = threading.Event()

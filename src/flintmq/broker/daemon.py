@@ -261,9 +261,13 @@ class Broker:
 
         self.disk.submit(lambda: tls.server_context(self.options), done)
 
+    def _connection_count(self) -> int:
+        return len(self.sessions) + (0 if self._api is None else self._api.connection_count())
+
     async def _listen(self) -> None:
+        self.descriptors = sockets.Descriptors(self._loop.time, self._connection_count)
         if sockets.available():
-            self._poller = sockets.Poller(self._loop, self.turns.end, self.system)
+            self._poller = sockets.Poller(self._loop, self.turns.end, self.system, self.descriptors)
             self.turns.follow(self._poller)
         sock, self._bound = self._bind(self.options.tcp_address)
         if self._poller is not None:

@@ -103,6 +103,9 @@ class Server:
             listener = await self._loop.create_server(lambda: self.protocol(), sock=sock, ssl=tls, backlog=BACKLOG)
         self._listeners.append(listener)
 
+    def connection_count(self) -> int:
+        return len(self._server.connections)
+
     def abort(self) -> None:
         """Close every connection at once, whatever is under way."""
         for listener in self._listeners:

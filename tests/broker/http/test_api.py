@@ -354,6 +354,28 @@ async def test_chunks_that_are_mostly_words_about_them_are_refused(http: tuple[B
     assert "t" not in broker.topics
 
 
+@pytest.mark.parametrize("before", [0, 1, 20, 60])
+async def test_words_about_chunks_are_counted_from_the_start_of_their_body(
+    http: tuple[Broker, HttpClient], monkeypatch: pytest.MonkeyPatch, before: int
+) -> None:
+    """Requests that came with it in the same read change nothing."""
+    broker, client = http
+    broker.change_options(max_msg_size=100)
+    monkeypatch.setattr(http_lane, "SECONDS_AT_ONCE", PATIENCE)
+    assert (await client.post("/pub?topic=t", b"x")).status == 200
+    first = b"POST /pub?topic=t HTTP/1.1\r\nHost: x\r\nX-Pad: " + b"p" * 2_000 + b"\r\nContent-Length: 0\r\n\r\n"
+    head = b"POST /pub?topic=t HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+    data = first * before + head + (b"1;" + b"e" * 4_000 + b"\r\nx\r\n") * 20
+    assert broker._api is not None
+    [connection] = broker._api._lanes[0].connections
+    view = connection.get_buffer(-1)
+    view[: len(data)] = data
+    connection.buffer_updated(len(data))
+    for _ in range(before):
+        assert (await client.answer()).message == "MSG_EMPTY"
+    assert (await client.answer()).message == "MSG_TOO_BIG"
+
+
 async def test_chunks_beyond_the_limit_are_refused(way: Way) -> None:
     broker, connect = await way(max_msg_size=100)
     async with connect() as client:

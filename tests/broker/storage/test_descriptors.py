@@ -17,8 +17,8 @@ import pytest
 from conftest import StartBroker
 
 from flintmq.broker.storage import log as log_module
-from flintmq.broker.storage.store import descriptors_for_connections
 from flintmq.protocol.wire import FrameDecoder, encode_command, encode_mpub
+from flintmq.system import shares_of_descriptors
 from support.fakes import Client, CountingDisk, FakeClock, pub, quiet, until
 from support.simdisk import SimDisk, settled
 
@@ -240,7 +240,8 @@ async def test_a_publish_without_a_descriptor_is_refused_and_the_next_one_taken(
 @pytest.mark.parametrize("limit", [64, 1_024, 65_536, resource.RLIM_INFINITY])
 def test_connections_leave_descriptors_for_storage(limit: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
-    taken = descriptors_for_connections()
-    assert taken >= 32
+    files, taken = shares_of_descriptors()
+    assert taken >= 32 and files >= 16
     if limit != resource.RLIM_INFINITY:
         assert limit - taken >= min(limit // 2, 400)
+        assert limit - taken - files >= min(limit // 4, 100)

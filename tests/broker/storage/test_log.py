@@ -10,7 +10,6 @@ import errno
 import logging
 import os
 import random
-import resource
 import threading
 from itertools import pairwise
 from pathlib import Path
@@ -453,13 +452,8 @@ def test_no_descriptor_at_all_means_not_ready_and_is_asked_again() -> None:
     assert rig.body(BASE) == numbered(1)[0]
 
 
-@pytest.mark.parametrize("what", ["files", "limit"])
-def test_a_start_with_more_segments_than_descriptors(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
-    if what == "files":
-        monkeypatch.setattr(store_module, "_MOST_FILES", 4)
-    else:
-        # Segments get a quarter of what the process may open.
-        monkeypatch.setattr(resource, "getrlimit", lambda _: (16, 16))
+def test_a_start_with_more_segments_than_descriptors(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store_module, "shares_of_descriptors", lambda: (4, 100))
     rig = Rig(max_bytes_per_file=1_000)
     for body in numbered(20, 900):
         rig.publish(body)

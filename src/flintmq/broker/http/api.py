@@ -112,6 +112,10 @@ class Api:
         self._lanes.append(lane)
         return lane
 
+    def connection_count(self) -> int:
+        """Return how many connections there are, those of the lanes and those of the general servers."""
+        return sum(len(lane.connections) for lane in self._lanes) + sum(one.connection_count() for one in self._general)
+
     def drop(self) -> None:
         """No more requests: every connection goes at once."""
         for listener in self._listeners:
@@ -436,6 +440,9 @@ class _GeneralServer:
         # Before it gets data: it may have reason to read no further.
         transport.resume_reading()
         protocol.data_received(data)
+
+    def connection_count(self) -> int:
+        return len(self._waiting) + (0 if self._server is None else self._server.connection_count())
 
     def drop(self) -> None:
         self._closed = True

@@ -26,7 +26,7 @@ from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
 
 from flintmq.broker.delivery.commit import SLICED_FROM, Commit, Piece, slices
 from flintmq.broker.delivery.topic import Topic
-from flintmq.broker.net.sockets import Descriptors, SocketTransport
+from flintmq.broker.net.sockets import SocketTransport
 from flintmq.errors import HttpError, LimitError, PublishError
 from flintmq.http.heads import LONGEST_HEAD, MOST_DIGITS, BadHead, end_of_head, tidy
 from flintmq.http.site import (
@@ -70,6 +70,8 @@ READ_AHEAD = 256 << 10
 #: Requests, and seconds, that a connection gets of one loop turn.
 REQUESTS_AT_ONCE = 64
 SECONDS_AT_ONCE = 0.001
+#: Chunks of one body after which the clock is looked at.
+LOOK_EVERY = 64
 #: Text that is taken apart into messages before the loop is handed back.
 TEXT_SLICE = 64 << 10
 
@@ -325,7 +327,6 @@ class HttpLane:
         self._ok = b""
         self._ok_at = 0
         self.loop = asyncio.get_running_loop()
-        self.descriptors = Descriptors(self.loop.time)
         self._timer = self.loop.call_later(SWEEP_SECONDS, self._sweep)
 
     def connection(self) -> HttpConnection:
@@ -573,9 +574,10 @@ class HttpConnection(asyncio.BufferedProtocol):
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if isinstance(transport, SocketTransport):
             self.fd = transport.fd
+        # Accepted by asyncio, which does not ask.
+        refused = self.fd < 0 and sock is not None and not self._broker.descriptors.admit()
         self.lane.connections.add(self)
-        if self.fd < 0 and sock is not None and not self.lane.descriptors.admit(sock.fileno()):
-            # Accepted by asyncio, which does not ask.
+        if refused:
             self.close()
             return
         self._limit_connections()
@@ -749,6 +751,9 @@ class HttpConnection(asyncio.BufferedProtocol):
             self._chunks, self._chunks_at = bytearray(4), body - pos
             self._begin(head, body - pos)
         at = pos + self._chunks_at
+        now = self.lane.loop.time
+        deadline = now() + SECONDS_AT_ONCE
+        count = 0
         while True:
             line = data.find(b"\r\n", at, min(stop, at + LONGEST_CHUNK_LINE))
             if line < 0:
@@ -768,9 +773,14 @@ class HttpConnection(asyncio.BufferedProtocol):
             self._chunks += memoryview(data)[line + 2 : after]
             at = after + 2
             self._chunks_at = at - pos
-            if at - pos - body > 2 * limit + LONGEST_HEAD:
+            if at - body > 2 * limit + LONGEST_HEAD:
                 # Tiny chunks with long extensions: they cost us more than the body they carry.
                 raise HttpError(413, "BODY_TOO_BIG" if head.batch else "MSG_TOO_BIG")
+            count += 1
+            if not count % LOOK_EVERY and now() >= deadline:
+                # The others first.
+                self._pause(self._broker.backlog.add)
+                return -1
         # Trailers mean nothing here. They end with an empty line, which may follow at once.
         end = data.find(b"\r\n\r\n", line, stop)
         if end < 0:

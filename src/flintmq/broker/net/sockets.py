@@ -16,14 +16,13 @@ import asyncio
 import contextlib
 import errno
 import logging
-import resource
 import select
 import socket
 from collections import deque
 from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
-from flintmq.system import System
+from flintmq.system import System, shares_of_descriptors
 
 __all__ = ["Backlog", "Descriptors", "Poller", "SocketTransport", "available"]
 
@@ -36,8 +35,7 @@ _MOST_EVENTS = 256
 _ACCEPT_AT_ONCE = 64
 #: What one system call takes.
 _MOST_PARTS = 1000
-#: Descriptors that are kept for files, at most half of all; seconds between two log lines about them.
-RESERVED = 512
+#: Seconds between two log lines about connections that are refused.
 LOG_AGAIN = 10.0
 #: Instead of a mask of events: the socket is not registered with epoll.
 _UNWATCHED = -1
@@ -290,30 +288,30 @@ class SocketTransport(asyncio.Transport):
 
 
 class Descriptors:
-    """A part of the process's file descriptors that connections cannot use up: storage opens its files with them.
+    """The connections' share of the process's file descriptors: storage opens its files with the rest.
 
-    The system gives out the lowest free number. So a connection with a high one came when nearly all were in use.
+    ``count`` returns how many connections there are, of all kinds. The numbers of descriptors say nothing about that.
     """
 
-    def __init__(self, now: Callable[[], float]) -> None:
+    def __init__(self, now: Callable[[], float], count: Callable[[], int]) -> None:
         self._now = now
-        self._limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
-        self._highest = self._limit - min(RESERVED, self._limit // 2)
+        self._count = count
+        _, self._most = shares_of_descriptors()
         self._refused = 0
         self._logged = -LOG_AGAIN
 
-    def admit(self, fd: int) -> bool:
-        """Return whether a connection with this descriptor may stay; if not, it is logged now and then."""
-        if fd < self._highest or self._limit == resource.RLIM_INFINITY:
+    def admit(self) -> bool:
+        """Return whether there is room for one more connection; if not, it is logged now and then."""
+        if self._count() < self._most:
             return True
         self._refused += 1
         now = self._now()
         if now - self._logged >= LOG_AGAIN:
             self._logged = now
             logger.error(
-                "TCP: connections are refused, %d so far: the limit of %d open files is nearly reached (ulimit -n)",
+                "TCP: connections are refused, %d so far: %d are all that the limit of open files allows (ulimit -n)",
                 self._refused,
-                self._limit,
+                self._most,
             )
         return False
 
@@ -359,7 +357,9 @@ class Backlog:
 
 
 class Poller:
-    def __init__(self, loop: asyncio.AbstractEventLoop, turned: Callable[[], None], system: System) -> None:
+    def __init__(
+        self, loop: asyncio.AbstractEventLoop, turned: Callable[[], None], system: System, descriptors: Descriptors
+    ) -> None:
         self.loop = loop
         self._system = system
         self._turned = turned
@@ -371,7 +371,7 @@ class Poller:
         #: Inside a turn: what becomes due is done at its end.
         self.turning = False
         self._paused = False
-        self.descriptors = Descriptors(loop.time)
+        self._descriptors = descriptors
         loop.add_reader(self.epoll.fileno(), self._ready)
 
     def listen(self, sock: socket.socket, factory: Callable[[], Receiver]) -> None:
@@ -451,7 +451,7 @@ class Poller:
                 logger.error("TCP: cannot accept a connection - %s", exc)
                 self._pause_accepting()
                 return
-            if not self.descriptors.admit(sock.fileno()):
+            if not self._descriptors.admit():
                 sock.close()
                 continue
             sock.setblocking(False)

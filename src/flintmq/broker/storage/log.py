@@ -688,7 +688,7 @@ class Log:
             return
         if self.closed or segment not in self.segments:
             self._store.close_file(segment, deleted=True)
-        elif segment.sealed and segment is not self._active and not keep_open:
+        elif self._store.crowded or (segment.sealed and segment is not self._active and not keep_open):
             self._store.close_file(segment)
 
     def sync_now(self) -> None:

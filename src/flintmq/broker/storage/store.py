@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import errno
 import functools
-import resource
 from collections import OrderedDict
 from collections.abc import Callable
 from mmap import MAP_ANON, MAP_PRIVATE, mmap
@@ -20,11 +19,12 @@ from flintmq.broker.storage.disk import SPARE, Clock, Disk
 from flintmq.broker.storage.segment import Segment
 from flintmq.kernel import Block, populate
 from flintmq.options import NsqdOptions
+from flintmq.system import shares_of_descriptors
 
 if TYPE_CHECKING:
     from flintmq.broker.storage.syncer import Syncer
 
-__all__ = ["LARGEST_BLOCK", "NO_DESCRIPTOR", "PAUSE_AT", "Store", "descriptors_for_connections"]
+__all__ = ["LARGEST_BLOCK", "NO_DESCRIPTOR", "PAUSE_AT", "Store"]
 
 #: Bytes of a large block; only blocks of this size are used again.
 LARGEST_BLOCK = 1 << 20
@@ -36,28 +36,10 @@ PAUSE_AT = 128 << 20
 #: Large blocks that are kept for later use, and those that are prepared in a thread.
 _POOL_BLOCKS = 8
 _SPARE_BLOCKS = 12
-#: Segment files that are open at once, unless more are in use; fewer where the process may not open many.
-_MOST_FILES = 400
 #: Descriptors that are held open for the time when there are no others.
 _RESERVE = 8
 #: The process, or the system, has no descriptor left. That says nothing about the file.
 NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)
-
-
-def _descriptors() -> int:
-    """Return how many descriptors the process may have."""
-    limit = resource.getrlimit(resource.RLIMIT_NOFILE)[0]
-    return 1 << 20 if limit == resource.RLIM_INFINITY else limit
-
-
-def _most_files() -> int:
-    return min(_MOST_FILES, _descriptors() // 4)
-
-
-def descriptors_for_connections() -> int:
-    """Return how many descriptors connections may take, by the process's limit, so that storage never starves."""
-    limit = _descriptors()
-    return max(limit // 2, limit - _MOST_FILES - 2 * _RESERVE)
 
 
 def _fresh_memory() -> list[mmap]:
@@ -104,6 +86,8 @@ class Store:
         self.dirty: dict[Syncer, None] = {}
         # Open files, least recently used first; descriptors in reserve.
         self._files: OrderedDict[Segment, None] = OrderedDict()
+        # So many are open at once, unless more are in use.
+        self._most_files, _ = shares_of_descriptors()
         self._reserve: list[int] = []
         self._reserve_folder: Path | None = None
         # Blocks that can be used again, memory for new ones.
@@ -242,9 +226,14 @@ class Store:
         return True
 
     def adopt_file(self, segment: Segment, fd: int) -> None:
-        self._close_files(_most_files() - 1)
+        self._close_files(self._most_files - 1)
         segment.fd = fd
         self._files[segment] = None
+
+    @property
+    def crowded(self) -> bool:
+        """Are more files open than there should be? They were all in use: one that no longer is should be closed."""
+        return len(self._files) > self._most_files
 
     def _close_files(self, keep: int) -> bool:
         """Close files that are not pinned until ``keep`` are open; False if none was closed."""
