@@ -12,15 +12,17 @@ from conftest import StartBroker
 from flintmq.broker.daemon import Broker
 from flintmq.broker.delivery import snapshot
 from flintmq.broker.storage.ranges import Ranges
-from support.fakes import Client, FakeClock, dpub, quiet
+from support.fakes import Client, FakeClock, dpub, quiet, until
 
 
 async def snapshot_taken(broker: Broker) -> None:
     broker.journal.flush()
-    broker.journal._roll()
-    assert broker.journal._snapshotting
-    while broker.journal._snapshotting:
-        await quiet(broker)
+    journal = broker.journal
+    journal._roll()
+    # It is taken once the new journal is on the device.
+    path = journal._folder / f"snapshot-{journal._number:08d}"
+    await until(lambda: path.exists() and not journal._snapshotting)
+    await quiet(broker)
 
 
 def picture(broker: Broker) -> dict[str, Any]:
