@@ -263,7 +263,7 @@ async def test_what_happens_while_a_snapshot_is_taken_is_known_after_a_crash(
     act()
     broker.journal.flush()
     with small_slices(chance.randint(1, 4)):
-        broker.journal._roll()
+        broker.journal.take_snapshot()
         for _ in itertools.takewhile(lambda _: broker.journal._snapshotting, range(10_000)):
             act()
             await asyncio.sleep(0)
@@ -358,7 +358,7 @@ async def test_a_new_channel_that_starts_at_the_earliest_survives_a_crash_before
     monkeypatch.setattr(Seek, "run", lambda seek: None)
     channel, _ = topic.channel("c")
     assert channel.seeking is not None
-    broker.journal._roll()
+    broker.journal.take_snapshot()
     await until(lambda: not broker.journal._snapshotting)
     broker.journal.flush()
     broker.kill()
