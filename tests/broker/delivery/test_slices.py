@@ -264,7 +264,7 @@ async def test_what_happens_while_a_snapshot_is_taken_is_known_after_a_crash(
     broker.journal.flush()
     with small_slices(chance.randint(1, 4)):
         broker.journal.take_snapshot()
-        for _ in itertools.takewhile(lambda _: broker.journal._snapshotting, range(10_000)):
+        for _ in itertools.takewhile(lambda _: broker.journal._snapshotting, range(300_000)):
             act()
             await asyncio.sleep(0)
         assert not broker.journal._snapshotting
