@@ -256,6 +256,8 @@ async def test_sync_every_counts_what_is_written_and_an_idle_timer_syncs_nothing
     assert log.durable == log.end
     await consumer.subscribe("t", "c")
     broker._sync()
+    # nsqd.dat is written, and synced, a moment after the channel was made.
+    await until(lambda: not (broker.upkeep._metadata_due or broker.upkeep._metadata_busy))
     await quiet(broker)
     before = disk.count
     consumer.ready(100)
