@@ -660,6 +660,9 @@ class HttpConnection(asyncio.BufferedProtocol):
     def eof_received(self) -> bool:
         """The client sends no more: whole requests that it has sent are still answered."""
         self._ended = True
+        if self._held is not None and self._writable and not (self._pending or self._paused or self._closing):
+            # The answer before was given a moment ago, and what came behind its request was not looked at yet.
+            self._take(self._held, self._fill)
         return self._pending or self._paused or not self._writable
 
     def _take(self, data: bytearray, stop: int) -> None:
