@@ -28,7 +28,7 @@ from flintmq.broker.delivery.commit import SLICED_FROM
 from flintmq.broker.observe import prometheus
 from flintmq.broker.storage import keys as keys_module
 from flintmq.broker.storage.disk import BACKGROUND, Disk
-from flintmq.broker.storage.keys import KeyBlock, KeyFiles, Window, digest_of, key_extra, key_in
+from flintmq.broker.storage.keys import RESERVED, KeyBlock, KeyFiles, Window, digest_of, key_extra, key_in
 from flintmq.errors import FormatError
 from flintmq.protocol.wire import encode_command, encode_mpub, valid_key
 from support.fakes import SECOND, Client, CountingDisk, FakeClock, quiet, until
@@ -193,10 +193,12 @@ def test_bad_keys(key: bytes) -> None:
 
 def test_the_key_is_found_in_the_extra_bytes_of_a_record() -> None:
     digest = digest_of(b"key")
-    assert key_in(key_extra(digest)) == digest
+    assert key_in(key_extra(digest)) == (digest, 0)
+    assert key_in(key_extra(digest, 7 << 32)) == (digest, 7 << 32)
+    assert key_in(key_extra(digest, RESERVED)) == (digest, RESERVED)
     pack = keys_module.msgspec.msgpack.encode
     assert pack({"key": digest}) == key_extra(digest)
-    assert key_in(pack({"dead": {"topic": "t"}, "key": digest})) == digest
+    assert key_in(pack({"dead": {"topic": "t"}, "key": digest})) == (digest, 0)
     assert key_in(pack({"dead": {"topic": "a topic with a long name", "channel": "c"}})) is None
     assert key_in(pack({"key": digest + digest})) is None
     assert key_in(pack({"key": 7, "padding": "x" * 30})) is None
