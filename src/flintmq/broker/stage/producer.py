@@ -602,7 +602,8 @@ class Producer:
             self.drop_attempts(old)
 
     def _discard(self, attempts: list[Attempt]) -> None:
-        paths = [attempt.path for attempt in attempts if attempt.size]
+        # Also those without a whole chunk: a write that failed, or the power, may have left an empty file.
+        paths = [attempt.path for attempt in attempts]
         self._staging.count_bytes(-sum(attempt.size for attempt in attempts))
         if paths and not self._broker.disk.closing:
             self._staging.submit(partial(remove_files, self._broker.disk, paths), self._discarded)

@@ -81,7 +81,8 @@ class Staging:
             disk.remove_folder(folder)
             return
         producer = self.producers[state.producer] = Producer(self, folder, state)
-        if state.node != node:
+        is_copy = state.node != node
+        if is_copy:
             # A restored copy under another identity: the decisions of others name the original's sets.
             state.node = node
             for txn in [txn for txn, found in state.sets.items() if found.state == PREPARED]:
@@ -103,7 +104,11 @@ class Staging:
             known = state.sets.get(attempt.txn)
             if key in sealed:
                 producer.sealed.setdefault(sealed[key], []).append(attempt)
-            elif attempt.epoch < max(state.epoch, state.fence) or (known is not None and known.epoch == attempt.epoch):
+            elif (
+                is_copy
+                or attempt.epoch < max(state.epoch, state.fence)
+                or (known is not None and known.epoch == attempt.epoch)
+            ):
                 disk.remove(attempt.path)
                 continue
             else:
