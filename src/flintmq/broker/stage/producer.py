@@ -85,6 +85,8 @@ class Producer:
         # Changes of the state, and how many of them are in its file.
         self._changes = self._saved = 1 if state.time else 0
         self._saving: asyncio.Task[None] | None = None
+        # Is the folder's entry on the device?
+        self._entered = False
         # Of sets that the next state does not name.
         self._dropped: list[Attempt] = []
 
@@ -121,6 +123,7 @@ class Producer:
             dropped, self._dropped = self._dropped, []
             await self._staging.run(partial(self._write, data), COMMIT)
             self._saved = changes
+            self._staging.dropped(sum(attempt.size for attempt in dropped))
             self._discard(dropped)
             dropped = []
         except OSError as exc:
@@ -132,7 +135,9 @@ class Producer:
 
     def _write(self, data: bytes) -> None:
         disk = self._broker.disk
-        self._staging.make_folder(self.folder)
+        if not self._entered:
+            self._staging.make_folder(self.folder)
+            self._entered = True
         write_state(disk, self.folder, data)
 
     # --- The home --------------------------------------------------------------------------------------------------
@@ -592,7 +597,9 @@ class Producer:
 
     def drop_attempts(self, keys: list[tuple[int, int, str]]) -> None:
         """Forget attempts; their files are deleted."""
-        self._discard([self.attempts.pop(key) for key in keys])
+        dropped = [self.attempts.pop(key) for key in keys]
+        self._staging.dropped(sum(attempt.size for attempt in dropped))
+        self._discard(dropped)
 
     def expire(self, now: int, timeout: int) -> None:
         """Drop the attempts that nobody has added to for so long."""
