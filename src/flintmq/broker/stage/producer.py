@@ -14,7 +14,9 @@ A ``Producer`` owns the state, its file, and the files of rows. Every answer wai
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+from collections.abc import Iterator
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
@@ -317,6 +319,10 @@ class Producer:
                 )
             if attempt.syncing and attempt.size - attempt.synced > WAIT_AT:
                 await self._staging.until(lambda: not attempt.syncing)
+            target = self._broker.topics.get(topic)
+            if target is not None and target.limits is not None:
+                with _limited(topic):
+                    target.limits.pay(count)
             self._staging.reserve(end)
             try:
                 write = partial(attempt.write, self._broker.disk, topic, delay, count, data, 4, end)
@@ -471,12 +477,9 @@ class Producer:
         """Refuse now what cannot be applied later: then it is too late."""
         for name, total in topics.items():
             topic = self._broker.topics.get(name)
-            if topic is None or topic.limits is None:
-                continue
-            try:
-                topic.limits.check(total.count, total.bytes)
-            except LimitError as exc:
-                raise StageError(429, "E_STAGE_LIMIT", f"topic {name}: {exc}. Try again later, or raise it") from exc
+            if topic is not None and topic.limits is not None:
+                with _limited(name):
+                    topic.limits.check(total.count, total.bytes)
         self._staging.check_room(size)
 
     async def _sync(self, attempts: list[Attempt]) -> None:
@@ -651,6 +654,14 @@ class Producer:
                 if found.state != APPLIED
             ],
         }
+
+
+@contextlib.contextmanager
+def _limited(topic: str) -> Iterator[None]:
+    try:
+        yield
+    except LimitError as exc:
+        raise StageError(429, "E_STAGE_LIMIT", f"topic {topic}: {exc}. Try again later, or raise it") from exc
 
 
 def _answer(name: str, found: Prepared | None, *, repeat: bool = False) -> dict[str, Any]:
