@@ -197,7 +197,7 @@ class _StageApi:
     # --- Operators -------------------------------------------------------------------------------------------------
 
     async def describe(self, request: Request) -> dict[str, Any]:
-        return self._staging.describe()
+        return self._staging.describe(request.arguments().get("producer"))
 
     async def drop(self, request: Request) -> dict[str, Any]:
         arguments = request.arguments()

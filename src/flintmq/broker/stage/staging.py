@@ -332,9 +332,9 @@ class Staging:
 
     # --- For operators ---------------------------------------------------------------------------------------------
 
-    def describe(self) -> dict[str, Any]:
-        """Everything, for ``GET /stage``."""
-        producers = [self.producers[name].describe() for name in sorted(self.producers)]
+    def describe(self, producer: str | None = None) -> dict[str, Any]:
+        """Everything, or of one producer alone, for ``GET /stage``."""
+        producers = [self.producers[name].describe() for name in sorted(self.producers) if producer in (None, name)]
         return {"bytes": self.bytes, "max_bytes": self.broker.options.max_staged_bytes, "producers": producers}
 
     def summary(self) -> dict[str, Any]:
