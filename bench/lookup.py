@@ -131,10 +131,7 @@ def _situations(tcp: int, web: int, names: int) -> Iterator[tuple[str, float]]:
             yield "nothing", worst(lambda: None)
             one = _connect(tcp)
             yield "registers topics", worst(lambda: _register(one, [f"t{number}" for number in range(names)]))
-            yield (
-                "asks for everything",
-                worst(lambda: [_ask(web, "GET", path) for path in ("/topics", "/nodes")] and None),
-            )
+            yield "asks for everything", worst(lambda: _ask(web, "GET", "/topics", "/nodes"))
             yield "disconnects", worst(one.close, 4.0)
             two = _connect(tcp)
             yield "registers channels", worst(lambda: _register(two, [f"t c{number}" for number in range(names)]))
@@ -160,14 +157,15 @@ def _unregister(sock: socket.socket) -> None:
     _answers(sock, 1)
 
 
-def _ask(port: int, method: str, path: str) -> None:
-    connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
-    connection.request(method, path)
-    answer = connection.getresponse()
-    answer.read()
-    connection.close()
-    if answer.status != 200:
-        raise BenchError(f"{method} {path} was answered with {answer.status}")
+def _ask(port: int, method: str, *paths: str) -> None:
+    for path in paths:
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=120)
+        connection.request(method, path)
+        answer = connection.getresponse()
+        answer.read()
+        connection.close()
+        if answer.status != 200:
+            raise BenchError(f"{method} {path} was answered with {answer.status}")
 
 
 @contextlib.contextmanager
