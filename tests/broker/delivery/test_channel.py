@@ -530,7 +530,7 @@ async def test_many_deferred_messages_are_not_looked_through_again_and_again(
         await until(lambda: len(consumer.messages) == 100)
         consumer.finish(*consumer.messages)
         consumer.take()
-        broker._housekeeping()
+        broker.turns.housekeeping()
     assert topic.log.memory_count < 1000
 
 

@@ -438,7 +438,7 @@ async def test_messages_that_left_the_memory_are_read_back(start_broker: StartBr
     await moved(broker)
     assert await contents(broker) == {"t/c": [], "t.c.dead": bodies}
     dead = broker.topics["t.c.dead"]
-    broker._housekeeping()
+    broker.turns.housekeeping()
     dead.trim()
     assert not dead.log.in_memory(dead.pumped), "to be read from a file"
     for i in (0, 199, 100):
@@ -515,7 +515,7 @@ async def test_who_it_was_is_known_when_its_segment_is_gone(start_broker: StartB
     for _ in range(12):
         await quiet(broker)
         clock.advance(31)
-        broker._sync()
+        broker.upkeep.sync()
     await quiet(broker)
     assert dead.mover.below > seq
     assert (await about(dead, seq))["dead"]["id"]
@@ -786,7 +786,7 @@ async def test_thousands_come_back_a_slice_at_a_time(start_broker: StartBroker) 
     assert [message.body for message in messages] == bodies
     consumer.finish(*messages)
     await quiet(broker)
-    broker._housekeeping()
+    broker.turns.housekeeping()
     side = channel.topic.side
     assert side is not None and side.memory_count == 0, "nothing of it stays in memory"
 
@@ -827,7 +827,7 @@ async def test_no_number_of_the_side_log_is_used_twice(
     side = broker.topics["t"].side
     assert side is not None
     for _ in range(3):
-        broker._sync()
+        broker.upkeep.sync()
         await quiet(broker)
     assert side.segments == []
     monkeypatch.setattr(journal_module, "ROLL_AT", 200)
@@ -855,7 +855,7 @@ async def test_what_is_ephemeral_comes_back_too(broker: Broker) -> None:
     assert (message.body, message.attempts) == (b"one", 1)
     consumer.finish(message)
     await quiet(broker)
-    broker._housekeeping()
+    broker.turns.housekeeping()
     side = channel.topic.side
     assert side is not None and side.blocks == []
 

@@ -40,7 +40,7 @@ def expiring(broker: Broker, action: str = "drop", name: str = "t", seconds: int
 async def look(broker: Broker) -> None:
     """What the timer does."""
     await quiet(broker)
-    broker._sync()
+    broker.upkeep.sync()
     await quiet(broker)
 
 
@@ -66,7 +66,7 @@ async def test_without_a_ttl_everything_is_delivered(start_broker: StartBroker, 
     channel = await channel_of(broker)
     await Client(broker).publish("t", b"as old as you like")
     clock.advance(10**9)
-    broker._sync()
+    broker.upkeep.sync()
     assert len(await received(await consumer_of(channel))) == 1
     assert channel.expired_count == 0
 

@@ -582,14 +582,14 @@ async def test_new_connections_get_a_certificate_that_was_replaced(
     first = await serial()
     async with encrypted(broker, own.client()) as old:
         own.issue()
-        broker.reload_certificates()
+        broker.listeners.reload_certificates()
         await until(lambda: "read again" in caplog.text)
         assert await serial() != first
         # Whoever was there stays.
         assert await old.ask(pub()) == b"OK"
     second = await serial()
     Path(own.cert).write_text("not a certificate")
-    broker.reload_certificates()
+    broker.listeners.reload_certificates()
     await until(lambda: "not replaced" in caplog.text)
     assert await serial() == second
 

@@ -362,7 +362,7 @@ class Channel:
                 session.listed = False
             turns = turns - 1 or len(ready)
             if budget <= 0 and ready:
-                self.broker.pump_later(self)
+                self.broker.turns.pump_later(self)
                 return
 
     def _send(self, session: Session, limit: int) -> int:
@@ -592,7 +592,7 @@ class Channel:
             session.requeue_count += 1
             if not self._gave_up(seq, attempts, REQUEUED):
                 self._requeue(seq, attempts, 0)
-        self.broker.pump_later(self)
+        self.broker.turns.pump_later(self)
 
     def touch(self, session: Session, seq: int) -> None:
         message = self._owned(session, seq, "TOUCH") or self._make_unusual(seq)
@@ -817,7 +817,7 @@ class Channel:
             self.paused = paused
             if not (self.ephemeral or self.topic.ephemeral):
                 self.broker.journal.note("channel_pause", self.id, paused)
-            self.broker.structure_changed(self.ephemeral or self.topic.ephemeral)
+            self.broker.upkeep.structure_changed(self.ephemeral or self.topic.ephemeral)
         if not paused:
             for session in self.sessions.values():
                 self.wake(session)
@@ -828,7 +828,7 @@ class Channel:
         before, self.settings = self.settings, settings
         if settings.delivery_rate != before.delivery_rate:
             self.pace = Pace.of(self)
-            self.broker.pump_later(self)
+            self.broker.turns.pump_later(self)
         if settings.msg_timeout != before.msg_timeout:
             for session in self.sessions.values():
                 session.take_timeout(settings.msg_timeout)

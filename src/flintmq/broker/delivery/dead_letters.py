@@ -148,7 +148,7 @@ class DeadLetters(Steps):
                 if target is None:
                     target = self._broker.topic(name)
                 if target.busy or self._broker.store.congested:
-                    self._wait(target.when_free if target.busy else self._broker.when_relieved)
+                    self._wait(target.when_free if target.busy else self._broker.turns.when_relieved)
                     break
                 record = record_of(frame)
                 target.publish(

@@ -120,7 +120,7 @@ class Redrive(Steps):
             self._source.seeking.postpone(self.go_on)
             return
         if self._broker.store.congested:
-            self._wait(self._broker.when_relieved)
+            self._wait(self._broker.turns.when_relieved)
             return
         room = min(SLICE, self._most - self.moved - self._under_way, LONGEST_QUEUE - self._under_way)
         if self._bucket is not None:

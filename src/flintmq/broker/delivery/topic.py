@@ -207,10 +207,10 @@ class Topic:
         if self.exiting:
             raise PublishError("exiting")
         if self._batch_error is not None:
-            self.broker.refused_count += count
+            self.broker.counters.refused_count += count
             raise self._batch_error
         if self.broker.refusing and not self.log.in_group:
-            self.broker.refused_count += count
+            self.broker.counters.refused_count += count
             raise PublishError(self.broker.refusing)
         size = stop - pos - 4 * count
         if self.limits is not None:
@@ -311,7 +311,7 @@ class Topic:
                 self._reserve()
             self.broker.turn(self)
         if status == FAILED:
-            self.broker.refused_count += sum(counts[i] for i in intake.unanswered)
+            self.broker.counters.refused_count += sum(counts[i] for i in intake.unanswered)
             failed = Commit()
             failed.resolve(PublishError(self._refusal))
             return status, failed
@@ -441,7 +441,7 @@ class Topic:
             commit = self._commits.pop()
             # These publishes did not happen.
             count, size = commit.before
-            self.broker.refused_count += self.message_count - count
+            self.broker.counters.refused_count += self.message_count - count
             self.message_count, self.message_bytes = count, size
             commit.resolve(PublishError(reason))
 
@@ -530,7 +530,7 @@ class Topic:
         if self.settings.new_channel != "backlog":
             self._start_elsewhere(channel)
         logger.info("TOPIC(%s): new channel(%s)", self.name, name)
-        self.broker.structure_changed(self.ephemeral or channel.ephemeral)
+        self.broker.upkeep.structure_changed(self.ephemeral or channel.ephemeral)
         self.broker.peers.made(self.name, name)
         if not self.frozen:
             # Its first channel gets what has piled up.
@@ -566,7 +566,7 @@ class Topic:
             self.broker.journal.note("unchannel", self.incarnation, channel.id)
         if not self.channels:
             self._freeze()
-        self.broker.structure_changed(self.ephemeral or channel.ephemeral)
+        self.broker.upkeep.structure_changed(self.ephemeral or channel.ephemeral)
         self.broker.peers.deleted(self.name, name)
         for session in sessions:
             try:
@@ -612,7 +612,7 @@ class Topic:
             if not self.ephemeral:
                 self.broker.journal.note("pause", self.incarnation, paused)
             self._freeze()
-            self.broker.structure_changed(self.ephemeral)
+            self.broker.upkeep.structure_changed(self.ephemeral)
         if not self.frozen:
             self.broker.turn(self)
 

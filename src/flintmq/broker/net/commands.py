@@ -146,7 +146,7 @@ class Commands(Session):
         snappy = options.snappy and fields["snappy"]
         if deflate and snappy:
             raise ProtocolError("E_IDENTIFY_FAILED", "cannot enable both deflate and snappy compression")
-        tls = self.broker.tls if fields["tls_v1"] else None
+        tls = self.broker.listeners.tls if fields["tls_v1"] else None
         if tls is not None and self.tls_info is not None:
             # NSQ would begin a second handshake beside the first, in the clear.
             raise ProtocolError("E_IDENTIFY_FAILED", "IDENTIFY failed the connection is encrypted already")
@@ -379,7 +379,7 @@ class Commands(Session):
                 return AGAIN
             target = self._topic(target, verb)
         if self.broker.store.congested or target.busy:
-            return self._wait(target.when_free if target.busy else self.broker.when_relieved)
+            return self._wait(target.when_free if target.busy else self.broker.turns.when_relieved)
         try:
             if key:
                 commit = self._once(target, key, 1, partial(_publish, target, data, at, after, 1, delay))
@@ -449,7 +449,7 @@ class Commands(Session):
                 text = f"MPUB message too big {scan.size} > {options.max_msg_size}"
             raise ProtocolError("E_BAD_MESSAGE", text)
         if self.broker.store.congested or topic.busy:
-            return self._wait(topic.when_free if topic.busy else self.broker.when_relieved)
+            return self._wait(topic.when_free if topic.busy else self.broker.turns.when_relieved)
         self._scanned = (0, 0)
         try:
             if key:
