@@ -215,7 +215,6 @@ UNEXPLAINED = {
     "flintmq.broker.delivery.channel.Channel",
     "flintmq.broker.delivery.topic.Topic",
     "flintmq.broker.http.lane",
-    "flintmq.broker.net.session.Session",
     "flintmq.client.connection.Connection",
     "flintmq.client.consumer.Consumer",
     "flintmq.options",

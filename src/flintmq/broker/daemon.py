@@ -29,7 +29,6 @@ from flintmq.broker.drain import REASON, DrainReport, drain
 from flintmq.broker.limits import Connections
 from flintmq.broker.listeners import Listeners
 from flintmq.broker.net import sockets
-from flintmq.broker.net.commands import Commands
 from flintmq.broker.net.lanes import FinishLane, PublishLane
 from flintmq.broker.net.session import Session
 from flintmq.broker.observe.counters import Counters
@@ -245,7 +244,7 @@ class Broker:
         self._numbers = _Numbers(state.floor, next_incarnation, next_channel)
 
     def _new_session(self) -> Session:
-        return Commands(self)
+        return Session(self)
 
     def about(self) -> dict[str, Any]:
         """What a client is told that asks for more than NSQ says."""
@@ -579,7 +578,7 @@ class Broker:
             session.drop()
         elif self.connections is not None:
             # Before IDENTIFY the host name is the address.
-            why = self.connections.admit(session.ident, session.hostname)
+            why = self.connections.admit(session.ident, session.identity.hostname)
             if why:
                 session.turn_away(why)
 

@@ -22,6 +22,7 @@ from prometheus_client.parser import text_string_to_metric_families
 import flintmq
 from flintmq.broker.daemon import Broker
 from flintmq.broker.net.auth import Grant
+from flintmq.broker.net.authorization import Authorization
 from flintmq.broker.net.upgrade import Upgrade
 from flintmq.broker.observe import prometheus, stats, steps
 from flintmq.broker.observe import statsd as statsd_module
@@ -259,7 +260,9 @@ async def test_clients_with_tls_and_authorization(broker: Broker) -> None:
     upgrade = Upgrade(client.transport, asyncio.get_running_loop(), nothing, nothing, nothing)
     upgrade.tls_info = info
     client.session.upgrade = upgrade
-    client.session._grant = Grant(60, "someone", "http://example.com", ())
+    authorization = Authorization(client.session, nothing, asyncio.get_running_loop())
+    authorization.grant = Grant(60, "someone", "http://example.com", ())
+    client.session.authorization = authorization
     [producer] = stats.document(broker)["producers"]
     keys = list(producer)
     found = {key: producer[key] for key in keys if key.startswith(("tls", "auth"))}

@@ -169,7 +169,7 @@ class FinishLane:
                 finished += ring.finished
                 if size > 0:
                     if pos:
-                        session.finished(now)
+                        session.heard(now)
                     if pos != size:
                         data[: size - pos] = data[pos:size]
                         session.buffer_updated(size - pos)

@@ -155,8 +155,8 @@ def _more_of_channel(channel: Channel) -> dict[str, Any]:
 
 def _client(session: Session, topic: str) -> dict[str, Any]:
     stats: dict[str, Any] = {
-        "client_id": session.client_id,
-        "hostname": session.hostname,
+        "client_id": session.identity.client_id,
+        "hostname": session.identity.hostname,
         "version": "V2",
         "remote_address": session.remote_address,
         "state": session.state,
@@ -165,11 +165,11 @@ def _client(session: Session, topic: str) -> dict[str, Any]:
         "message_count": session.message_count,
         "finish_count": session.finish_count,
         "requeue_count": session.requeue_count,
-        "connect_ts": session.connected_at,
+        "connect_ts": session.identity.connected_at,
         "sample_rate": session.sample_rate,
         "deflate": session.deflate,
         "snappy": session.snappy,
-        "user_agent": session.user_agent,
+        "user_agent": session.identity.user_agent,
     }
     if session.authed:
         stats["authed"] = True
@@ -177,8 +177,8 @@ def _client(session: Session, topic: str) -> dict[str, Any]:
         stats["auth_identity"] = session.auth_identity
     if session.auth_identity_url:
         stats["auth_identity_url"] = session.auth_identity_url
-    stats["topology_zone"] = session.topology_zone
-    stats["topology_region"] = session.topology_region
+    stats["topology_zone"] = session.identity.topology_zone
+    stats["topology_region"] = session.identity.topology_region
     # One topic at most, as in NSQ: the one asked for, or any.
     name = topic or next(iter(session.publish_counts), "")
     if name in session.publish_counts:
