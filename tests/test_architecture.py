@@ -211,8 +211,6 @@ MOST_ATTRIBUTES = 30
 REASON = "Size: "
 #: Modules and classes that are too large and do not say why. The list only gets shorter.
 UNEXPLAINED = {
-    "flintmq.broker.delivery.channel",
-    "flintmq.broker.delivery.channel.Channel",
     "flintmq.broker.delivery.topic.Topic",
     "flintmq.broker.http.lane",
     "flintmq.client.connection.Connection",

@@ -15,7 +15,7 @@ import pytest
 from conftest import StartBroker
 
 from flintmq.broker.daemon import Broker
-from flintmq.broker.net import session as session_module
+from flintmq.broker.net import heartbeat
 from flintmq.broker.storage import store as store_module
 from flintmq.protocol.compression import Codec, Deflate, Snappy
 from flintmq.protocol.wire import OK_FRAME, FrameDecoder, encode_command, encode_frame
@@ -96,7 +96,7 @@ async def test_a_connection_without_a_magic_does_not_hold_up_a_stop(
     broker: Broker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Not its own deadline closes it here.
-    monkeypatch.setattr(session_module, "MAGIC_TIMEOUT", 3600.0)
+    monkeypatch.setattr(heartbeat, "MAGIC_TIMEOUT", 3600.0)
     host, _, port = broker.tcp_address.rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     await until(lambda: broker.sessions)

@@ -742,10 +742,10 @@ class Topic:
 
     def needs(self, first: int, stop: int) -> bool:
         """Does a channel, or the backlog for the first one, still want one of these?"""
-        return self.pumped < stop or any(channel.needs(first, stop) for channel in self.channels.values())
+        return self.pumped < stop or any(channel.needed.between(first, stop) for channel in self.channels.values())
 
     def _pins(self, first: int, stop: int) -> bool:
-        return any(c.ephemeral and c.needs(first, stop) for c in self.channels.values())
+        return any(c.ephemeral and c.needed.between(first, stop) for c in self.channels.values())
 
     def _awaits(self, first: int, stop: int) -> bool:
         return any(c.sessions and not c.paused and first <= c.first_unsent < stop for c in self.channels.values())
@@ -755,7 +755,7 @@ class Topic:
         lowest = self.pumped
         for channel in self.channels.values():
             if not channel.ephemeral:
-                lowest = min(lowest, channel.first_needed())
+                lowest = min(lowest, channel.needed.first())
         return lowest
 
     def first_kept(self) -> int:

@@ -150,7 +150,7 @@ def channel_stats(channel: Channel) -> dict[str, Any]:
 
 def _more_of_channel(channel: Channel) -> dict[str, Any]:
     """What NSQ does not have."""
-    return {"dead_lettered_count": channel.dead_lettered_count, "expired_count": channel.expired_count}
+    return {"dead_lettered_count": channel.leaving.dead_lettered_count, "expired_count": channel.leaving.expired_count}
 
 
 def _client(session: Session, topic: str) -> dict[str, Any]:
