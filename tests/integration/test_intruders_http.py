@@ -562,8 +562,8 @@ class Target:
     routes: list[Route] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        assert self.broker._api is not None
-        self.routes = list(self.broker._api.site.routes)
+        assert self.broker.listeners.api is not None
+        self.routes = list(self.broker.listeners.api.site.routes)
 
     def state(self) -> dict[str, Any]:
         """All that somebody could have changed."""

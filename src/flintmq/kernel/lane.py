@@ -4,7 +4,7 @@
 The only kernel module that does: recv, send and pwritev, through the table in ``calls.h`` (interpreted: a ``Calls``),
 which tests and simulations replace with ``replace_calls``.
 
-It is large because a Block's bytes are shared at the level of C: an Intake frames into them and writes them, a Ring
+Size: a Block's bytes are shared at the level of C: an Intake frames into them and writes them, a Ring
 sends them, and none of it may cost a call between modules.
 """
 

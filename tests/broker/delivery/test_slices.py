@@ -94,7 +94,7 @@ OPERATIONS: dict[str, Callable[[Channel], object]] = {
     "statistics": lambda channel: (channel.depth, channel.backend_depth, channel.in_flight_count),
     "housekeeping": lambda channel: channel.topic.let_go(),
     "seek": lambda channel: channel.seek(channel.topic.log.first),
-    "expiry": lambda channel: channel.expire_before(channel.topic.log.end),
+    "expiry": lambda channel: channel.leaving.expire_before(channel.topic.log.end),
     "empty": lambda channel: channel.empty(),
     "delete": lambda channel: channel.topic.delete_channel("c"),
     "limit": limit,

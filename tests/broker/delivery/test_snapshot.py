@@ -94,7 +94,7 @@ async def test_scattered_finishes_are_taken_out_together_at_a_start(
     data = bytearray(b"\0\0\0\1x" * 1000)
     for _ in range(20):
         topic.publish(data, 0, len(data), 1000)
-        broker.flush()
+        broker.turns.flush()
     await quiet(broker)
     channel.catch_up(topic.pumped)
     seqs = list(range(topic.log.first, topic.log.end, 2))

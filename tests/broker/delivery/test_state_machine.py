@@ -466,8 +466,8 @@ class BrokerMachine(RuleBasedStateMachine):
     @rule()
     def housekeeping(self) -> None:
         """Syncs, and files that nobody needs any more."""
-        self.broker._housekeeping()
-        self.broker._sync()
+        self.broker.turns.housekeeping()
+        self.broker.upkeep.sync()
         self.settle()
 
     # --- Operators ---------------------------------------------------------------------------------------------------

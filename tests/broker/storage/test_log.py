@@ -591,21 +591,21 @@ async def test_segments_go_only_when_durable_state_says_so(
         await settled(broker)
     folder = broker.topics["t"].folder
     assert folder is not None
-    broker._sync()
+    broker.upkeep.sync()
     await settled(broker)
     assert len(disk.paths(folder)) == 6
     consumer.send(b"RDY 10\n")
     consumer.finish(*consumer.messages[:5])
     await settled(broker)
     disk.hold()
-    broker._sync()
+    broker.upkeep.sync()
     await settled(broker)
     assert len(disk.paths(folder)) == 6, "the journal is not on the device yet"
     disk.release()
     await settled(broker)
     assert len(disk.paths(folder)) == 1
     consumer.finish(consumer.messages[5])
-    broker._sync()
+    broker.upkeep.sync()
     await settled(broker)
     assert len(disk.paths(folder)) == 1, "the one that is being written to stays"
 
@@ -617,9 +617,9 @@ async def test_a_topic_without_a_channel_keeps_its_files(start_broker: StartBrok
     for body in numbered(6, 900):
         client.send(pub("t", body))
         await settled(broker)
-    broker._sync()
+    broker.upkeep.sync()
     await settled(broker)
-    broker._sync()
+    broker.upkeep.sync()
     await settled(broker)
     consumer = Client(broker)
     consumer.send(b"SUB t c\nRDY 10\n")
@@ -761,7 +761,7 @@ async def test_the_backlog_behind_an_ephemeral_channel_outlives_it(start_broker:
     client.send(pub("t", b"for the ephemeral one"))
     await settled(broker)
     # The device knows that messages were handed on at once.
-    broker._sync()
+    broker.upkeep.sync()
     await settled(broker)
     consumer.hang_up()
     await settled(broker)
@@ -1044,7 +1044,7 @@ async def test_others_are_served_while_files_are_removed(start_broker: StartBrok
     else:
         consumer.finish(*consumer.messages)
         await until(lambda: broker.topics["t"].channels["c"].in_flight_count == 0)
-        broker._sync()
+        broker.upkeep.sync()
     await until(lambda: disk.threads)
     await client.publish("u", b"meanwhile")
     assert threading.get_ident() not in disk.threads, "files are removed on the event loop"

@@ -64,8 +64,8 @@ async def tidied(broker: Broker) -> None:
     """What a few seconds of syncing do, in no time."""
     for _ in range(4):
         await quiet(broker)
-        broker._housekeeping()
-        broker._sync()
+        broker.turns.housekeeping()
+        broker.upkeep.sync()
     await quiet(broker)
 
 
@@ -337,7 +337,7 @@ async def follow(broker: Broker, sure: dict[str, int], told: dict[int, bytes]) -
         await calm()
         consumer.finish(*consumer.messages)
         consumer.take()
-        broker._sync()
+        broker.upkeep.sync()
         await calm()
         for seq in range(first + len(told), topic.durable):
             told[seq] = numbered(1, seq - first)[0]
@@ -527,22 +527,22 @@ async def test_retention_gives_way_before_the_disk_is_full(
     await tidied(broker)
     first = topic.log.first
     disk.free_bytes = 200_001
-    broker.look_at_space()
+    broker.upkeep.look_at_space()
     await tidied(broker)
     assert topic.log.first == first
     disk.free_bytes = 185_000
-    broker.look_at_space()
+    broker.upkeep.look_at_space()
     await tidied(broker)
     assert len(caplog.records) == 1 and "is deleted early" in caplog.text
     assert first < topic.log.first <= first + 300, "one file makes that much room"
     disk.free_bytes = 1_000
-    broker.look_at_space()
+    broker.upkeep.look_at_space()
     await tidied(broker)
     assert broker.health.startswith("NOK")
     assert first + 150 < topic.log.first <= first + 300, "what a channel needs stays, whatever happens"
     assert behind.depth == 200
     disk.free_bytes = None
-    broker.look_at_space()
+    broker.upkeep.look_at_space()
     assert broker.health == "OK"
     await tidied(broker)
     assert topic.log.first <= first + 300, "the rest is kept on"

@@ -56,7 +56,7 @@ class Seek:
         A start finishes what has a copy of which that is not known: it would undo the seek.
         """
         channel = self._channel
-        copied = channel.copied_to
+        copied = channel.leaving.copied_to
         while copied:
             log, (verb, incarnation, stop) = next(iter(copied.items()))
             stop = min(stop, log.end)
@@ -73,7 +73,7 @@ class Seek:
         if channel.seeking is self and not channel.broker.stopping:
             if error is not None:
                 # There is no such copy.
-                channel.copied_to.pop(log, None)
+                channel.leaving.copied_to.pop(log, None)
             self._settle()
 
     def postpone(self, work: Callable[[], None]) -> None:

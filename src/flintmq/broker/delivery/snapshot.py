@@ -1,4 +1,4 @@
-"""A channel's state as the journal's snapshot keeps it, in parts that each take little time.
+"""A channel's state as the journal's snapshot keeps it, in parts that each take little time; and how it comes back.
 
 The state is that of the moment at which the first part is asked for: large containers are copied then, which is cheap,
 and sorted and written down later, a slice at a time. Entries that the journal takes in meanwhile are replayed on top of
@@ -11,15 +11,16 @@ from array import array
 from collections.abc import Iterable, Iterator
 from heapq import merge
 from itertools import chain, islice
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from flintmq.broker.storage.disk import pack_numbers
 from flintmq.broker.storage.journal import NEVER, SIDE
+from flintmq.broker.storage.ranges import Ranges
 
 if TYPE_CHECKING:
     from flintmq.broker.delivery.channel import Channel
 
-__all__ = ["Part", "snapshot_parts"]
+__all__ = ["Part", "Restored", "restored", "snapshot_parts"]
 
 #: Ranges of seqs as pairs (first, stop), and rows (seq, attempts, due on the clock, due on the wall).
 Part = tuple[bytes, bytes]
@@ -38,11 +39,11 @@ def snapshot_parts(channel: Channel) -> Iterator[Part]:
     clock = channel.broker.clock
     now, wall = clock.now(), clock.wall()
     start = channel.seen if channel.sought is None else channel.sought
-    waiting, expired, side = channel.waiting.copy(), channel.expired.copy(), channel.side.copy()
+    waiting, expired, side = channel.waiting.copy(), channel.leaving.expired.copy(), channel.side.copy()
     requeued = list(channel.requeued)
     unusual = list(channel.unusual)
     messages = list(channel.unusual.values())
-    leaving = dict(channel.leaving)
+    leaving = dict(channel.leaving.attempts)
     seqs = channel.deferred.items()
     deferred = channel.deferred.items()
     attempts = channel.attempts.copy()
@@ -104,3 +105,93 @@ def _pairs(spans: Iterable[tuple[int, int]]) -> Iterator[Part]:
         yield pack_numbers(pairs), b""
     if last[1]:
         yield pack_numbers(array("q", last)), b""
+
+
+class Restored(NamedTuple):
+    """A channel's messages after a start, by their state."""
+
+    waiting: Ranges
+    #: Waiting, of the side log.
+    side: Ranges
+    requeued: list[int]
+    #: Deferred.
+    dues: array[int]
+    seqs: array[int]
+    #: How often messages were delivered before.
+    attempts: dict[int, int]
+
+
+def restored(
+    outstanding: Ranges,
+    back: dict[int, tuple[int, int, int]],
+    deferrals: Iterable[tuple[int, int]],
+    now: int,
+    below: int,
+) -> Restored:
+    """Sort what the journal and the log know into states.
+
+    ``outstanding`` holds only seqs that exist; ``back`` has attempts and due times of messages delivered before;
+    ``deferrals`` are pairs (seq, due) of the log. Of messages before ``below`` only a copy is left.
+    """
+    dues, seqs = array("q"), array("q")
+    outstanding = _without_deferred(outstanding, back, deferrals, now, dues, seqs)
+    # Taken out together: there may be a million of them, in nearly as many ranges.
+    taken = Ranges()
+    requeued: list[int] = []
+    counts: dict[int, int] = {}
+    for seq in sorted(back):
+        attempts, due, _ = back[seq]
+        if seq in outstanding:
+            taken.add(seq, seq + 1)
+            counts[seq] = attempts
+            if due > now:
+                dues.append(due)
+                seqs.append(seq)
+            else:
+                requeued.append(seq)
+    if taken:
+        outstanding = outstanding.without(taken)
+    for first, stop in outstanding.within([(0, below)]):
+        # Only a copy is left of these, and copies are read one by one.
+        requeued.extend(range(first, stop))
+    waiting, side = outstanding.within([(below, SIDE)]), outstanding.within([(SIDE, NEVER)])
+    return Restored(waiting, side, requeued, dues, seqs, counts)
+
+
+def _without_deferred(
+    outstanding: Ranges,
+    back: dict[int, tuple[int, int, int]],
+    deferrals: Iterable[tuple[int, int]],
+    now: int,
+    dues: array[int],
+    seqs: array[int],
+) -> Ranges:
+    """Move those that are not due yet to ``dues`` and ``seqs``; return what of ``outstanding`` is left."""
+    left = Ranges()
+    spans = iter(outstanding)
+    first, stop = next(spans, (NEVER, NEVER))
+    before = -1
+    again: list[tuple[int, int]] = []
+    for seq, due in deferrals:
+        if due <= now or (back and seq in back):
+            continue
+        if seq <= before:
+            # Said twice: a file that was copied after a crash, and the copy.
+            again.append((seq, due))
+            continue
+        before = seq
+        while stop <= seq:
+            left.add(first, stop)
+            first, stop = next(spans, (NEVER, NEVER))
+        if seq >= first:
+            if first < seq:
+                left.add(first, seq)
+            first = seq + 1
+            dues.append(due)
+            seqs.append(seq)
+    if first < NEVER:
+        left.add(first, stop)
+    for first, stop in spans:
+        left.add(first, stop)
+    missed = sorted((seq, due) for seq, due in again if seq in left)
+    return _without_deferred(left, back, missed, now, dues, seqs) if missed else left

@@ -201,7 +201,7 @@ class Api:
             "hostname": socket.gethostname(),
             "http_port": _shown_port(broker.http_address),
             "tcp_port": _shown_port(broker.tcp_address),
-            "start_time": broker.start_time,
+            "start_time": broker.counters.start_time,
             "max_heartbeat_interval": options.max_heartbeat_interval,
             "max_output_buffer_size": options.max_output_buffer_size,
             "max_output_buffer_timeout": options.max_output_buffer_timeout,

@@ -161,7 +161,7 @@ class Publishing:
         """What a publish has to wait for, as something to give a callback to; None: nothing."""
         if topic.busy:
             return topic.when_free
-        return self._broker.when_relieved if self._broker.store.congested else None
+        return self._broker.turns.when_relieved if self._broker.store.congested else None
 
     def key(self, header: bytes | None) -> bytes:
         """The key of a publish, empty if it has none. HttpError if it is no good."""
@@ -575,7 +575,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         if isinstance(transport, SocketTransport):
             self.fd = transport.fd
         # Accepted by asyncio, which does not ask.
-        refused = self.fd < 0 and sock is not None and not self._broker.descriptors.admit()
+        refused = self.fd < 0 and sock is not None and not self._broker.listeners.descriptors.admit()
         self.lane.connections.add(self)
         if refused:
             self.close()

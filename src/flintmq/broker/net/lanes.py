@@ -38,6 +38,7 @@ class PublishLane:
 
     def __init__(self, broker: Broker, topic: Topic, verb: str) -> None:
         self._broker = broker
+        self._counters = broker.counters
         self.topic = topic
         self.verb = verb
         options = broker.options
@@ -102,7 +103,7 @@ class PublishLane:
                 except Exception:
                     together[i][1].broken()
             commit = None
-        self._broker.lane_published += sum(counts)
+        self._counters.lane_published += sum(counts)
         for i, count in enumerate(counts):
             if count:
                 session, transport = together[i]
@@ -142,6 +143,7 @@ class FinishLane:
 
     def __init__(self, broker: Broker, channel: Channel) -> None:
         self._broker = broker
+        self._counters = broker.counters
         self._channel = channel
         self._arrived: list[tuple[Session, SocketTransport]] = []
 
@@ -167,7 +169,7 @@ class FinishLane:
                 finished += ring.finished
                 if size > 0:
                     if pos:
-                        session.finished(now)
+                        session.heard(now)
                     if pos != size:
                         data[: size - pos] = data[pos:size]
                         session.buffer_updated(size - pos)
@@ -180,5 +182,5 @@ class FinishLane:
                 transport.ended()
             elif size != NOTHING:
                 transport.fail(OSError(-size, "the connection is broken"))
-        self._broker.lane_finished += finished
+        self._counters.lane_finished += finished
         self._broker.answered(channel)

@@ -91,7 +91,7 @@ class Readers:
         topic = self._topic
         age, most = topic.settings.reader_age, topic.settings.reader_bytes
         wall = topic.broker.clock.wall()
-        back = topic.broker.clock.now() - topic.broker.started >= min(age, GRACE)
+        back = topic.broker.clock.now() - topic.broker.counters.started >= min(age, GRACE)
         for name, position in list(self.positions.items()):
             reason = ""
             if age and back and wall - position.moved > age:
