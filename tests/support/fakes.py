@@ -392,5 +392,5 @@ def places(channel: Channel, seq: int) -> list[str]:
     if seq in channel.leaving:
         found.append("leaving")
     found += ["requeued"] * list(channel.requeued).count(seq)
-    found += ["deferred"] * [number for _, number in channel.deferred.items()].count(seq)
+    found += ["deferred"] * channel.deferred.columns()[1].count(seq)
     return found

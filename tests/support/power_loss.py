@@ -234,7 +234,7 @@ def _seqs(channel: Channel) -> list[int]:
     seqs = [seq for first, stop in channel.waiting for seq in range(first, stop)]
     seqs += range(channel.seen, channel.topic.pumped)
     seqs += channel.requeued
-    seqs += [seq for _, seq in channel.deferred.items()]
+    seqs += channel.deferred.columns()[1]
     seqs += [seq for seq, _ in channel.ring.held(channel.ring.lo, channel.ring.hi)]
     seqs += channel.unusual
     assert len(seqs) == len(set(seqs)), "a message is in two places"

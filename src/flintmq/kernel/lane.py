@@ -1218,6 +1218,22 @@ class Ring:
             self._done = None
         return data
 
+    def holds(self, first: cython.longlong, stop: cython.longlong) -> bool:
+        """Is any first delivery in ``first`` … ``stop - 1`` still held?"""
+        if first < self.lo:
+            first = self.lo
+        if stop > self.hi:
+            stop = self.hi
+        if first >= stop:
+            return False
+        seq: cython.longlong
+        mask: cython.longlong = self._mask
+        owners: cython.uint[::1] = self._owners
+        for seq in range(first, stop):
+            if owners[seq & mask]:
+                return True
+        return False
+
     def held(self, first: int, stop: int) -> list:
         """``(seq, owner)`` of each first delivery still held in ``first`` … ``stop - 1``."""
         if first < self.lo:

@@ -95,7 +95,7 @@ def outstanding(channel: Channel) -> list[int]:
     seqs = [seq for first, stop in [*channel.waiting, *channel.side] for seq in range(first, stop)]
     seqs += range(channel.seen, channel.topic.pumped)
     seqs += [*channel.requeued, *channel.unusual, *channel.leaving]
-    seqs += [seq for _, seq in channel.deferred.items()]
+    seqs += channel.deferred.columns()[1]
     seqs += [seq for seq, _ in channel.ring.held(channel.ring.lo, channel.ring.hi)]
     assert len(seqs) == len(set(seqs)), "a message is in two places"
     return seqs

@@ -33,7 +33,7 @@ def picture(broker: Broker) -> dict[str, Any]:
     attempts |= {seq: message.attempts - 1 for seq, message in channel.unusual.items() if message.attempts > 1}
     waiting = {seq for first, stop in channel.waiting for seq in range(first, stop)}
     in_flight = {seq for seq, _ in channel.ring.held(channel.ring.lo, channel.ring.hi)}
-    deferred = {seq: due for due, seq in channel.deferred.items()}
+    deferred = {seq: due for due, seq in zip(*channel.deferred.columns(), strict=True)}
     return {
         "outstanding": waiting | in_flight | set(channel.requeued) | set(channel.unusual) | set(deferred),
         "deferred": deferred,

@@ -911,7 +911,10 @@ class Channel:
         return snapshot_parts(self)
 
     def restore(
-        self, outstanding: Ranges, back: dict[int, tuple[int, int, int]], deferrals: Iterable[tuple[int, int]]
+        self,
+        outstanding: Ranges,
+        back: dict[int, tuple[int, int, int]],
+        deferrals: Iterable[tuple[array[int], array[int]]],
     ) -> None:
         """Take up what the journal and the log know. ``outstanding`` holds only seqs that exist."""
         found = restored(outstanding, back, deferrals, self.broker.clock.now(), self.topic.mover.below)

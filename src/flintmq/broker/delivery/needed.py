@@ -81,7 +81,7 @@ class Needed:
         ring, expired = channel.ring, channel.leaving.expired
         if channel.seen < stop or channel.waiting.meets(first, stop) or (expired and expired.meets(first, stop)):
             return True
-        if ring.count and ring.lo < stop and ring.hi > first and ring.held(first, stop):
+        if ring.count and ring.lo < stop and ring.hi > first and ring.holds(first, stop):
             return True
         count = len(channel.requeued) + len(channel.unusual) + len(channel.leaving)
         if count + len(channel.deferred) > LOOK_THROUGH:

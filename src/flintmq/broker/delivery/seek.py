@@ -12,6 +12,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from flintmq.broker.storage.ranges import Ranges
@@ -95,7 +96,8 @@ class Seek:
         dues, seqs = array("q"), array("q")
         looked = 0
         # Also those that are due: however many they are, looking at them counts.
-        for seq, due in log.deferrals():
+        pairs = chain.from_iterable(zip(seqs, dues, strict=True) for seqs, dues in log.deferrals())
+        for seq, due in pairs:
             looked += 1
             if looked % SLICE == 0:
                 self._push(dues, seqs)

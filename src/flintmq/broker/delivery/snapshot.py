@@ -9,8 +9,8 @@ from __future__ import annotations
 
 from array import array
 from collections.abc import Iterable, Iterator
-from heapq import merge
-from itertools import chain, islice
+from itertools import chain, compress, islice, pairwise
+from operator import gt
 from typing import TYPE_CHECKING, NamedTuple
 
 from flintmq.broker.storage.disk import pack_numbers
@@ -27,8 +27,8 @@ Part = tuple[bytes, bytes]
 
 #: Messages that one part goes through.
 PART = 2_000
-#: Seqs that are sorted in one go.
-CHUNK = 8_000
+#: Seqs that are sorted in one go, and ranges that are joined in one go.
+CHUNK = WINDOW = 8_000
 
 
 def snapshot_parts(channel: Channel) -> Iterator[Part]:
@@ -39,72 +39,71 @@ def snapshot_parts(channel: Channel) -> Iterator[Part]:
     clock = channel.broker.clock
     now, wall = clock.now(), clock.wall()
     start = channel.seen if channel.sought is None else channel.sought
-    waiting, expired, side = channel.waiting.copy(), channel.leaving.expired.copy(), channel.side.copy()
     requeued = list(channel.requeued)
     unusual = list(channel.unusual)
     messages = list(channel.unusual.values())
     leaving = dict(channel.leaving.attempts)
-    seqs = channel.deferred.items()
-    deferred = channel.deferred.items()
+    dues, seqs = channel.deferred.columns()
     attempts = channel.attempts.copy()
     # Messages that are being written to the side log for this channel are in none of its ranges yet.
     side_start = channel.topic.side_end
     if channel.redrive is not None:
         side_start = min(side_start, channel.redrive.first_place)
-    ends = chain(waiting, [(start, SIDE)], side, [(side_start, NEVER)])
+    sets = [channel.waiting.copy(), Ranges([(start, SIDE)]), channel.side.copy(), Ranges([(side_start, NEVER)])]
+    sets.append(channel.leaving.expired.copy())
     ring = channel.in_flight.slices(CHUNK)
     head = next(ring, [])
     # From here on the channel goes on, and what is read is a copy.
 
-    streams: list[list[array[int]]] = []
-    singles = chain(requeued, unusual, leaving, (seq for _, seq in seqs))
-    for chunk in chain([head], ring, iter(lambda: list(islice(singles, CHUNK)), [])):
-        ordered = array("q", sorted(chunk))
-        if not ordered:
-            continue
-        if streams and streams[-1][-1][-1] < ordered[0]:
-            streams[-1].append(ordered)
-        else:
-            streams.append([ordered])
+    singles: list[Ranges] = []
+    others = chain(requeued, unusual, leaving)
+    deferred = (seqs[at : at + CHUNK] for at in range(0, len(seqs), CHUNK))
+    for chunk in chain([head], ring, iter(lambda: list(islice(others, CHUNK)), []), deferred):
+        found = Ranges.of_seqs(array("q", sorted(chunk)))
+        if found and singles and singles[-1].stop <= found.first:
+            singles[-1].append(found)
+        elif found:
+            singles.append(found)
         if len(chunk) == CHUNK:
             yield b"", b""
-    single = merge(*(chain.from_iterable(stream) for stream in streams))
-    yield from _pairs(merge(ends, expired, ((seq, seq + 1) for seq in single)))
+    while len(singles) > 1:
+        # Two at a time, so that each is gone through seldom however many there are.
+        singles.append(singles.pop(0).with_all(singles.pop(0)))
+        yield b"", b""
+    yield from _pairs([*sets, *singles])
 
     def rows() -> Iterator[tuple[int, int, int, int] | None]:
         for seq in requeued:
             # Also of one that was never delivered: its publisher may have wished it later than it is to come now.
             yield (seq, attempts[seq], 0, 0) if seq in attempts else None
-        for due, seq in deferred:
-            # A deferred publish is known from the log; a requeued message is known here alone.
+        # A deferred publish is known from the log; a requeued message is known here alone.
+        for due, seq in zip(dues, seqs, strict=True) if attempts else ():
             yield (seq, attempts[seq], due, wall + due - now) if seq in attempts else None
         for seq, message in zip(unusual, messages, strict=True):
             yield seq, message.attempts - 1, 0, 0
         for seq, count in leaving.items():
             yield (seq, count, 0, 0) if count else None
 
-    found = rows()
-    while some := list(islice(found, PART)):
+    all_rows = rows()
+    while some := list(islice(all_rows, PART)):
         numbers = array("q", chain.from_iterable(row for row in some if row is not None))
         yield b"", pack_numbers(numbers)
 
 
-def _pairs(spans: Iterable[tuple[int, int]]) -> Iterator[Part]:
-    """Yield ascending spans as pairs, joined where they touch or overlap."""
-    spans = iter(spans)
-    last = (0, 0)
-    while some := list(islice(spans, PART)):
-        pairs = array("q")
-        for first, stop in some:
-            if first <= last[1] and last[1]:
-                last = (last[0], max(last[1], stop))
-                continue
-            if last[1]:
-                pairs.extend(last)
-            last = (first, stop)
-        yield pack_numbers(pairs), b""
-    if last[1]:
-        yield pack_numbers(array("q", last)), b""
+def _pairs(sets: list[Ranges]) -> Iterator[Part]:
+    """Yield the union of sets as pairs in ascending order."""
+    cuts = sorted(chain.from_iterable(each.starts(WINDOW) for each in sets))
+    last = Ranges()
+    for low, high in pairwise([*cuts, 2 * NEVER]):
+        for each in sets:
+            some = each.within([(low, high)])
+            if some:
+                last = last.with_all(some)
+        # What ends here may go on in the next window.
+        whole = last.within([(0, last.last)]) if last else last
+        yield pack_numbers(whole.pairs()), b""
+        last = last.within([(last.last, 2 * NEVER)]) if last else last
+    yield pack_numbers(last.pairs()), b""
 
 
 class Restored(NamedTuple):
@@ -124,14 +123,14 @@ class Restored(NamedTuple):
 def restored(
     outstanding: Ranges,
     back: dict[int, tuple[int, int, int]],
-    deferrals: Iterable[tuple[int, int]],
+    deferrals: Iterable[tuple[array[int], array[int]]],
     now: int,
     below: int,
 ) -> Restored:
     """Sort what the journal and the log know into states.
 
     ``outstanding`` holds only seqs that exist; ``back`` has attempts and due times of messages delivered before;
-    ``deferrals`` are pairs (seq, due) of the log. Of messages before ``below`` only a copy is left.
+    ``deferrals`` are seqs of the log and when they are due. Of messages before ``below`` only a copy is left.
     """
     dues, seqs = array("q"), array("q")
     outstanding = _without_deferred(outstanding, back, deferrals, now, dues, seqs)
@@ -161,37 +160,36 @@ def restored(
 def _without_deferred(
     outstanding: Ranges,
     back: dict[int, tuple[int, int, int]],
-    deferrals: Iterable[tuple[int, int]],
+    deferrals: Iterable[tuple[array[int], array[int]]],
     now: int,
-    dues: array[int],
-    seqs: array[int],
+    all_dues: array[int],
+    all_seqs: array[int],
 ) -> Ranges:
-    """Move those that are not due yet to ``dues`` and ``seqs``; return what of ``outstanding`` is left."""
-    left = Ranges()
-    spans = iter(outstanding)
-    first, stop = next(spans, (NEVER, NEVER))
-    before = -1
-    again: list[tuple[int, int]] = []
-    for seq, due in deferrals:
-        if due <= now or (back and seq in back):
-            continue
-        if seq <= before:
-            # Said twice: a file that was copied after a crash, and the copy.
-            again.append((seq, due))
-            continue
-        before = seq
-        while stop <= seq:
-            left.add(first, stop)
-            first, stop = next(spans, (NEVER, NEVER))
-        if seq >= first:
-            if first < seq:
-                left.add(first, seq)
-            first = seq + 1
-            dues.append(due)
-            seqs.append(seq)
-    if first < NEVER:
-        left.add(first, stop)
-    for first, stop in spans:
-        left.add(first, stop)
-    missed = sorted((seq, due) for seq, due in again if seq in left)
-    return _without_deferred(left, back, missed, now, dues, seqs) if missed else left
+    """Move those that are not due yet to ``all_dues`` and ``all_seqs``; return what of ``outstanding`` is left."""
+    taken = Ranges()
+    for seqs, dues in deferrals:
+        if back or min(dues, default=now) <= now:
+            wanted = [due > now and seq not in back for seq, due in zip(seqs, dues, strict=True)]
+            seqs, dues = array("q", compress(seqs, wanted)), array("q", compress(dues, wanted))
+        try:
+            new = Ranges.of_seqs(seqs)
+        except ValueError:
+            # Said twice: a file that was copied after a crash, and the copy. The first one counts.
+            said = dict(zip(reversed(seqs), reversed(dues), strict=True))
+            seqs = array("q", sorted(said))
+            dues = array("q", map(said.__getitem__, seqs))
+            new = Ranges.of_seqs(seqs)
+        mask = outstanding.select(seqs)
+        again = bool(taken and new) and new.first < taken.stop
+        if again:
+            mask = bytearray(map(gt, mask, taken.select(seqs)))
+        if not all(mask):
+            seqs, dues = array("q", compress(seqs, mask)), array("q", compress(dues, mask))
+            new = Ranges.of_seqs(seqs)
+        all_dues += dues
+        all_seqs += seqs
+        if again:
+            taken = taken.with_all(new)
+        else:
+            taken.append(new)
+    return outstanding.without(taken) if taken else outstanding

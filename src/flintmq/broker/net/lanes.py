@@ -64,13 +64,15 @@ class PublishLane:
         others, self._regulars = self._regulars, {}
         now = self._broker.now()
         together: list[tuple[Session, SocketTransport]] = []
+        is_open = topic.open
         for pair in arrived:
             others.pop(pair[0], None)
-            if topic.open and pair[0].quiet and now < pair[0].granted_until:
+            if is_open and pair[0].quiet and now < pair[0].granted_until:
                 together.append(pair)
             else:
                 pair[1].receive()
-        if others and topic.open:
+                is_open = topic.open
+        if others and is_open:
             together += [pair for pair in others.items() if pair[0].quiet and now < pair[0].granted_until]
         fds = [transport.fd for _, transport in together]
         start = 0

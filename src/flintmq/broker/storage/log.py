@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+from array import array
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -840,8 +841,8 @@ class Log:
                 for seq in range(max(first, record.seq), min(stop, record.seq + record.count)):
                     yield seq, due
 
-    def deferrals(self, pumped: int = 0) -> Iterator[tuple[int, int]]:
-        """(seq, when due) of deferred messages in the files: see ``Reader.deferrals``."""
+    def deferrals(self, pumped: int = 0) -> Iterator[tuple[array[int], array[int]]]:
+        """Seqs of deferred messages in the files, and when they are due: see ``Reader.deferrals``."""
         return self.reader.deferrals(pumped)
 
     # --- Forgetting ------------------------------------------------------------------------------------------------
