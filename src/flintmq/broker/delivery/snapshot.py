@@ -59,7 +59,7 @@ def snapshot_parts(channel: Channel) -> Iterator[Part]:
     others = chain(requeued, unusual, leaving)
     deferred = (seqs[at : at + CHUNK] for at in range(0, len(seqs), CHUNK))
     for chunk in chain([head], ring, iter(lambda: list(islice(others, CHUNK)), []), deferred):
-        found = Ranges.of_seqs(array("q", sorted(chunk)))
+        found = Ranges.of_seqs(array("q", sorted(set(chunk))))
         if found and singles and singles[-1].stop <= found.first:
             singles[-1].append(found)
         elif found:
