@@ -193,6 +193,8 @@ class Request:
         self._read = read
         self._length = length
         self._body_seconds = body_seconds
+        #: The body was read to its end.
+        self.is_read = False
 
     def arguments(self) -> Arguments:
         """Return the arguments of the query. HttpError ``INVALID_REQUEST`` if there is no making sense of it."""
@@ -211,6 +213,7 @@ class Request:
                         raise HttpError(413, too_big)
         except (TimeoutError, OSError) as exc:
             raise HttpError(500, "INTERNAL_ERROR") from exc
+        self.is_read = True
         return body
 
 
@@ -303,6 +306,8 @@ class Site:
             logger.exception("panic in HTTP handler - %s %s", request.method, request.target)
             result = HttpError(500, "INTERNAL_ERROR")
         answer = envelope(result, plain=route.plain)
+        if isinstance(result, HttpError) and answer.close and request.is_read:
+            answer = replace(answer, close=False)
         if not route.unlogged:
             log_request(answer.status, request.method, request.target, request.remote, started)
         return answer

@@ -32,7 +32,7 @@ from flintmq.broker.observe.statsd import statsd_prefix
 from flintmq.errors import HttpError, OptionError, PublishError
 from flintmq.http.server import Server, load
 from flintmq.http.site import ADMIN, JSON, OPEN, PUBLISH, READ, Answer, Request, Route, Site, envelope
-from flintmq.http.tls import reload_tls, server_tls
+from flintmq.http.tls import TlsListener, reload_tls, server_tls
 from flintmq.http.tokens import Tokens
 from flintmq.options import LOG_LEVEL, option_table
 from flintmq.protocol.wire import NSQ_VERSION
@@ -72,7 +72,7 @@ class Api:
             )
         self._lanes: list[HttpLane] = []
         self._general: list[_GeneralServer] = []
-        self._listeners: list[asyncio.Server] = []
+        self._listeners: list[asyncio.Server | TlsListener] = []
         broker.options_changed.append(self._forget)
         broker.reloaders.append(self.reload)
         if self._tokens is not None:
@@ -97,16 +97,8 @@ class Api:
 
     async def listen_tls(self, sock: socket.socket) -> None:
         """Serve HTTPS on a bound socket; for a broker with a certificate."""
-        lane = self._lane(None)
-        self._listeners.append(
-            await self._loop.create_server(
-                lane.connection,
-                sock=sock,
-                ssl=self._tls,
-                ssl_handshake_timeout=HANDSHAKE_SECONDS,
-                backlog=BACKLOG,
-            )
-        )
+        assert self._tls is not None
+        self._listeners.append(TlsListener(self._lane(None).connection, sock, self._tls, HANDSHAKE_SECONDS))
 
     def _lane(self, refused: Answer | None) -> HttpLane:
         general = _GeneralServer(self._broker, self.site, refused)
