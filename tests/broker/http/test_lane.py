@@ -71,7 +71,7 @@ async def test_a_ping_of_the_lane_has_the_bytes_of_the_general_server(
         requests = pings()
         ours = {name: await conversation(broker.http_address, request) for name, request in requests.items()}
         monkeypatch.setattr(http_lane, "read_head", lambda data: None)
-        for lane in broker._api._lanes:  # type: ignore[union-attr]
+        for lane in broker.listeners.api._lanes:  # type: ignore[union-attr]
             lane.forget()
         general = {name: await conversation(broker.http_address, request) for name, request in requests.items()}
     assert ours == general
@@ -84,7 +84,7 @@ async def test_a_ping_never_waits_for_the_general_server(
     broker: Broker, monkeypatch: pytest.MonkeyPatch, version: str
 ) -> None:
     handed = []
-    for lane in broker._api._lanes:  # type: ignore[union-attr]
+    for lane in broker.listeners.api._lanes:  # type: ignore[union-attr]
         monkeypatch.setattr(lane, "hand_over", lambda transport, data: handed.append(data))
     async with HttpClient.connect(broker.http_address) as client, asyncio.timeout(30):
         for split in (0, 1, 9):
@@ -120,14 +120,14 @@ async def test_a_ping_is_logged_as_by_the_general_server(broker: Broker, caplog:
 
 
 async def test_the_general_server_is_made_before_anybody_asks_for_it(broker: Broker) -> None:
-    api = broker._api
+    api = broker.listeners.api
     assert api is not None
     await until(lambda: all(general._server is not None for general in api._general))
 
 
 async def test_a_long_query_is_not_remembered(broker: Broker) -> None:
-    assert broker._api is not None
-    remembered = broker._api._publishing._orders
+    assert broker.listeners.api is not None
+    remembered = broker.listeners.api._publishing._orders
     async with HttpClient.connect(broker.http_address) as client:
         for size in (1, LONGEST_REMEMBERED + 1, 50_000):
             answer = await client.post(f"/pub?topic=t&x={'y' * size}", b"body")
@@ -145,11 +145,11 @@ async def test_a_request_behind_an_answered_one_is_served_although_its_client_se
 ) -> None:
     """The end of the input may be noticed between an answer and the next look at what came behind its request."""
     async with Broker(data_path=tmp_path, http_address="127.0.0.1:0", durability=durability) as broker:
-        assert broker._api is not None
+        assert broker.listeners.api is not None
         for kind in ("/pub?topic=t", "/mpub?topic=t"):
             async with HttpClient.connect(broker.http_address) as client:
                 await client.post(kind, b"first")
-                (connection,) = broker._api._lanes[0].connections
+                (connection,) = broker.listeners.api._lanes[0].connections
                 settled = connection.settled
 
                 def seen(connection: http_lane.HttpConnection = connection, settled=settled) -> None:  # type: ignore[no-untyped-def]

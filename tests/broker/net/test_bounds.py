@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from flintmq.broker.daemon import Broker
-from flintmq.broker.net.commands import Commands
+from flintmq.broker.net import commands
 from flintmq.http import server as http_server
 from flintmq.http.arguments import MOST_ARGUMENTS
 from flintmq.protocol.compression import Deflate, Snappy
@@ -66,14 +66,14 @@ async def test_commands_of_a_client_that_has_left_are_not_run_for_ever(
     broker: Broker, monkeypatch: pytest.MonkeyPatch, layer: str, word: bytes
 ) -> None:
     ran = 0
-    real = Commands._command
+    real = commands.run
 
     def counted(session: Any, *rest: Any) -> int:
         nonlocal ran
         ran += 1
         return real(session, *rest)
 
-    monkeypatch.setattr(Commands, "_command", counted)
+    monkeypatch.setattr(commands, "run", counted)
     writer, codec = await compressed(broker, layer)
     count = 4_000_000
     # Deflate makes a thousandth of them.
@@ -132,7 +132,7 @@ async def test_small_chunks_are_parsed_in_turns(
 
         method = "PUT" if "config" in target else "POST"
         chunks = b"%x\r\n%s\r\n" % (size, b"x" * size) * count
-        (connection,) = broker._api._general[0]._server._server.connections  # type: ignore[union-attr]
+        (connection,) = broker.listeners.api._general[0]._server._server.connections  # type: ignore[union-attr]
         tick()
         head = request_of(method, target, None, "Transfer-Encoding: chunked")
         connection.data_received(head + chunks + b"0\r\n\r\n")
