@@ -27,6 +27,7 @@ from flintmq.broker.delivery.topic import Topic
 from flintmq.broker.http import api as api_module
 from flintmq.broker.http import debug
 from flintmq.broker.http import lane as http_lane
+from flintmq.broker.http import publish as http_publish
 from flintmq.broker.http.api import Api
 from flintmq.broker.storage.store import PAUSE_AT
 from flintmq.errors import StartError
@@ -245,7 +246,7 @@ async def test_a_publish_waits_for_a_large_batch_to_end(way: Way) -> None:
 
 async def test_lines_as_long_as_the_limit_may_cross_slices(way: Way) -> None:
     broker, connect = await way()
-    bodies = [bytes([65 + number]) * (http_lane.TEXT_SLICE + number) for number in range(5)]
+    bodies = [bytes([65 + number]) * (http_publish.TEXT_SLICE + number) for number in range(5)]
     async with connect() as client:
         assert (await client.post("/mpub?topic=t", b"\n\n".join(bodies))).status == 200
         assert (await client.post("/mpub?topic=t", b"short\n" + b"x" * (1 << 20) + b"y")).message == "MSG_TOO_BIG"

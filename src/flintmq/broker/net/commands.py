@@ -49,6 +49,9 @@ _MS = 1_000_000
 #: A batch whose body size lies may be twice the limit, and what one read brings.
 RECEIVE_SLACK = 256 << 10
 
+#: Bytes of the body of IDENTIFY or AUTH, which anybody may send and which is held until it is complete.
+LONGEST_BODY = 64 << 10
+
 #: The states of a session.
 INIT, SUBSCRIBED, CLOSING = 0, 3, 4
 
@@ -101,6 +104,8 @@ def _body(session: Session, data: bytearray, at: int, stop: int, verb: str) -> s
         return None
     if size > limit:
         raise ProtocolError("E_BAD_BODY", f"{verb} body too big {size} > {limit}")
+    if size > LONGEST_BODY:
+        raise ProtocolError("E_BAD_BODY", f"{verb} body too big {size} > {LONGEST_BODY}")
     if size <= 0:
         raise ProtocolError("E_BAD_BODY", f"{verb} invalid body size {size}")
     if stop - at - 4 < size:

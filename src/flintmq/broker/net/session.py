@@ -377,6 +377,9 @@ class Session(asyncio.BufferedProtocol):
                     # Nothing that was sent before an upgrade is taken for what comes after it.
                     break
                 room -= len(piece)
+                if self.upgrade is not None and self.upgrade.is_wasted(len(piece), self._progress):
+                    self.drop()
+                    break
                 if not self._waiting and (room <= 0 or now() >= deadline):
                     self.wait(self.broker.backlog.add)
             else:
@@ -391,6 +394,9 @@ class Session(asyncio.BufferedProtocol):
                 logger.error("client(%s): %s", self.remote_address, exc)
                 self.drop()
         self._pieces = None
+
+    def _progress(self) -> int:
+        return sum(self.publish_counts.values()) + self.finish_count + self.requeue_count
 
     def _take(self, data: bytearray, stop: int) -> None:
         """Run the commands in ``data[:stop]`` and keep the rest."""
