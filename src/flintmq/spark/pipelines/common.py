@@ -19,6 +19,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flintmq.errors import PipelineError
@@ -59,6 +60,7 @@ __all__ = [
     "stream_arguments",
     "stream_reader",
     "topics_of",
+    "write_counted",
 ]
 
 #: Gives a DataFrame with the columns of `format("nsq")`.
@@ -524,6 +526,21 @@ def decode_json(messages: DataFrame, schema: StructType | str | None) -> DataFra
     return named.withColumns({"data": f.when(decoded, data), "_undecoded": f.when(~decoded, f.col("value"))}).drop(
         "_parsed"
     )
+
+
+def write_counted(rows: DataFrame, folder: Path, *partitions: str) -> int:
+    """Write Parquet files to a new folder. How many rows the tasks that made them have seen."""
+    from pyspark.sql import functions as f
+
+    if type(rows).__module__.startswith("pyspark.sql.connect"):
+        from pyspark.sql.connect.observation import Observation
+    else:
+        from pyspark.sql.observation import Observation
+    counted = Observation()
+    # Right before the write, in the same tasks: a task that is tried again counts once.
+    observed = rows.observe(counted, f.count(f.lit(1)).alias("rows"))
+    observed.write.partitionBy(*partitions).parquet(str(folder))
+    return int(counted.get["rows"])
 
 
 def infer_schema(messages: DataFrame) -> StructType | None:

@@ -8,6 +8,7 @@ runs once over what the logs hold now.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import re
 import sys
@@ -59,6 +60,7 @@ def stream(
     table: str | Path | None = None,
     network: Mapping[str, str] | None = None,
     checkpoint: str | Path | None = None,
+    new_query: bool = False,
     mode: str = "append",
     once: bool = False,
     every: float = 10.0,
@@ -70,7 +72,7 @@ def stream(
         raise PipelineError("the query reads no topic as a stream; to run it once, say --batch")
     if table is not None and mode != "append":
         raise PipelineError(f"a table only grows: output mode {mode} is for topics and the screen")
-    with tempfile.TemporaryDirectory(prefix="flintmq-sql-") as scratch:
+    with tempfile.TemporaryDirectory(prefix="flintmq-sql-") as scratch, contextlib.ExitStack() as stack:
         place = str(checkpoint) if checkpoint else f"{table}/_checkpoint" if table is not None else scratch
         if topic is not None and checkpoint is None:
             raise PipelineError(
@@ -79,7 +81,7 @@ def stream(
         if topic is not None:
             writer = as_messages(rows, topic).writeStream.format("nsq").options(**(network or {}))
         elif table is not None:
-            bring_in = BatchWriter(str(local_path(table)), place)
+            bring_in = stack.enter_context(BatchWriter(str(local_path(table)), place, new_query=new_query))
             with common.shipping(spark):
                 writer = rows.writeStream.foreachBatch(bring_in)
         else:
@@ -105,10 +107,10 @@ def batch(
             folder = open_archive(table)
             folder.prepare()
             name = uuid.uuid4().hex
-            staged = folder.begin(name, 0)
-            assert staged is not None  # nobody else has this name
-            rows.write.parquet(str(staged))
-            folder.commit(name, 0, staged)
+            with contextlib.closing(folder):
+                staged = folder.begin(name, 0)
+                assert staged is not None  # nobody else has this name
+                folder.commit(name, 0, staged, rows=common.write_counted(rows, staged))
     except PipelineError:
         raise
     except Exception as exc:
@@ -146,6 +148,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--to-topic", metavar="TOPIC", help="publish the rows: their column value, or all of it as JSON"
     )
     parser.add_argument("--to-table", metavar="DIR", help="write the rows to Parquet files, each exactly once")
+    parser.add_argument("--new-query", action="store_true", help="add to a table that has rows of other queries")
     parser.add_argument("--mode", choices=MODES, default="append", help="what of a result is put out (default append)")
     parser.add_argument("--batch", action="store_true", help="run it once, over what the logs hold now")
     parser.add_argument("--decode", action="store_true", help="decode JSON, as the messages in the log look")
@@ -201,6 +204,7 @@ def run(arguments: argparse.Namespace) -> int:
         table=arguments.to_table,
         network=network,
         checkpoint=arguments.checkpoint,
+        new_query=arguments.new_query,
         mode=arguments.mode,
         once=arguments.once,
         every=arguments.every,
