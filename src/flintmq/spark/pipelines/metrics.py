@@ -119,6 +119,8 @@ def metrics(
         raise PipelineError("with --remote the driver is elsewhere and cannot draw here: give --to-topic or --to-table")
     if topic is not None and checkpoint is None:
         raise PipelineError("say where it notes how far it is, by --checkpoint: without it, it would begin anew")
+    if checkpoint is None and table is None:
+        source = common.temporary(source)
     measured = measure(source(spark), window=window, lateness=lateness, path=path, top=top)
     with tempfile.TemporaryDirectory(prefix="flintmq-metrics-") as scratch, contextlib.ExitStack() as stack:
         place = str(checkpoint) if checkpoint else f"{table}/_checkpoint" if table is not None else scratch

@@ -179,6 +179,9 @@ def run(arguments: argparse.Namespace) -> int:
     for topic in arguments.topics:
         one = common.topics_of(argparse.Namespace(**{**vars(arguments), "topics": [topic]}))
         sources[topic] = one.batch if arguments.batch else one.stream
+        if not arguments.batch and not arguments.checkpoint and not arguments.to_table:
+            # Its checkpoint goes with it.
+            sources[topic] = common.temporary(one.stream)
         if arguments.decode and topic not in schemas:
             try:
                 schemas[topic] = common.infer_schema(

@@ -76,6 +76,12 @@ OPTIONS = (
     Option("maxRecordsPerPartition", "source", "", "cut ranges so that no partition has more"),
     Option("failOnDataLoss", "source", "true", "fail when messages are gone before they were read"),
     Option("readerName", "source", "made once, kept in the checkpoint", "under which brokers keep files for the query"),
+    Option(
+        "temporaryReader",
+        "source",
+        "false",
+        "the query keeps no checkpoint: brokers keep files for it only while it runs, and for minutes after a kill",
+    ),
     Option("spoolLocation", "source", "", "the folder of spool mode; needed unless Spark runs on one machine"),
     Option("spoolMaxBytes", "source", "1g", "take no more from the channel while the spool is larger"),
     Option("spool.maxInFlight", "source", "2500", "messages taken and not yet in the spool"),
@@ -144,6 +150,7 @@ class SourceOptions:
     max_records: int = 0
     fail_on_data_loss: bool = True
     reader_name: str = ""
+    temporary_reader: bool = False
     spool_location: str = ""
     spool_max_bytes: int = 1 << 30
     spool_in_flight: int = 2500
@@ -216,6 +223,7 @@ def read_source_options(options: Mapping[str, str], *, streaming: bool) -> Sourc
         max_records=given.count("maxRecordsPerPartition", 0),
         fail_on_data_loss=given.flag("failOnDataLoss", True),
         reader_name=given.text("readerName"),
+        temporary_reader=given.flag("temporaryReader", False),
         spool_location=given.text("spoolLocation").removeprefix("file://"),
         spool_max_bytes=given.size("spoolMaxBytes", 1 << 30) or 1 << 30,
         spool_in_flight=given.count("spool.maxInFlight", 2500),
@@ -236,6 +244,8 @@ def read_source_options(options: Mapping[str, str], *, streaming: bool) -> Sourc
         raise OptionError("spool mode has no startingOffsets or endingOffsets: a channel knows where it stands")
     if read.reader_name and not READER_NAME.fullmatch(read.reader_name):
         raise OptionError("readerName: 1 to 128 letters, digits and ._:- make a name")
+    if read.temporary_reader and len(read.reader_name) > 100:
+        raise OptionError("readerName: a temporary reader's name has 100 characters at most")
     if streaming and read.ending:
         raise OptionError("a stream has no end: endingOffsets and endingTimestamp are for batches (spark.read)")
     if read.min_messages and read.max_messages and read.min_messages > read.max_messages:
