@@ -32,6 +32,7 @@ __all__ = [
     "check_schema",
     "compact",
     "open_archive",
+    "query_id",
     "read",
     "read_files",
     "run",
@@ -130,7 +131,7 @@ class BatchWriter:
         return self.archive
 
     def _claim(self, archive: Archive) -> str:
-        query = self._query()
+        query = query_id(self.checkpoint)
         if not archive.writes(query):
             if not self.new_query and not archive.knows(query) and archive.has_batches():
                 raise self._unknown()
@@ -174,10 +175,6 @@ class BatchWriter:
         except OSError as exc:
             raise PipelineError(f"cannot read where batch {batch} ends: {exc.strerror} ({path})") from exc
 
-    def _query(self) -> str:
-        """Spark's lasting name of this query: with a new checkpoint, batches count from 0 again under another name."""
-        text = (local_path(self.checkpoint) / "metadata").read_text()
-        return str(json.loads(text.splitlines()[-1])["id"])
 
 
 @dataclass
@@ -214,6 +211,12 @@ class _MessageWriter(BatchWriter):
             # Kept, so that all files of the archive have the same columns.
             known = archive.manifest.remember("schema", found.jsonValue())
         return StructType.fromJson(known)
+
+
+def query_id(checkpoint: str) -> str:
+    """Spark's lasting name of a query: with a new checkpoint, batches count from 0 again under another name."""
+    text = (local_path(checkpoint) / "metadata").read_text()
+    return str(json.loads(text.splitlines()[-1])["id"])
 
 
 def open_archive(

@@ -15,12 +15,13 @@ import sys
 import tempfile
 import uuid
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flintmq.errors import PipelineError
 from flintmq.spark.pipelines import common
-from flintmq.spark.pipelines.archive import BatchWriter, check_schema, open_archive
+from flintmq.spark.pipelines.archive import BatchWriter, check_schema, open_archive, query_id
 from flintmq.spark.pipelines.store import local_path
 
 if TYPE_CHECKING:
@@ -78,8 +79,14 @@ def stream(
             raise PipelineError(
                 "say where the query notes how far it is, by --checkpoint: without it, it would begin anew"
             )
-        if topic is not None:
+        if topic is not None and mode == "append":
             writer = as_messages(rows, topic).writeStream.format("nsq").options(**(network or {}))
+        elif topic is not None:
+            # A stream's sink in Python is not told which rows are new, and Spark has it overwrite or refuses it.
+            local_path(place)
+            common.register(spark)
+            with common.shipping(spark):
+                writer = rows.writeStream.foreachBatch(Publisher(topic, dict(network or {}), place))
         elif table is not None:
             bring_in = stack.enter_context(BatchWriter(str(local_path(table)), place, new_query=new_query))
             with common.shipping(spark):
@@ -88,6 +95,22 @@ def stream(
             writer = rows.writeStream.format("console").option("truncate", "false")
         writer = writer.outputMode(mode).option("checkpointLocation", place)
         return common.run_stream(writer, "sql", once=once, every=every, quiet=quiet)
+
+
+@dataclass
+class Publisher:
+    """Publishes the rows of each batch, under a key of query and batch, so that a batch that is run again is known.
+
+    For output modes whose batches are no mere additions: what has changed, or all there is.
+    """
+
+    topic: str
+    network: dict[str, str]
+    checkpoint: str
+
+    def __call__(self, rows: DataFrame, batch: int) -> None:
+        writer = as_messages(rows, self.topic).write.format("nsq").mode("append").options(**self.network)
+        writer.option("writeId", f"{query_id(self.checkpoint)}-{batch}").save()
 
 
 def batch(
