@@ -1,4 +1,4 @@
-"""Pipelines and tables in ordinary failures, on real Spark with a real broker: nothing is lost or doubled in silence."""
+"""Pipelines and tables in ordinary failures, on real Spark with a real broker: no row is lost or doubled in silence."""
 
 from __future__ import annotations
 

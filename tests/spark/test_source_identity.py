@@ -1,4 +1,4 @@
-"""A spool belongs to a checkpoint: nothing is consumed into a folder before that was checked. No Spark, real brokers."""
+"""A spool belongs to a checkpoint: nothing is consumed into a folder before that was checked. No Spark here."""
 
 from __future__ import annotations
 
@@ -79,9 +79,7 @@ def assert_untouched(nsqd, topic, folder):
 
 
 @pytest.mark.parametrize("question", ["latestOffset", "partitions", "commit"])
-def test_a_query_that_goes_on_with_another_spool_consumes_nothing(
-    nsqd, topic, reader, consumed, tmp_path, question
-):
+def test_a_query_that_goes_on_with_another_spool_consumes_nothing(nsqd, topic, reader, consumed, tmp_path, question):
     wrong = reader("spol")
     ask = {
         "latestOffset": lambda: wrong.latestOffset(consumed, ALL),

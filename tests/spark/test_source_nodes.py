@@ -49,7 +49,7 @@ def test_a_range_on_a_node_that_is_gone_is_given_up_where_losses_are_allowed(
     end = next_offset(first, start)
     two.kill()
     strict = planner(one, two, **given)
-    with pytest.raises(ConnectError, match="start it, and the query goes on where it stopped.*failOnDataLoss=false"):
+    with pytest.raises(ConnectError, match=r"start it, and the query goes on where it stopped.*failOnDataLoss=false"):
         read(strict, start, end)
     lax = planner(one, two, failOnDataLoss="false", **given)
     expected = sorted(number for count in counts for number in range(count))
@@ -92,7 +92,7 @@ def mixed(lookupd, start_node, topic):
 
 @pytest.mark.parametrize("by", ["subscribe", "subscribePattern"])
 def test_a_plain_nsqd_with_other_topics_does_not_matter(planner, lookupd, mixed, topic, by):  # noqa: F811
-    ours, plain = mixed
+    _, plain = mixed
     given = {"nsq.lookupd.http.addresses": lookupd.http, by: topic, "startingOffsets": "earliest"}
     found = planner(**given)
     start = found.initial_offset()

@@ -24,8 +24,7 @@ from flintmq.errors import PipelineError  # noqa: E402
 from flintmq.spark.pipelines import store  # noqa: E402
 from flintmq.spark.pipelines.store import Archive, Manifest  # noqa: E402
 
-from .conftest import wait_for  # noqa: E402
-from .test_store import FOLDERS, LATER, PER_BATCH, by_listing, by_manifest, do_batch, write_batch  # noqa: E402
+from .test_store import LATER, PER_BATCH, by_listing, by_manifest, do_batch, write_batch  # noqa: E402
 
 #: Writes batch 0 to a staging folder, says so, and commits it when it is told to go on.
 WRITER = """
@@ -111,7 +110,9 @@ def test_a_second_writer_is_refused_and_deletes_nothing(root: Path, writer: Writ
         writer.process.send_signal(signal.SIGSTOP)
     second = Archive(root)
     second.prepare()
-    with pytest.raises(PipelineError, match=rf"another process \(pid {writer.process.pid} on .*stop that one") as caught:
+    with pytest.raises(
+        PipelineError, match=rf"another process \(pid {writer.process.pid} on .*stop that one"
+    ) as caught:
         do_batch(second, 0, files=3)
     assert "\n" not in str(caught.value)
     if stopped:

@@ -32,7 +32,15 @@ from flintmq.spark.shipped.net import Cluster, Web
 from flintmq.spark.shipped.offsets import Range, cut, read_offset
 from flintmq.spark.shipped.options import SourceOptions, check_names, read_sink_options, read_source_options
 from flintmq.spark.sink import BatchWriter, StreamWriter
-from flintmq.spark.spool_mode.spool import Spool, Spooler, default_location, plan_rows, read_pieces, spool_id, spool_rows
+from flintmq.spark.spool_mode.spool import (
+    Spool,
+    Spooler,
+    default_location,
+    plan_rows,
+    read_pieces,
+    spool_id,
+    spool_rows,
+)
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -261,8 +269,8 @@ class SpoolReader:
 
     def _another(self, wanted: str) -> SpoolError:
         return SpoolError(
-            f"the checkpoint belongs to another spool than the one in {self._location}: set spoolLocation to the folder "
-            f"of spool {wanted}, or start with a new checkpoint"
+            f"the checkpoint belongs to another spool than the one in {self._location}: set spoolLocation to the "
+            f"folder of spool {wanted}, or start with a new checkpoint"
         )
 
 

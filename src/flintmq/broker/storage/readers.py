@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 MOST_READERS = 1_000
 #: While the broker was down nobody could move: after its start readers have this long to come back.
 GRACE = 3600 * 1_000_000_000
-#: A reader whose name begins like this is there for a while only: one that does not say so for that long, in ns, is gone.
+#: A reader whose name begins like this is there for a while only: it expires after this many ns without a move.
 TEMPORARY = "temporary:"
 TEMPORARY_AGE = 300 * 1_000_000_000
 

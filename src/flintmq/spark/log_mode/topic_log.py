@@ -36,7 +36,7 @@ _DOWN_SECONDS = 3.0
 _FRESH_SECONDS = 0.1
 #: A reader position that does not move for days is given up: an idle query says so often that it is still there.
 _ALIVE_SECONDS = 3600.0
-#: Brokers give up the position of a reader with such a name within five minutes, so it says more often that it is there.
+#: Brokers give up the position of a reader with such a name within five minutes: it says more often that it is there.
 _TEMPORARY = "temporary:"
 _TEMPORARY_ALIVE_SECONDS = 60.0
 #: What was published becomes durable within --sync-timeout (2 s by default): so long a read waits for it.

@@ -176,7 +176,6 @@ class BatchWriter:
             raise PipelineError(f"cannot read where batch {batch} ends: {exc.strerror} ({path})") from exc
 
 
-
 @dataclass
 class _MessageWriter(BatchWriter):
     """Writes messages to folders by topic, date and hour, with what their JSON says if that is wanted."""

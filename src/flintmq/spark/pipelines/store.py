@@ -17,8 +17,8 @@ How a batch gets in, and why a kill at any moment does no harm:
 
 The next writer, after a kill or not, first finishes what is pending. A batch that the manifest has is not written
 again, so that a batch replayed by Spark changes nothing, whatever files it would have made this time. The manifest
-keeps the end offsets of the newest batches: a batch number that comes again with other end offsets is other data, from a
-checkpoint that has gone back, and stops the writer.
+keeps the end offsets of the newest batches: a batch number that comes again with other end offsets is other data, from
+a checkpoint that has gone back, and stops the writer.
 
 One process at a time writes the batches of a query. It holds a file lock for its lifetime, which the system frees when
 the process ends, however it ends. The manifest names the writer too, and a batch is only decided by the one that it
@@ -119,9 +119,7 @@ class Snapshot:
 
     def copy(self) -> Snapshot:
         ends = {query: dict(known) for query, known in self.ends.items()}
-        return Snapshot(
-            self.version, dict(self.files), dict(self.batches), ends, dict(self.writers), dict(self.facts)
-        )
+        return Snapshot(self.version, dict(self.files), dict(self.batches), ends, dict(self.writers), dict(self.facts))
 
     def apply(self, lines: Iterable[str]) -> None:
         for line in lines:
@@ -406,25 +404,25 @@ class Archive:
         become the writer of the query: then nothing of the batch is added.
         """
         sources = sorted(path for path in staged.rglob("*.parquet") if not _is_hidden(path.relative_to(staged)))
-        moves = []
+        found = []
         for number, source in enumerate(sources):
             name = f"{query}-{batch:010d}-{number:04d}.parquet"
             target = (source.parent.relative_to(staged) / name).as_posix()
             _sync(source)
-            moves.append({"from": str(source), "file": _describe(source, target)})
-        if rows is not None and (found := sum(move["file"].rows for move in moves)) != rows:
+            found.append(_describe(source, target))
+        if rows is not None and (held := sum(file.rows for file in found)) != rows:
             raise PipelineError(
-                f"Spark wrote {rows:,} rows in batch {batch} and the files in {staged} hold {found:,}: nothing of it was "
-                "added. Find out what deletes files there; started again, the batch is written again"
+                f"Spark wrote {rows:,} rows in batch {batch} and the files in {staged} hold {held:,}: nothing of it "
+                "was added. Find out what deletes files there; started again, the batch is written again"
             )
         note = self._pending / f"{query}-{batch:010d}.json"
-        todo = {"kind": "batch", "query": query, "batch": batch, "end": end, "in": str(staged)}
-        todo["moves"] = [{**move, "file": asdict(move["file"])} for move in moves]
+        moves = [{"from": str(source), "file": asdict(file)} for source, file in zip(sources, found, strict=True)]
+        todo = {"kind": "batch", "query": query, "batch": batch, "end": end, "moves": moves, "in": str(staged)}
         with self._lock(fcntl.LOCK_EX):
             if self.manifest.snapshot().writers.get(query) != self._token:
                 raise PipelineError(
-                    f"another process has become the writer of query {query} of {self.root} while this one stood still: "
-                    f"nothing of batch {batch} was added by this one, which ends here"
+                    f"another process has become the writer of query {query} of {self.root} while this one stood "
+                    f"still: nothing of batch {batch} was added by this one, which ends here"
                 )
             _replace(note, json.dumps(todo))
             return self._finish(note)

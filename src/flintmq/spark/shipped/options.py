@@ -313,9 +313,9 @@ def _read_network(given: _Given, needed: bool = True) -> Network:
     )
     if needed and given.is_empty:
         raise OptionError(
-            "there are no options: a table of a catalog has its OPTIONS for itself, for Spark hands them to no source in "
-            "Python; give them with the statement, SELECT … FROM t WITH (subscribe = 'orders', …) or INSERT INTO t WITH "
-            "(…), or make a TEMPORARY VIEW, which keeps them"
+            "there are no options. Spark hands the OPTIONS of a table in a catalog to no source in Python: give them "
+            "with the statement, SELECT … FROM t WITH (subscribe = 'orders', …) or INSERT INTO t WITH (…), or make a "
+            "TEMPORARY VIEW, which keeps them"
         )
     if needed and not (network.lookupds or network.nsqds or network.http_addresses):
         raise OptionError("say where the brokers are by nsq.lookupd.http.addresses or nsq.nsqd.addresses")
