@@ -246,6 +246,23 @@ async def test_a_reader_that_does_not_move_is_given_up(
     assert list(topic.readers.positions) == ["alive"], "0 is never"
 
 
+@pytest.mark.parametrize("age", [0, DAY, 3600 * 10**9])
+async def test_a_temporary_reader_is_given_up_within_minutes(
+    broker: Broker, http: HttpClient, clock: FakeClock, age: int
+) -> None:
+    await publish(broker)
+    await tidied(broker)
+    topic = broker.topics["t"]
+    configure(topic, reader_age=age)
+    for name in ("spark", "temporary:killed", "temporary:alive", "not-temporary:x"):
+        await position(http, "earliest", name)
+    for _ in range(7):
+        clock.advance(60)
+        await position(http, "earliest", "temporary:alive")
+        await tidied(broker)
+    assert sorted(topic.readers.positions) == ["not-temporary:x", "spark", "temporary:alive"]
+
+
 async def test_readers_have_time_to_come_back_after_a_long_pause(start_broker: StartBroker, clock: FakeClock) -> None:
     broker = await start_broker(**SMALL)
     await publish(broker, 50)
