@@ -176,7 +176,9 @@ def test_sink_options_are_read():
         read_sink_options({**SINK, "topic": "a b"})
 
 
-@pytest.mark.parametrize("more", [{}, {"path": "file:/warehouse/t", "location": "file:/warehouse/t", "external": "true"}])
+@pytest.mark.parametrize(
+    "more", [{}, {"path": "file:/warehouse/t", "location": "file:/warehouse/t", "external": "true"}]
+)
 def test_what_a_catalog_notes_of_a_table_is_no_option(more):
     """As CREATE TABLE hands it over: each option twice, among keys of Spark's own and any that somebody made up."""
     options = {"subscribe": "orders", "nsq.nsqd.addresses": "a:1"}
