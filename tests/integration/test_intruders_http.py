@@ -783,7 +783,8 @@ async def test_nobody_gets_in_in_the_clear(why: str, certificates: Certificates,
         async def misdirected(name: str, words: bytes) -> None:
             """To the port of HTTPS, but not in its language."""
             received = await converse(here.broker.https_address, words + LAST)
-            assert received == NO_TLS, name
+            # Methods that OpenSSL does not know as HTTP's get an alert, or nothing.
+            assert received in (b"", NO_TLS) or received[0] == 0x15, name
 
         await asyncio.gather(*(misdirected(name, words) for name, words in attempts))
         assert here.state() == before
