@@ -189,7 +189,7 @@ class Apply:
             if topic.busy:
                 await self._until(topic.when_free)
             elif self._broker.store.congested:
-                await self._until(self._broker.when_relieved)
+                await self._until(self._broker.turns.when_relieved)
             else:
                 break
         if self._topics.get(name) is not topic:
