@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
 from array import array
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -282,7 +281,7 @@ class Journal:
 
     def _begin(self, name: str, space: int = 0) -> tuple[int, int]:
         """A new file with its header, and ``space`` allocated ahead; (file, salt)."""
-        salt = int.from_bytes(os.urandom(4), "big") or 1
+        salt = int.from_bytes(self._disk.system.randbytes(4), "big") or 1
         fd = self._disk.open(self._folder / name, create=True)
         try:
             if space:
