@@ -22,7 +22,8 @@ ARROWS: dict[str, set[str]] = {
     "addresses": {"errors"},
     "kernel": set(),
     "protocol": {"errors", "addresses", "kernel"},
-    "options": {"errors", "addresses"},
+    "durations": set(),
+    "options": {"errors", "addresses", "durations"},
     "http": {"protocol"},
     "logs": {"errors"},
     "cluster": {"options", "http", "protocol"},
@@ -211,12 +212,7 @@ MOST_ATTRIBUTES = 30
 REASON = "Size: "
 #: Modules and classes that are too large and do not say why. The list only gets shorter.
 UNEXPLAINED = {
-    "flintmq.broker.delivery.topic.Topic",
     "flintmq.broker.http.lane",
-    "flintmq.client.connection.Connection",
-    "flintmq.client.consumer.Consumer",
-    "flintmq.options",
-    "flintmq.options.NsqdOptions",
 }
 
 

@@ -82,7 +82,7 @@ FIRST_ROLL_DELAY = 1_000_000_000
 LONGEST_ROLL_DELAY = 64_000_000_000
 #: Notes that go into a snapshot before the loop is handed back.
 _SLICE = 50
-#: A part of a channel that needs several counts as so many notes.
+#: Notes that one part of a channel counts as, where it needs several.
 _LARGE = 10
 
 
@@ -95,7 +95,7 @@ class Journalled(Protocol):
         """Finished since the last call: pairs (first, stop)."""
 
     def take_back(self) -> bytes:
-        """Put back since the last call: rows (seq, attempts, due on the clock, due on the wall)."""
+        """Return what was requeued since the last call: rows (seq, attempts, due on the clock, due on the wall)."""
 
 
 class Journal:
@@ -154,7 +154,7 @@ class Journal:
         return self.noted
 
     def touch(self, channel: Journalled) -> None:
-        """Messages of this channel were finished or put back; it is asked at the next write."""
+        """Messages of this channel were finished or requeued; it is asked at the next write."""
         self._dirty[channel] = None
 
     @property
@@ -171,7 +171,7 @@ class Journal:
             return
         channels, self._dirty = self._dirty, {}
         for channel in channels:
-            # Back before done: what was put back and then finished is finished.
+            # Back before done: what was requeued and then finished is finished.
             back = channel.take_back()
             done = channel.take_done()
             ident = _number.pack(channel.id)

@@ -148,7 +148,7 @@ class KeyBlock:
 
     @staticmethod
     def size(count: int) -> int:
-        """How many bytes so many keys take."""
+        """Return the bytes that ``count`` keys take."""
         return _ENTRY * count
 
 

@@ -590,7 +590,7 @@ class Salvage:
         return [(first, min(stop, self._durable)) for first, stop in missing if first < min(stop, self._durable)]
 
     def frames(self, entry: Entry, most: int = sys.maxsize) -> bytes:
-        """The entry's frames, or so many bytes of them."""
+        """Return the entry's frames, or their first ``most`` bytes."""
         skip = RECORD_HEADER + len(entry.extra)
         return self._disk.read(self._fd, min(entry.size - skip, most), entry.offset + skip)
 
