@@ -25,7 +25,6 @@ from flintmq.kernel import PARSE_BAD, PARSE_MORE, BatchParser
 from flintmq.protocol.compression import Deflate, Snappy
 from flintmq.protocol.wire import (
     CLOSE_WAIT_FRAME,
-    FRAME_ERROR,
     FRAME_RESPONSE,
     NSQ_VERSION,
     OK_FRAME,
@@ -329,7 +328,8 @@ def _pub_body(
             commit = target.publish(data, at, after, 1, delay=delay)
             _count(session, target, 1)
     except KeyContentError as exc:
-        return _other_content(session, exc, after)
+        # Fatal, as every refused publish is: a client expects that the connection ends with it.
+        raise ProtocolError(exc.code, str(exc)) from exc
     except PublishError as exc:
         raise ProtocolError(f"E_{verb}_FAILED", f"{verb} failed {exc}") from exc
     session.answer_when(commit, verb)
@@ -343,13 +343,6 @@ def _once(
     if not is_repeat:
         _count(session, topic, count)
     return commit
-
-
-def _other_content(session: Session, error: KeyContentError, after: int) -> int:
-    """The command was read as a whole, so the connection goes on behind it."""
-    logger.error("client(%s): %s %s", session.remote_address, error.code, error)
-    session.answer(encode_frame(FRAME_ERROR, f"{error.code} {error}".encode()))
-    return after
 
 
 def _mpub(session: Session, params: list[bytes], data: bytearray, at: int, stop: int) -> int:
@@ -407,7 +400,7 @@ def _mpub_body(session: Session, topic: Topic, data: bytearray, at: int, stop: i
             _count(session, topic, count)
             commit = _publish(topic, data, first, batch.pos, count, 0, b"")
     except KeyContentError as exc:
-        return _other_content(session, exc, batch.pos)
+        raise ProtocolError(exc.code, str(exc)) from exc
     except PublishError as exc:
         raise ProtocolError("E_MPUB_FAILED", f"MPUB failed {exc}") from exc
     session.answer_when(commit, "MPUB")
