@@ -5,6 +5,7 @@
     flintmq/journal/           what happened (journal.py)
     flintmq/topics/NAME@N/     a topic's segment files (segment.py); N is its incarnation; ``side`` its side log;
                                keys of deleted segments (keys.py)
+    flintmq/stage/             staged publishes (stage/staging.py)
     flintmq/topics/NAME@N.lost a topic that the journal does not know, after damage to it
     flintmq.tmp                a first start that was cut off
     flintmq.restoring          a backup that is being restored: no broker starts beside it
@@ -30,7 +31,8 @@ __all__ = ["FORMAT", "LOST", "RECOVERED", "RESTORING", "DataPath", "reason", "re
 
 logger = logging.getLogger(__name__)
 
-#: The format of the data path. 2: snapshots in pieces, redrives that go on, recorded node ids.
+#: The format of the data path. 2: snapshots in pieces, redrives that go on, recorded node ids, keys with their content,
+#: staged publishes.
 FORMAT = 2
 #: What is appended to the name of a topic's folder that is set aside.
 LOST = ".lost"
