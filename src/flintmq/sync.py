@@ -55,7 +55,8 @@ class _Background:
         self.process = os.getpid()
         self._loop = asyncio.new_event_loop()
         # A daemon: a program that forgets to close something still ends.
-        threading.Thread(target=self._loop.run_forever, name="flintmq", daemon=True).start()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="flintmq", daemon=True)
+        self._thread.start()
 
     @classmethod
     def get(cls) -> _Background:
@@ -64,17 +65,34 @@ class _Background:
                 cls._current = cls()
             return cls._current
 
+    @classmethod
+    def forget(cls) -> None:
+        """Begin anew in a process that was forked: another thread may have held the lock at that moment.
+
+        The old loop is only replaced, by the next `get`. To close it would close what the parent still uses.
+        """
+        cls._lock = threading.Lock()
+
     def run(self, work: Coroutine[Any, Any, _T]) -> _T:
         """Wait for a coroutine. Ctrl-C cancels it."""
         if self.process != os.getpid():
             work.close()
             raise ClosedError("made before this process was forked; make another one here")
+        if threading.current_thread() is self._thread:
+            work.close()
+            raise RuntimeError(
+                "flintmq.sync was called on its own event loop, which would wait for itself: "
+                "use a plain function as callback, which runs in a thread"
+            )
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()
         except BaseException:
             future.cancel()
             raise
+
+
+os.register_at_fork(after_in_child=_Background.forget)
 
 
 class _Waiting(Generic[_A]):
@@ -142,24 +160,19 @@ class Consumer(_Waiting[_consumer.Consumer]):
     def stats(self) -> _consumer.Stats:
         return self._wrapped.stats
 
-    def get(self, timeout: float | None = None) -> Message:
-        """The next message. TimeoutError if none came in time, ClosedError if none will come."""
-        return self._background.run(self._next(timeout))
-
-    async def _next(self, seconds: float | None) -> Message:
-        try:
-            # Here and not in the caller's thread, where a message could come between the timeout and its notice.
-            async with asyncio.timeout(seconds):
-                return await anext(self._wrapped)
-        except StopAsyncIteration:
-            raise ClosedError("the consumer was stopped") from None
+    get = _waits(_consumer.Consumer.get)
 
     def __iter__(self) -> Iterator[Message]:
         while True:
             try:
-                yield self.get()
+                message = self.get()
             except ClosedError:
                 return
+            except KeyboardInterrupt:
+                # Ctrl-C while nothing is being worked on: the loop ends as after `stop`.
+                self.stop()
+                continue
+            yield message
 
     def stop(self) -> None:
         """Take nothing more. What is here is still handed out; then iterating ends. Signal handlers may call it."""

@@ -26,6 +26,9 @@ class Peer:
         self.in_flight = 0
         self.told: list[int] = []
 
+    def in_flight_at(self, now: float) -> int:
+        return self.in_flight
+
     def set_ready(self, count: int) -> None:
         self.ready = self.credit = count
         self.told.append(count)

@@ -79,12 +79,13 @@ class Socket:
         return self.peer.name
 
     def recv(self, size: int) -> bytes:
-        self._check()
-        if self.inbox:
+        if self.inbox and not self.closed:
+            # Also after a reset: what had come is there.
             data = bytes(self.inbox[:size])
             del self.inbox[:size]
             self._taken(len(data))
             return data
+        self._check()
         if self.eof:
             return b""
         raise BlockingIOError(errno.EAGAIN, "nothing there")
@@ -187,7 +188,6 @@ class Socket:
     def _reset(self) -> None:
         if not self.closed and not self.error:
             self.error = errno.ECONNRESET
-            self.inbox.clear()
             self._tell()
 
     def _tell(self) -> None:
@@ -206,7 +206,9 @@ class Listener:
     family = socket.AF_INET
     type = socket.SOCK_STREAM
 
-    def __init__(self, network: Network, address: tuple[str, int], on_accept: Callable[[Socket], object] | None) -> None:
+    def __init__(
+        self, network: Network, address: tuple[str, int], on_accept: Callable[[Socket], object] | None
+    ) -> None:
         self.network = network
         self.address = address
         self.on_accept = on_accept
@@ -242,6 +244,8 @@ class Listener:
             sock.cut()
         elif self.on_accept is not None:
             self.on_accept(sock)
+            if sock.inbox or sock.eof or sock.error:
+                sock._tell()  # it came before
         else:
             self.backlog.append(sock)
 

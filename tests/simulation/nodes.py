@@ -18,6 +18,8 @@ from .world import Event, World
 
 __all__ = ["Lookupd", "Nsqd", "Session"]
 
+#: Times its timeout that a message can be kept by touching it.
+MOST_TOUCHES = 6
 _WITH_BODY = {b"IDENTIFY", b"AUTH", b"PUB", b"MPUB", b"DPUB"}
 
 
@@ -52,6 +54,7 @@ class Session:
         self.closing = False
         self.over = False
         self.in_flight: dict[bytes, tuple[_Stored, Event]] = {}
+        self.sent_at: dict[bytes, float] = {}
         self.msg_timeout = nsqd.msg_timeout
         self.heartbeat = 30.0
         self.last_heard = nsqd.world.now
@@ -79,6 +82,8 @@ class Session:
             self._write(data)
 
     def refuse(self, text: bytes) -> None:
+        if self.nsqd.unanswering:
+            return
         self.send(1, text)
         if not text.startswith((b"E_FIN_FAILED", b"E_REQ_FAILED", b"E_TOUCH_FAILED")):
             self.end()
@@ -328,17 +333,21 @@ class Nsqd:
                     break
                 stored = channel.queue.popleft()
                 stored.attempts += 1
+                session.sent_at[stored.id] = self.world.seconds
                 session.in_flight[stored.id] = (stored, self._deadline(session, stored))
                 head = struct.pack(">qH16s", 1_700_000_000_000_000_000, stored.attempts, stored.id)
                 session.send(2, head + stored.body)
 
     def _deadline(self, session: Session, stored: _Stored) -> Event:
+        left = session.sent_at[stored.id] + MOST_TOUCHES * session.msg_timeout - self.world.seconds
+
         def over() -> None:
             if session.in_flight.pop(stored.id, None) is not None:
-                self.timed_out_hook(session, stored.body)
+                if left >= session.msg_timeout:
+                    self.timed_out_hook(session, stored.body)
                 self._requeue(session.channel, stored, 0)
 
-        return self.world.after(session.msg_timeout, over)
+        return self.world.after(min(left, session.msg_timeout), over)
 
     def _requeue(self, channel: _Channel | None, stored: _Stored, delay: float) -> None:
         assert channel is not None
@@ -410,11 +419,16 @@ class Lookupd:
         if target.path == "/lookup":
             nodes = [nsqd for nsqd in nodes if topic in nsqd.log or any(of == topic for of, _ in nsqd.channels)]
         producers = [
-            {"broadcast_address": nsqd.address[0], "hostname": "h", "tcp_port": 4150, "http_port": 4151} for nsqd in nodes
+            {"broadcast_address": nsqd.address[0], "hostname": "h", "tcp_port": 4150, "http_port": 4151}
+            for nsqd in nodes
         ]
         status, body = b"200 OK", json.dumps({"channels": [], "producers": producers}).encode()
         if self.mood == "error":
             status, body = b"500 Internal Server Error", b"oops"
         elif self.mood == "garbage":
-            body = self.world.rng.choice([b"<html>", b"[1]", b'{"producers": 5}', b"\xff\xfe", b'{"producers":[{"tcp_port":"x"}]}'])
-        sock.send(b"HTTP/1.1 %b\r\nContent-Length: %d\r\nContent-Type: application/json\r\n\r\n" % (status, len(body)) + body)
+            body = self.world.rng.choice(
+                [b"<html>", b"[1]", b'{"producers": 5}', b"\xff\xfe", b'{"producers":[{"tcp_port":"x"}]}']
+            )
+        sock.send(
+            b"HTTP/1.1 %b\r\nContent-Length: %d\r\nContent-Type: application/json\r\n\r\n" % (status, len(body)) + body
+        )

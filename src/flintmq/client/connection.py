@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
     from flintmq.protocol.compression import Codec
 
-__all__ = ["Clock", "Connection", "Message", "Owner", "Settings", "Timer", "addresses", "sleep"]
+__all__ = ["Clock", "Connection", "Message", "Owner", "Settings", "Timer", "addresses", "limit", "sleep"]
 
 #: What a broker answers during the handshake is small.
 _HANDSHAKE_BYTES = 1 << 20
@@ -52,7 +52,11 @@ class Timer(Protocol):
 
 
 class Clock(Protocol):
-    """Where the client's time comes from. An event loop will do; tests pass one that they can move."""
+    """Where the client's time comes from. An event loop will do; tests pass one that they can move.
+
+    A clock that jumps may have an attribute `steady`, another clock. Connections go by that in judging whether the
+    other side is silent: after a jump of an hour, no heartbeat is missing.
+    """
 
     def time(self) -> float: ...
     def call_later(self, delay: float, callback: Callable[..., object], *args: Any) -> Timer: ...
@@ -261,6 +265,7 @@ class Connection(asyncio.Protocol):
         self.reason: Exception | None = None
         self._settings = settings
         self._clock = clock
+        self._steady: Clock = getattr(clock, "steady", clock)
         self._owner = owner
         self._loop = asyncio.get_running_loop()
         self._thread = get_ident()
@@ -281,10 +286,10 @@ class Connection(asyncio.Protocol):
         # Beyond this the broker does not keep to RDY.
         self._most_unanswered = 1000
         # Silence.
-        self._last_received = clock.time()
+        self._last_received = self._steady.time()
         # Bytes of a frame that is not whole yet, and when the one before it was.
         self._unfinished = 0
-        self._last_frame = clock.time()
+        self._last_frame = self._steady.time()
         self._read_timer: Timer | None = None
         # Bytes given to the transport, and how many of them had left it when that was looked at last.
         self._written = 0
@@ -300,9 +305,9 @@ class Connection(asyncio.Protocol):
         """Connect, IDENTIFY, upgrade, AUTH, and SUB where asked. ConnectError says why not."""
         connection = cls(address, settings, clock, owner)
         try:
-            async with _limit(clock, settings.dial_timeout):
+            async with limit(connection._steady, settings.dial_timeout):
                 await (settings.connect or connect)(address, lambda: connection)
-            async with _limit(clock, settings.dial_timeout):
+            async with limit(connection._steady, settings.dial_timeout):
                 await connection._shake_hands(subscribe)
         except BaseException as exc:
             connection._abandon()
@@ -420,8 +425,8 @@ class Connection(asyncio.Protocol):
     def _start(self) -> None:
         """The handshake is over: from here on the owner is told."""
         self._shaking = False
-        self._last_frame = self._clock.time()
-        self._read_timer = self._clock.call_later(self._settings.read_timeout, self._look_for_silence)
+        self._last_frame = self._steady.time()
+        self._read_timer = self._steady.call_later(self._settings.read_timeout, self._look_for_silence)
         if self._inbox:
             # In the next turn: the owner does not know us yet.
             self._loop.call_soon(self._receive, bytes(self._inbox))
@@ -447,7 +452,7 @@ class Connection(asyncio.Protocol):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def data_received(self, data: bytes) -> None:
-        self._last_received = self._clock.time()
+        self._last_received = self._steady.time()
         if self._codec is None:
             self._receive(data)
             return
@@ -464,8 +469,9 @@ class Connection(asyncio.Protocol):
                 self.fail(ProtocolError("E_INVALID", "too much in answer to the handshake"))
             self._wake()
             return
+        now = self._last_received if self._steady is self._clock else self._clock.time()
         try:
-            messages, others = self._decoder.feed(data, self._last_received + self.msg_timeout)
+            messages, others = self._decoder.feed(data, now + self.msg_timeout)
         except ProtocolError as exc:
             self.fail(exc)
             return
@@ -475,9 +481,9 @@ class Connection(asyncio.Protocol):
         else:
             self._unfinished += len(data)
         if messages:
-            self.last_message = self._last_received
+            self.last_message = now
             self.unanswered.update(messages)
-            if len(self.unanswered) > self._most_unanswered:
+            if len(self.unanswered) > self._most_unanswered and not self._forget_expired():
                 self.fail(ProtocolError("E_INVALID", "many more messages than were asked for"))
                 return
             self._owner.messages_came(self, messages)
@@ -493,17 +499,32 @@ class Connection(asyncio.Protocol):
             else:
                 self._owner.response_came(self, payload)
 
+    def _forget_expired(self) -> bool:
+        """Drop messages that nobody answered in time. Return whether the rest is what the broker may have sent."""
+        now = self._clock.time()
+        self.unanswered = {message for message in self.unanswered if message.deadline > now}
+        return len(self.unanswered) <= self._most_unanswered
+
     def _refused(self, error: ProtocolError) -> None:
         if self.reason is not None:
             return  # we are leaving already
+        if not error.fatal:
+            self._take_back(error)
         self._owner.error_came(self, error)
         if error.fatal:
             # The broker closes after it. So do we, should it not.
             self.fail(error)
 
+    def _take_back(self, error: ProtocolError) -> None:
+        """A command for a message failed, as in ``TOUCH <id> failed ID not in flight``: it is the broker's again."""
+        words = error.text.encode().split()
+        for message in self.unanswered:
+            if message.id in words[1:2]:
+                message.deadline = float("-inf")
+
     def pause_writing(self) -> None:
         self._left = self._bytes_left()
-        self._write_timer = self._clock.call_later(self._settings.write_timeout, self._look_at_writes)
+        self._write_timer = self._steady.call_later(self._settings.write_timeout, self._look_at_writes)
 
     def _look_at_writes(self) -> None:
         if self._bytes_left() == self._left:
@@ -541,7 +562,7 @@ class Connection(asyncio.Protocol):
         self._owner.connection_lost(self, self.reason)
 
     def _look_for_silence(self) -> None:
-        now = self._clock.time()
+        now = self._steady.time()
         quiet = now - self._last_received
         waited = now - self._last_frame
         left = self._settings.read_timeout - quiet
@@ -551,7 +572,7 @@ class Connection(asyncio.Protocol):
             # With a wrong length everything that follows looks like a piece of the same frame: heartbeats too.
             self.fail(ConnectError(f"{self.address}: no frame was whole for {waited:.0f} s"))
         else:
-            self._read_timer = self._clock.call_later(left, self._look_for_silence)
+            self._read_timer = self._steady.call_later(left, self._look_for_silence)
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
@@ -572,6 +593,10 @@ class Connection(asyncio.Protocol):
     def in_flight(self) -> int:
         return len(self.unanswered)
 
+    def in_flight_at(self, now: float) -> int:
+        """Return how many messages are ours at that time: the broker has taken back those whose time is over."""
+        return sum(message.deadline > now for message in self.unanswered)
+
     def finish(self, message: Message) -> None:
         if get_ident() != self._thread:
             self._from_thread(self.finish, message)
@@ -580,11 +605,12 @@ class Connection(asyncio.Protocol):
             self.unanswered.remove(message)
         except KeyError:
             return  # its connection is gone, and the broker gives it to somebody else
-        self._owner.finished(self, message)
+        # The answer first: whatever the owner makes of it, the broker is told.
         self._fins.append(message.id)
         if not self._flush_due:
             self._flush_due = True
             self._loop.call_soon(self.flush)
+        self._owner.finished(self, message)
 
     def requeue(self, message: Message, delay: float | None, backoff: bool) -> None:
         if get_ident() != self._thread:
@@ -595,15 +621,17 @@ class Connection(asyncio.Protocol):
         self.unanswered.remove(message)
         if delay is None:
             delay = self._owner.requeue_delay(message)
-        self._owner.requeued(self, message, backoff)
         self.write(b"REQ %b %d\n" % (message.id, _milliseconds(min(delay, _LONGEST_DELAY))))
+        self._owner.requeued(self, message, backoff)
 
     def touch(self, message: Message) -> None:
         if get_ident() != self._thread:
             self._from_thread(self.touch, message)
             return
-        if message in self.unanswered:
-            message.deadline = self._clock.time() + self.msg_timeout
+        now = self._clock.time()
+        # Too late, the broker has taken it back: it would only refuse.
+        if message in self.unanswered and message.deadline > now:
+            message.deadline = now + self.msg_timeout
             self.write(b"TOUCH %b\n" % message.id)
 
     def _from_thread(self, command: Callable[..., None], *args: object) -> None:
@@ -682,9 +710,13 @@ class Connection(asyncio.Protocol):
                 self._transport.write_eof()
             else:
                 self._transport.close()
-        timer = self._clock.call_later(_GOODBYE_SECONDS, self._abandon)
+        timer = self._steady.call_later(_GOODBYE_SECONDS, self._abandon)
         try:
             await asyncio.shield(self.lost)
+        except asyncio.CancelledError:
+            # Whoever waited has no more time: the socket must not stay open.
+            self._abandon()
+            raise
         finally:
             timer.cancel()
 
@@ -722,8 +754,8 @@ async def sleep(clock: Clock, seconds: float) -> None:
 
 
 @contextlib.asynccontextmanager
-async def _limit(clock: Clock, seconds: float) -> AsyncIterator[None]:
-    """`asyncio.timeout` on a clock that tests can move."""
+async def limit(clock: Clock, seconds: float) -> AsyncIterator[None]:
+    """Limit the time of a block, as `asyncio.timeout` does, on a clock that tests can move."""
     task = asyncio.current_task()
     assert task is not None
     cancelled_before = task.cancelling()

@@ -8,13 +8,12 @@ sockets are its Connections'. Handlers run in a fixed number of tasks, not in on
 from __future__ import annotations
 
 import asyncio
-import inspect
+import functools
 import logging
 import signal
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Any
@@ -22,7 +21,8 @@ from typing import Any
 from flintmq.addresses import split
 from flintmq.client import tracing
 from flintmq.client.brokers import Brokers
-from flintmq.client.connection import Clock, Connection, Message, Settings, Timer, addresses
+from flintmq.client.callbacks import Calls, check, is_asynchronous, result_of
+from flintmq.client.connection import Clock, Connection, Message, Settings, Timer, addresses, limit
 from flintmq.client.flow import Flow
 from flintmq.cluster.lookupds import Lookupds
 from flintmq.errors import ClosedError, OptionError, ProtocolError
@@ -35,6 +35,10 @@ logger = logging.getLogger(__name__)
 #: How long handlers that never wait may have the event loop for themselves.
 _SLICE_SECONDS = 0.005
 _SLICE_MESSAGES = 1000
+#: How long handlers may take to end after they were cancelled; those that do not are left to themselves.
+_CANCEL_SECONDS = 2.0
+#: How long `close` waits for brokers to confirm that they send no more, once nothing is left to answer.
+_CONFIRM_SECONDS = 5.0
 
 Handler = Callable[[Message], Any]
 
@@ -95,7 +99,7 @@ class Consumer:
         low_rdy_idle_timeout: float = 1.0,
         low_rdy_timeout: float = 5.0,
         rdy_redistribute_interval: float = 0.5,
-        stop_timeout: float = 30.0,
+        stop_timeout: float = 20.0,
         clock: Clock | None = None,
         **settings: Any,
     ) -> None:
@@ -110,6 +114,11 @@ class Consumer:
             raise OptionError("max_attempts must be 0 (no limit) to 65535")
         if not 0 <= lookupd_poll_jitter <= 1:
             raise OptionError("lookupd_poll_jitter must be 0 to 1")
+        if not lookupd_poll_interval >= 0.01:
+            raise OptionError(f"lookupd_poll_interval must be at least 0.01 seconds, not {lookupd_poll_interval}")
+        for name, function in (("handler", handler), ("on_give_up", on_give_up), ("on_error", on_error)):
+            check(function, name)
+        check(on_heartbeat, "on_heartbeat")
         self.topic = topic
         self.channel = channel
         self.stats = Stats()
@@ -147,7 +156,7 @@ class Consumer:
             "rdy_redistribute_interval": rdy_redistribute_interval,
         }
         # Brokers.
-        self._connections: set[Connection] = set()
+        self._connections: dict[Connection, None] = {}
         # Messages that nobody has taken, and who waits for one.
         self._queue: deque[Message] = deque()
         self._waiting: deque[asyncio.Future[None]] = deque()
@@ -155,13 +164,17 @@ class Consumer:
         self._slice_left = 0
         # Handlers.
         self._workers: list[asyncio.Task[None]] = []
-        self._threads: ThreadPoolExecutor | None = None
+        self._busy = 0
+        self._handler_calls = Calls(f"{topic}-{channel}", concurrency)
+        self._calls = Calls(f"CONSUMER({self._name})")
         self._touch_timer: Timer | None = None
         # The end.
         self._started = False
         self._stopping = False
         self._closed = False
         self._changed = asyncio.Event()
+        # Gives ctrl-C back its meaning.
+        self._interrupt: Callable[[], None] | None = None
 
     # --- Start and stop ----------------------------------------------------------------------------------------------
 
@@ -199,11 +212,9 @@ class Consumer:
             poll_interval=self._poll_interval,
             poll_jitter=self._poll_jitter,
             on_open=self._opened,
-            on_error=self._on_error,
+            on_error=lambda address, error: self._calls.tell("on_error", self._on_error, address, error),
             subscribe=(self.topic, self.channel),
         )
-        if self._auto_touch:
-            self._touch_timer = self._clock.call_later(0.25, self._touch_all)
 
     async def run(self, stop_on: Sequence[signal.Signals] = (signal.SIGTERM, signal.SIGINT)) -> None:
         """Handle messages until `stop` is called or one of these signals comes; then end in order."""
@@ -242,8 +253,18 @@ class Consumer:
         try:
             await self._brokers.stop()
             await self._drain()
+            await self._end_workers()
+            self._give_back()
+            await asyncio.gather(*(connection.close() for connection in list(self._connections)))
         finally:
-            await self._end()
+            # Cancelled or not, nothing stays behind; and here nothing waits for a broker any more.
+            self._abandon()
+            if self._interrupt is not None:
+                self._interrupt()
+            await self._lookupds.close()
+            await self._handler_calls.close()
+            await self._calls.close()
+            self._something_changed()
 
     async def _drain(self) -> None:
         """Until the brokers have confirmed and, where handlers work, all is answered; or the time is over."""
@@ -255,39 +276,72 @@ class Consumer:
             self._changed.set()
 
         timer = self._clock.call_later(self._stop_timeout, give_up)
+        is_answered = False
         try:
-            while not time_over and not self._is_drained():
-                self._changed.clear()
-                await self._changed.wait()
+            while not time_over:
+                if self._handler is None:
+                    # Nobody will take what is here: back with it, now and as long as more comes.
+                    self._give_back()
+                left = self._seconds_of_work()
+                if not left:
+                    if all(connection.drained for connection in self._connections):
+                        return
+                    if not is_answered:
+                        # A broker that does not even confirm is not waited for as a handler is.
+                        is_answered = True
+                        timer.cancel()
+                        timer = self._clock.call_later(min(_CONFIRM_SECONDS, self._stop_timeout), give_up)
+                await self._change(left)
         finally:
             timer.cancel()
-        if time_over:
+        if not is_answered:
             logger.warning("CONSUMER(%s): stopped after %g s with work left", self._name, self._stop_timeout)
 
-    def _is_drained(self) -> bool:
-        if self._handler is None:
-            # Nobody will take what is here: back with it, now and as long as more comes.
-            self._give_back()
-        return all(connection.drained and not connection.unanswered for connection in self._connections)
+    def _seconds_of_work(self) -> float:
+        """Return how long there may be something to wait for: a handler, or a message that can still be answered."""
+        if self._busy or self._queue:
+            return float("inf")
+        # Messages past their deadline are the brokers' again, answered or not.
+        deadlines = [message.deadline for connection in self._connections for message in connection.unanswered]
+        return max(0.0, max(deadlines) - self._time()) if deadlines else 0.0
 
-    async def _end(self) -> None:
+    async def _change(self, seconds: float) -> None:
+        """Wait for a change, or for some seconds if that is sooner."""
+        self._changed.clear()
+        timer = self._clock.call_later(seconds, self._changed.set) if 0 < seconds < float("inf") else None
+        try:
+            await self._changed.wait()
+        finally:
+            if timer is not None:
+                timer.cancel()
+
+    async def _end_workers(self) -> None:
         if self._touch_timer is not None:
             self._touch_timer.cancel()
         for worker in self._workers:
             worker.cancel()
-        # Theirs too: a handler that was cancelled has given its message back by now.
-        await asyncio.gather(*self._workers, return_exceptions=True)
+        if self._workers:
+            # Theirs too: a handler that was cancelled has given its message back by then.
+            _, late = await asyncio.wait(self._workers, timeout=_CANCEL_SECONDS)
+            if late:
+                logger.error("CONSUMER(%s): %d handlers go on although they were cancelled", self._name, len(late))
+
+    def _abandon(self) -> None:
+        """End what is left at once: after a `close` that was cancelled."""
+        if self._touch_timer is not None:
+            self._touch_timer.cancel()
+        self._brokers.abandon()
+        for worker in self._workers:
+            worker.cancel()
         self._give_back()
-        await asyncio.gather(*(connection.close() for connection in list(self._connections)))
-        await self._lookupds.close()
-        if self._threads is not None:
-            self._threads.shutdown(wait=False)
-        self._something_changed()
+        for connection in list(self._connections):
+            connection.flush()
+            connection.fail(ClosedError(f"{connection.address}: closed"))
 
     def _give_back(self) -> None:
         self._queue.clear()
         for connection in self._connections:
-            for message in list(connection.unanswered):
+            for message in sorted(connection.unanswered, key=lambda message: message.id):
                 message.requeue(0, backoff=False)
 
     def _something_changed(self) -> None:
@@ -349,7 +403,32 @@ class Consumer:
     def __aiter__(self) -> AsyncIterator[Message]:
         if self._handler is not None:
             raise OptionError("a consumer with a handler cannot be iterated over")
+        self._stop_on_interrupt()
         return self
+
+    def _stop_on_interrupt(self) -> None:
+        """Let ctrl-C end the iteration, where it would otherwise cancel this very task; the second is as ever."""
+        if self._interrupt is not None or threading.current_thread() is not threading.main_thread():
+            return
+        before = signal.getsignal(signal.SIGINT)
+        if not (
+            isinstance(before, functools.partial)
+            and isinstance(getattr(before.func, "__self__", None), asyncio.Runner)
+            and before.keywords.get("main_task") is asyncio.current_task()
+        ):
+            return
+        loop = asyncio.get_running_loop()
+
+        def restore() -> None:
+            if signal.getsignal(signal.SIGINT) is interrupt:
+                signal.signal(signal.SIGINT, before)
+
+        def interrupt(number: int, frame: object) -> None:
+            restore()
+            loop.call_soon_threadsafe(self.stop)
+
+        signal.signal(signal.SIGINT, interrupt)
+        self._interrupt = restore
 
     async def __anext__(self) -> Message:
         if not self._started:
@@ -359,6 +438,36 @@ class Consumer:
             raise StopAsyncIteration
         return message
 
+    async def get(self, timeout: float | None = None) -> Message:  # noqa: ASYNC109
+        """Return the next message. TimeoutError if none comes within so many seconds, ClosedError if none will come.
+
+        With a `timeout` of 0 it is one that is here already.
+        """
+        if self._handler is not None:
+            raise OptionError("a consumer with a handler cannot be asked for messages")
+        if not self._started:
+            raise ClosedError("start the consumer first: async with Consumer(…) as consumer")
+        if self._time() >= self._slice_end:
+            # Before the time counts: a message that is here is given out whatever the timeout is.
+            await self._give_way()
+        if timeout is None:
+            message = await self._next()
+        else:
+            try:
+                async with limit(self._clock, timeout):
+                    message = await self._next()
+            except TimeoutError:
+                raise TimeoutError(f"no message within {timeout:g} s") from None
+        if message is None:
+            raise ClosedError("the consumer was stopped")
+        return message
+
+    async def _give_way(self) -> None:
+        """Let others have the event loop: our own reader, for one."""
+        await asyncio.sleep(0)
+        self._slice_end = self._time() + _SLICE_SECONDS
+        self._slice_left = _SLICE_MESSAGES
+
     async def _next(self) -> Message | None:
         """The next message that is worth handling; None at the end."""
         queue = self._queue
@@ -367,10 +476,7 @@ class Consumer:
                 now = self._time()
                 self._slice_left -= 1
                 if now >= self._slice_end or self._slice_left < 0:
-                    # Others need the loop too: our own reader, for one.
-                    await asyncio.sleep(0)
-                    self._slice_end = self._time() + _SLICE_SECONDS
-                    self._slice_left = _SLICE_MESSAGES
+                    await self._give_way()
                     continue
                 message = queue.popleft()
                 if message.deadline <= now:
@@ -408,7 +514,7 @@ class Consumer:
         connection = message.source
         if connection is not None:
             connection.unanswered.discard(message)
-            self.flow.answered(connection)
+            self._answered(connection)
 
     async def _give_up(self, message: Message) -> None:
         self.stats.given_up += 1
@@ -421,46 +527,50 @@ class Consumer:
                     message.attempts - 1,
                 )
             else:
-                result = self._on_give_up(message)
-                if inspect.isawaitable(result):
-                    await result
-        except Exception:
+                await self._calls.call(self._on_give_up, message)
+        except BaseException as exc:
+            if _ends_the_task(exc):
+                message.requeue(0, backoff=False)
+                raise
             logger.exception("CONSUMER(%s): on_give_up failed; the message is requeued", self._name)
             message.requeue()
-        except BaseException:
-            message.requeue(0, backoff=False)
-            raise
         if not message.kept:
             message.finish()
 
     # --- Handlers ----------------------------------------------------------------------------------------------------
 
     def _handler_coroutine(self, handler: Handler) -> Callable[[Message], Awaitable[Any]]:
-        # An object may have a coroutine function for its __call__.
-        if inspect.iscoroutinefunction(handler) or inspect.iscoroutinefunction(getattr(handler, "__call__", None)):  # noqa: B004
+        if is_asynchronous(handler):
             return tracing.traced_handler(handler, self.topic, self.channel)
-        # In threads: one that blocks would hold up heartbeats and everything else.
-        self._threads = ThreadPoolExecutor(self._concurrency, f"flintmq-{self.topic}-{self.channel}")
+        calls = self._handler_calls
 
-        async def in_thread(message: Message) -> None:
-            result = await self._loop.run_in_executor(self._threads, handler, message)
-            if inspect.isawaitable(result):
-                await result
+        async def in_thread(message: Message) -> Any:
+            # One that blocks would hold up heartbeats and everything else.
+            return await calls.call_in_thread(handler, message)
 
         return tracing.traced_handler(in_thread, self.topic, self.channel)
 
     async def _work(self, handler: Callable[[Message], Awaitable[Any]]) -> None:
         while (message := await self._next()) is not None:
+            self._busy += 1
             try:
-                await handler(message)
-            except Exception:
-                logger.exception("CONSUMER(%s): the handler failed on message %s", self._name, message.id.decode())
+                returned = await handler(message)
+                if returned is not None:
+                    await result_of(returned)
+            except BaseException as exc:
+                if _ends_the_task(exc):
+                    message.requeue(0, backoff=False)
+                    raise
+                id = message.id.decode(errors="replace")
+                logger.exception("CONSUMER(%s): the handler failed on message %s", self._name, id)
                 message.requeue()
-            except BaseException:
-                message.requeue(0, backoff=False)
-                raise
-            if not message.kept:
-                message.finish()
+            else:
+                if not message.kept:
+                    message.finish()
+            finally:
+                self._busy -= 1
+                if self._stopping:
+                    self._changed.set()
 
     def _touch_all(self) -> None:
         """Automatic touch: nothing that we hold times out before the broker's own limit."""
@@ -470,9 +580,16 @@ class Consumer:
             timeout = connection.msg_timeout
             for message in connection.unanswered:
                 if message.deadline - now < timeout / 2:
+                    # One whose time is over is the broker's again; the connection knows.
                     connection.touch(message)
             soonest = min(soonest, timeout / 4)
         self._touch_timer = self._clock.call_later(soonest, self._touch_all)
+
+    def _touch_sooner(self) -> None:
+        """A broker has come whose messages may run out of time sooner than those of the others."""
+        if self._touch_timer is not None:
+            self._touch_timer.cancel()
+        self._touch_all()
 
     # --- What connections tell ---------------------------------------------------------------------------------------
 
@@ -496,11 +613,7 @@ class Consumer:
         # A fatal one is reported with the connection's end.
 
     def heartbeat_came(self, connection: Connection) -> None:
-        if self._on_heartbeat is not None:
-            try:
-                self._on_heartbeat(connection.address)
-            except Exception:
-                logger.exception("CONSUMER(%s): on_heartbeat failed", self._name)
+        self._calls.tell("on_heartbeat", self._on_heartbeat, connection.address)
 
     def finished(self, connection: Connection, message: Message) -> None:
         self.stats.finished += 1
@@ -527,7 +640,7 @@ class Consumer:
         return min(self._default_requeue_delay * message.attempts, self._max_requeue_delay)
 
     def connection_lost(self, connection: Connection, reason: Exception) -> None:
-        self._connections.discard(connection)
+        self._connections.pop(connection, None)
         self.flow.remove(connection)
         if self._queue:
             # Nobody could answer these any more.
@@ -539,8 +652,18 @@ class Consumer:
         self._something_changed()
 
     def _opened(self, connection: Connection) -> None:
-        self._connections.add(connection)
+        self._connections[connection] = None
         if self._stopping:
             connection.say_goodbye()
         else:
             self.flow.add(connection)
+            if self._auto_touch:
+                self._touch_sooner()
+
+
+def _ends_the_task(error: BaseException) -> bool:
+    """Return whether an error of the user's code is none: the program ends, or the task around it was cancelled."""
+    if isinstance(error, KeyboardInterrupt | SystemExit):
+        return True
+    task = asyncio.current_task()
+    return isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling() > 0

@@ -12,6 +12,7 @@ key can be sent again to the same broker, which stores it once.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import deque
 from collections.abc import Callable, Sequence
 from hashlib import blake2b
@@ -22,6 +23,7 @@ from flintmq import kernel
 from flintmq.addresses import split
 from flintmq.client import tracing
 from flintmq.client.brokers import Brokers
+from flintmq.client.callbacks import Calls, check
 from flintmq.client.connection import Clock, Connection, Message, Settings, Timer, addresses
 from flintmq.cluster.lookupds import Answer, Lookupds, Node
 from flintmq.errors import (
@@ -58,13 +60,14 @@ class _Command:
 
     __slots__ = (
         "bodies",
+        "deadline",
         "delay",
         "futures",
         "home",
         "in_doubt",
         "key",
         "refused_by",
-        "sent",
+        "sent_at",
         "settled",
         "size",
         "timer",
@@ -81,11 +84,13 @@ class _Command:
         # One for each message, or one for all where they were published together.
         self.futures: list[asyncio.Future[None]] = []
         self.size = 0
-        self.sent = False
+        #: When it was given to a connection; None while it waits for one.
+        self.sent_at: float | None = None
         #: Sent before, on a connection that was lost: whatever comes of it now, it may be stored.
         self.in_doubt = False
         self.settled = False
         self.timer: Timer | None = None
+        self.deadline = 0.0
         self.refused_by: set[str] = set()
 
     def encode(self) -> bytes:
@@ -111,6 +116,7 @@ class _Command:
         self.settled = True
         if self.timer is not None:
             self.timer.cancel()
+        self.bodies = []
         for future in self.futures:
             if not future.done():
                 if error is None:
@@ -171,11 +177,19 @@ class Producer:
             raise OptionError("a producer needs nsqd or lookupd addresses")
         if not linger >= 0 or not timeout > 0:
             raise OptionError("linger must not be below 0, timeout must be above 0")
+        if not max_pending_bytes > 0:
+            raise OptionError("max_pending_bytes must be above 0")
+        if not 0 <= lookupd_poll_jitter <= 1:
+            raise OptionError("lookupd_poll_jitter must be 0 to 1")
+        if not lookupd_poll_interval >= 0.01:
+            raise OptionError(f"lookupd_poll_interval must be at least 0.01 seconds, not {lookupd_poll_interval}")
+        check(on_error, "on_error")
         self._settings = Settings(**settings)
         self._lookupds = Lookupds(looked_up, timeout=lookupd_timeout, token=lookupd_token, tls=lookupd_tls)
         self._poll_interval = lookupd_poll_interval
         self._poll_jitter = lookupd_poll_jitter
         self._on_error = on_error
+        self._calls = Calls("PRODUCER")
         self._linger = linger
         self._timeout = timeout
         self._retry_unknown = retry_unknown
@@ -185,6 +199,7 @@ class Producer:
         self._spans = tracing.publish_spans()
         self._started = False
         self._closed = False
+        self._abandoned = False
         self._outlets: dict[Connection, _Outlet] = {}
         # Calls that may still be joined, by topic; commands that no broker could be given yet.
         self._gathering: dict[str, _Command] = {}
@@ -209,7 +224,10 @@ class Producer:
         await self.close()
 
     async def start(self) -> None:
-        """Connect. ConnectError if no broker can be reached now; one that is lost later is dialled again by itself."""
+        """Connect. ConnectError if no broker can be reached within `timeout`.
+
+        A broker that is not up yet is waited for; one that is lost later is dialled again by itself.
+        """
         if self._started:
             raise ClosedError("a producer runs once")
         self._started = True
@@ -225,10 +243,10 @@ class Producer:
             poll_interval=self._poll_interval,
             poll_jitter=self._poll_jitter,
             on_open=self._opened,
-            on_error=self._on_error,
+            on_error=lambda address, error: self._calls.tell("on_error", self._on_error, address, error),
         )
         try:
-            await self._brokers.first()
+            await self._brokers.first(self._timeout)
         except BaseException:
             await self.close()
             raise
@@ -246,17 +264,29 @@ class Producer:
         if self._closed or not self._started:
             return
         self._closed = True
+        self._make_room()
         try:
-            if self._outlets:
-                await self.flush()
-        finally:
+            await self.flush()
             await self._brokers.stop()
-            for command in [*self._gathering.values(), *self._backlog]:
-                self._settle(command, ClosedError("the producer was closed"))
-            self._gathering.clear()
-            self._backlog.clear()
             await asyncio.gather(*(connection.close() for connection in list(self._outlets)))
+        finally:
+            # Cancelled or not, nothing stays behind; and here nothing waits for a broker any more.
+            self._abandon()
             await self._lookupds.close()
+            await self._calls.close()
+
+    def _abandon(self) -> None:
+        """End what is left at once: after a `close` that was cancelled."""
+        self._abandoned = True
+        self._brokers.abandon()
+        for command in [*self._gathering.values(), *self._backlog]:
+            self._settle(command, ClosedError("the producer was closed"))
+            self._release(command)
+        self._gathering.clear()
+        self._backlog.clear()
+        for connection in list(self._outlets):
+            connection.fail(ClosedError(f"{connection.address}: closed"))
+        self._make_room()
 
     @property
     def connections(self) -> list[str]:
@@ -283,7 +313,7 @@ class Producer:
         if key is not None:
             await self._publish_command(topic, [body], len(body), None, key)
             return
-        if self._pending_bytes >= self._max_pending_bytes:
+        if self._pending_bytes >= self._max_pending_bytes or self._waiting_for_room:
             await self._room()
         if self._spans is not None:
             with self._spans(topic, 1):
@@ -328,7 +358,8 @@ class Producer:
         size = len(body)
         is_large = size > _ALONE_BYTES
         if command is None or is_large or len(command.bodies) >= _BATCH_MESSAGES or command.size + size > _BATCH_BYTES:
-            if command is not None and not is_large:
+            if command is not None:
+                # Before it, also if it is a large one that goes alone: order is kept.
                 self._send(self._gathering.pop(topic))
             command = _Command(topic)
             self._pending += 1
@@ -363,8 +394,11 @@ class Producer:
     ) -> None:
         if key is not None and not wire.valid_key(key):
             raise OptionError(f"{key!r} is not a key: 1 to 128 printable ASCII characters without space")
-        if self._pending_bytes >= self._max_pending_bytes:
+        if self._pending_bytes >= self._max_pending_bytes or self._waiting_for_room:
             await self._room()
+        if topic in self._gathering:
+            # What was published before goes before.
+            self._send(self._gathering.pop(topic))
         command = _Command(topic, delay, key or "")
         command.bodies = bodies
         command.size = size
@@ -381,33 +415,59 @@ class Producer:
             await future
 
     async def _room(self) -> None:
-        """Too much is unanswered: wait, or a slow broker would fill our memory."""
-        while self._pending_bytes >= self._max_pending_bytes:
-            waiter = self._loop.create_future()
-            self._waiting_for_room.append(waiter)
+        """Too much is unanswered: wait, or a slow broker would fill our memory. ConnectError after `timeout`."""
+        waiter: asyncio.Future[None] = self._loop.create_future()
+        self._waiting_for_room.append(waiter)
+        timer = self._clock.call_later(self._timeout, self._no_room, waiter)
+        try:
             await waiter
+        finally:
+            timer.cancel()
+            with contextlib.suppress(ValueError):
+                self._waiting_for_room.remove(waiter)
+            # The next may have room too; or this one was cancelled when its turn had come.
+            self._loop.call_soon(self._make_room)
         if self._closed:
             raise ClosedError("the producer was closed")
+
+    def _no_room(self, waiter: asyncio.Future[None]) -> None:
+        if not waiter.done():
+            text = (
+                f"not sent within {self._timeout:g} s: {self._pending_bytes} bytes are unanswered (max_pending_bytes)"
+            )
+            waiter.set_exception(ConnectError(text))
+
+    def _make_room(self) -> None:
+        """Let the first go on of those who wait for room: one at a time, and in their order."""
+        if self._waiting_for_room and (self._closed or self._pending_bytes < self._max_pending_bytes):
+            waiter = self._waiting_for_room[0]
+            if not waiter.done():
+                waiter.set_result(None)
 
     # --- Commands out, answers in ------------------------------------------------------------------------------------
 
     def _send(self, command: _Command) -> None:
         if command.timer is None:
-            command.timer = self._clock.call_later(self._timeout, self._time_over, command)
+            if not command.deadline:
+                command.deadline = self._clock.time() + self._timeout
+            left = max(0.0, command.deadline - self._clock.time())
+            command.timer = self._clock.call_later(left, self._time_over, command)
         size = command.size
         if not command.forget_cancelled():
             self._settle(command)
+            self._release(command)
             return
         try:
             outlet = self._pick_for_key(command) if command.key else self._pick(command)
         except KeysUnsupportedError as exc:
             self._settle(command, exc)
+            self._release(command)
             return
         if outlet is None:
-            command.sent = False
+            command.sent_at = None
             self._backlog.append(command)
             return
-        command.sent = True
+        command.sent_at = self._clock.time()
         outlet.unanswered.append(command)
         outlet.bytes += size
         outlet.connection.write(command.encode())
@@ -448,24 +508,33 @@ class Producer:
         if error is not None and command.in_doubt and not isinstance(error, PublishUnknownError):
             error = PublishUnknownError(f"sent before on a connection that was lost: it may be stored; now: {error}")
         command.settle(error)
-        self._pending_bytes -= command.size
         self._pending -= 1
         if not self._pending:
             self._idle.set()
-        if self._waiting_for_room and self._pending_bytes < self._max_pending_bytes:
-            for waiter in self._waiting_for_room:
-                if not waiter.done():
-                    waiter.set_result(None)
-            self._waiting_for_room.clear()
+
+    def _release(self, command: _Command) -> None:
+        """Nothing of it is in memory any more, neither here nor on the way out."""
+        self._pending_bytes -= command.size
+        command.size = 0
+        if self._waiting_for_room:
+            self._make_room()
 
     def _time_over(self, command: _Command) -> None:
-        if command.sent:
-            # Its place in the queue of answers stays: the answer may still come, and belongs to nobody else.
-            text = f"no answer within {self._timeout:g} s: it may or may not be stored"
-            self._settle(command, PublishUnknownError(text))
-        else:
+        if command.sent_at is None:
             self._backlog.remove(command)
             self._settle(command, ConnectError(f"not sent within {self._timeout:g} s: {self._brokers.why_none()}"))
+            self._release(command)
+            return
+        # Its place in the queue of answers stays: the answer may still come, and belongs to nobody else. Its bytes
+        # count until then, or a broker that reads and never answers would be given more and more.
+        text = f"no answer within {self._timeout:g} s: it may or may not be stored"
+        self._settle(command, PublishUnknownError(text))
+        longest = max(self._timeout, self._settings.read_timeout)
+        for outlet in list(self._outlets.values()):
+            oldest = outlet.unanswered[0].sent_at if outlet.unanswered else None
+            if oldest is not None and self._clock.time() - oldest >= longest:
+                address = outlet.connection.address
+                outlet.connection.fail(ConnectError(f"{address}: no publish was answered for {longest:g} s"))
 
     def response_came(self, connection: Connection, payload: bytes) -> None:
         outlet = self._outlets[connection]
@@ -475,6 +544,7 @@ class Producer:
         command = outlet.unanswered.popleft()
         outlet.bytes -= command.size
         self._settle(command)
+        self._release(command)
 
     def error_came(self, connection: Connection, error: ProtocolError) -> None:
         outlet = self._outlets[connection]
@@ -484,9 +554,10 @@ class Producer:
         command = outlet.unanswered.popleft()
         outlet.bytes -= command.size
         if command.settled:
+            self._release(command)
             return
         if error.code in _ONE_IS_BAD and len(command.futures) > 1:
-            self._send_one_by_one(command)
+            self._take_apart(command, outlet)
             return
         command.refused_by.add(connection.address)
         if command.key and error.code in _TRY_ANOTHER_WITH_KEY:
@@ -499,44 +570,66 @@ class Producer:
             return
         refusal = PublishError(str(error), code=error.code, retriable=error.code not in _HOPELESS)
         self._settle(command, refusal)
+        self._release(command)
 
-    def _send_one_by_one(self, command: _Command) -> None:
-        """One of the calls that we joined was refused, and all others with it: find out which."""
+    def _take_apart(self, command: _Command, outlet: _Outlet) -> None:
+        """One of the calls that we joined was refused, and all others with it: send each alone to find out which.
+
+        They go out when the connection has ended, with what was sent behind them, and before it.
+        """
+        singles: list[_Command] = []
         for body, future in zip(command.bodies, command.futures, strict=True):
             single = _Command(command.topic)
             single.bodies = [body]
             single.futures = [future]
             single.size = len(body)
             single.in_doubt = command.in_doubt
+            single.deadline = command.deadline
+            single.sent_at = command.sent_at
             self._pending += 1
             self._pending_bytes += single.size
-            self._send(single)
+            outlet.bytes += single.size
+            singles.append(single)
+        outlet.unanswered.extendleft(reversed(singles))
         command.futures = []
         self._settle(command)
+        self._release(command)
 
     def connection_lost(self, connection: Connection, reason: Exception) -> None:
         outlet = self._outlets.pop(connection)
+        again: list[_Command] = []
         for command in outlet.unanswered:
             if command.settled:
-                continue
-            if command.key and not outlet.refused:
+                self._release(command)
+            elif self._abandoned:
+                self._settle(command, PublishUnknownError("the producer was closed: it may or may not be stored"))
+                self._release(command)
+            elif command.key and not outlet.refused:
                 command.in_doubt = True
                 command.home = connection.node
-                self._send(command)
+                again.append(command)
             elif outlet.refused or self._retry_unknown:
                 command.in_doubt |= not outlet.refused
-                self._send(command)
+                again.append(command)
             else:
                 text = f"the connection was lost before the answer came ({reason}): it may or may not be stored"
                 self._settle(command, PublishUnknownError(text))
+                self._release(command)
+        if again:
+            # Before what was published meanwhile.
+            self._backlog.extendleft(reversed(again))
+            self._send_backlog()
         if not self._closed:
             self._brokers.lost(connection, reason)
 
-    def _opened(self, connection: Connection) -> None:
-        self._outlets[connection] = _Outlet(connection)
+    def _send_backlog(self) -> None:
         backlog, self._backlog = self._backlog, deque()
         for command in backlog:
             self._send(command)
+
+    def _opened(self, connection: Connection) -> None:
+        self._outlets[connection] = _Outlet(connection)
+        self._send_backlog()
 
     def heartbeat_came(self, connection: Connection) -> None: ...
 

@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from flintmq import __version__
+from flintmq.client.callbacks import result_of
 from flintmq.client.connection import Message
 
 __all__ = ["publish_spans", "traced_handler"]
@@ -58,7 +59,7 @@ def traced_handler(
         return handler
     trace, tracer = found
 
-    async def traced(message: Message) -> None:
+    async def traced(message: Message) -> Any:
         attributes = {
             "messaging.system": "nsq",
             "messaging.operation.type": "process",
@@ -69,6 +70,8 @@ def traced_handler(
             "messaging.nsq.attempts": message.attempts,
         }
         with tracer.start_as_current_span(f"process {topic}", kind=trace.SpanKind.CONSUMER, attributes=attributes):
-            await handler(message)
+            returned = await handler(message)
+            # Inside the span: it is part of the work.
+            return returned if returned is None else await result_of(returned)
 
     return traced

@@ -12,6 +12,7 @@ import contextlib
 import logging
 import re
 import socket
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
@@ -141,14 +142,22 @@ class Message(Events):
 
 
 class Runner:
-    """Something that lives on an event loop: started at once where one runs, else by `run`."""
+    """Something that lives on an event loop: started at once where one runs, else by `run` or Tornado's own loop."""
 
     def _start_soon(self) -> None:
         try:
             asyncio.get_running_loop()
         except RuntimeError:
             waiting.append(self)
+            tornado = tornado_loop()
+            if tornado is not None:
+                tornado.add_callback(self._start_if_waiting)
         else:
+            self._start()
+
+    def _start_if_waiting(self) -> None:
+        if self in waiting:
+            waiting.remove(self)
             self._start()
 
     def _start(self) -> None:
@@ -160,6 +169,16 @@ class Runner:
 
     async def _stop(self) -> None:
         raise NotImplementedError
+
+
+def tornado_loop() -> Any:
+    """Return Tornado's loop of this thread, or None in a program that does not use Tornado.
+
+    There is one as soon as a program has asked for it, as for a PeriodicCallback. Like pynsq's, our readers and
+    writers are put on it, whoever starts it.
+    """
+    module = sys.modules.get("tornado.ioloop")
+    return None if module is None else module.IOLoop.current()
 
 
 #: Made before there was an event loop.
