@@ -25,11 +25,13 @@ import os
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from types import TracebackType
-from typing import Any, Concatenate, Generic, ParamSpec, Protocol, Self, TypeVar
+from typing import Any, Concatenate, Generic, ParamSpec, Protocol, Self, TypeVar, Unpack, cast, overload
 
 from flintmq.client import consumer as _consumer
 from flintmq.client import producer as _producer
-from flintmq.client.connection import Message
+from flintmq.client.codecs import Body
+from flintmq.client.connection import Message, T
+from flintmq.client.options import ConsumerOptions, ProducerOptions
 from flintmq.cluster import node as _node
 from flintmq.errors import ClosedError
 
@@ -129,7 +131,7 @@ def _waits(
 class Producer(_Waiting[_producer.Producer]):
     """As `flintmq.Producer`; takes the same arguments. Each call returns when it is done."""
 
-    def __init__(self, nsqd: str | Sequence[str] | None = None, **options: Any) -> None:
+    def __init__(self, nsqd: str | Sequence[str] | None = None, **options: Unpack[ProducerOptions]) -> None:
         super().__init__(_producer.Producer(nsqd, **options))
 
     start = _waits(_producer.Producer.start)
@@ -142,15 +144,39 @@ class Producer(_Waiting[_producer.Producer]):
         return self
 
 
-class Consumer(_Waiting[_consumer.Consumer]):
+class Consumer(_Waiting[_consumer.Consumer[T]], Generic[T]):
     """As `flintmq.Consumer` without a handler; takes the same arguments. Iterating waits for the next message."""
 
-    def __init__(self, topic: str, channel: str, **options: Any) -> None:
+    @overload
+    def __init__(
+        self: Consumer[bytes],
+        topic: str,
+        channel: str,
+        *,
+        on_give_up: Callable[[Message], Any] | None = None,
+        type: None = None,
+        **options: Unpack[ConsumerOptions],
+    ) -> None: ...
+
+    @overload
+    def __init__(
+        self,
+        topic: str,
+        channel: str,
+        *,
+        type: type[T],
+        on_give_up: Callable[[Message[T]], Any] | None = None,
+        **options: Unpack[ConsumerOptions],
+    ) -> None: ...
+
+    def __init__(self, topic: str, channel: str, *, type: type[Any] | None = None, **options: Any) -> None:
         if "handler" in options:
             raise TypeError("iterate over the consumer; handlers are for flintmq.Consumer")
-        super().__init__(_consumer.Consumer(topic, channel, **options))
+        wrapped: _consumer.Consumer[T] = _consumer.Consumer(topic, channel, type=cast(Any, type), **options)
+        super().__init__(wrapped)
 
-    start = _waits(_consumer.Consumer.start)
+    def start(self) -> None:
+        self._background.run(self._wrapped.start())
 
     def __enter__(self) -> Self:
         self.start()
@@ -160,9 +186,18 @@ class Consumer(_Waiting[_consumer.Consumer]):
     def stats(self) -> _consumer.Stats:
         return self._wrapped.stats
 
-    get = _waits(_consumer.Consumer.get)
+    def get(self, timeout: float | None = None) -> Message[T]:
+        return self._background.run(self._wrapped.get(timeout))
 
-    def __iter__(self) -> Iterator[Message]:
+    def batches(self, size: int, wait: float) -> Iterator[_consumer.Batch[T]]:
+        while (batch := self._background.run(self._wrapped._batch(size, wait))) is not None:
+            yield batch
+
+    start.__doc__ = _consumer.Consumer.start.__doc__
+    get.__doc__ = _consumer.Consumer.get.__doc__
+    batches.__doc__ = _consumer.Consumer.batches.__doc__
+
+    def __iter__(self) -> Iterator[Message[T]]:
         while True:
             try:
                 message = self.get()
@@ -242,7 +277,9 @@ class NodeClient(_Waiting[_node.NodeClient]):
             self._background.run(close())
 
 
-def publish(topic: str, *bodies: bytes, nsqd: str | Sequence[str] = "127.0.0.1:4150", **options: Any) -> None:
+def publish(
+    topic: str, *bodies: Body, nsqd: str | Sequence[str] = "127.0.0.1:4150", **options: Unpack[ProducerOptions]
+) -> None:
     """Publish once and disconnect: for scripts."""
     with Producer(nsqd, **options) as producer:
         producer.publish_many(topic, bodies)

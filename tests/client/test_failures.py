@@ -624,6 +624,28 @@ def test_a_broker_that_answers_no_publish_is_dialled_anew(sim: Sim) -> None:
     sim.run(main())
 
 
+def test_a_producer_that_is_full_recovers_from_a_broker_that_answers_nothing(sim: Sim) -> None:
+    nsqd = sim.nsqd(unanswering=True)
+
+    async def main() -> None:
+        options: dict[str, Any] = {"timeout": 2, "read_timeout": 6, "heartbeat_interval": 2, "max_pending_bytes": 1000}
+        async with Producer(nsqd.name, **options) as producer:
+            with pytest.raises(PublishError):
+                await producer.publish("t", bytes(2000))
+            nsqd.unanswering = False
+
+            async def publish() -> None:
+                while True:
+                    with contextlib.suppress(ConnectError):
+                        await producer.publish("t", b"x")
+                        return
+
+            async with asyncio.timeout(20):
+                await publish()
+
+    sim.run(main())
+
+
 @pytest.mark.parametrize("linger", [0, 0.01])
 @pytest.mark.parametrize("refused", [False, True])
 def test_publishes_of_one_task_are_stored_in_their_order(sim: Sim, linger: float, refused: bool) -> None:

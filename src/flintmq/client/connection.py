@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from threading import get_ident
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Generic, Protocol, cast
 
 import msgspec
 
@@ -28,7 +28,16 @@ from flintmq.protocol import wire
 if TYPE_CHECKING:
     import ssl
 
+    # With a default, so that `Message` alone means one of bytes.
+    from typing_extensions import TypeVar
+
     from flintmq.protocol.compression import Codec
+
+    T = TypeVar("T", default=bytes)
+else:
+    from typing import TypeVar
+
+    T = TypeVar("T")
 
 __all__ = ["Clock", "Connection", "Message", "Owner", "Settings", "Timer", "addresses", "limit", "sleep"]
 
@@ -151,31 +160,53 @@ class Settings:
 class Owner(Protocol):
     """What a connection tells; all of it in plain calls that must not wait."""
 
-    def messages_came(self, connection: Connection, messages: list[Message]) -> None: ...
+    def messages_came(self, connection: Connection, messages: list[Message[Any]]) -> None: ...
     def response_came(self, connection: Connection, payload: bytes) -> None: ...
     def error_came(self, connection: Connection, error: ProtocolError) -> None: ...
     def heartbeat_came(self, connection: Connection) -> None: ...
     def connection_lost(self, connection: Connection, reason: Exception) -> None: ...
-    def finished(self, connection: Connection, message: Message) -> None: ...
-    def requeued(self, connection: Connection, message: Message, backoff: bool) -> None: ...
-    def requeue_delay(self, message: Message) -> float: ...
+    def finished(self, connection: Connection, message: Message[Any]) -> None: ...
+    def requeued(self, connection: Connection, message: Message[Any], backoff: bool) -> None: ...
+    def requeue_delay(self, message: Message[Any]) -> float: ...
 
 
-class Message(kernel.Delivery):
+class Message(kernel.Delivery, Generic[T]):
     """A message, ours until it is answered or its time is over.
 
     ``body`` and ``id`` are bytes, ``timestamp`` is the time of the publish in ns, ``attempts`` counts this delivery.
-    Answers may be given from any thread; only the first counts. As a context manager (``with message:``) it is
-    finished at the end of the block and requeued if the block raises.
+    ``value`` is what a consumer with a ``type`` has read from the body. Answers may be given from any thread; only the
+    first counts. As a context manager (``with message:``) it is finished at the end of the block and requeued if the
+    block raises.
     """
 
-    __slots__ = ()
+    __slots__ = ("_value",)
 
     source: Connection | None
+    _value: T
 
-    def __init__(self, body: bytes, *, id: bytes = b"0" * 16, timestamp: int = 0, attempts: int = 1) -> None:
+    def __init__(
+        self,
+        body: bytes = b"",
+        *,
+        id: bytes = b"0" * 16,
+        timestamp: int = 0,
+        attempts: int = 1,
+        value: T | None = None,
+    ) -> None:
         """For tests of handlers: a message that came from nowhere. Its answers are noted and go nowhere."""
         super().__init__(timestamp, attempts, id, body)
+        if value is not None:
+            self._value = value
+
+    @property
+    def value(self) -> T:
+        """The body as the consumer's `type`; the body itself without one. DecodeError if it is none."""
+        try:
+            return self._value
+        except AttributeError:
+            decode = None if self.source is None else self.source.decode
+            self._value = cast(T, self.body) if decode is None else decode(self.body)
+            return self._value
 
     def finish(self) -> None:
         """It is done: the channel forgets it."""
@@ -210,7 +241,7 @@ class Message(kernel.Delivery):
         """The nsqd it came from."""
         return "" if self.source is None else self.source.address
 
-    def __enter__(self) -> Message:
+    def __enter__(self) -> Message[T]:
         return self
 
     def __exit__(
@@ -255,7 +286,9 @@ class Connection(asyncio.Protocol):
         self.msg_timeout = float("inf")
         self.last_message = clock.time()
         #: Messages that came and were not answered.
-        self.unanswered: set[Message] = set()
+        self.unanswered: set[Message[Any]] = set()
+        #: Reads a body; None where nobody wants more than bytes.
+        self.decode: Callable[[bytes], Any] | None = None
         #: Whoever waits for the end.
         self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         #: CLS was sent; the broker has confirmed it.
@@ -276,7 +309,7 @@ class Connection(asyncio.Protocol):
         self._inbox = bytearray()
         self._waiter: asyncio.Future[None] | None = None
         # Afterwards.
-        self._decoder = wire.MessageDecoder(Message, self, settings.max_frame_size)
+        self._decoder: wire.MessageDecoder[Message[Any]] = wire.MessageDecoder(Message, self, settings.max_frame_size)
         # The commands of this turn. RDY is apart because it goes first: sent after a FIN, it would come too late for
         # the message that the FIN makes room for.
         self._out: list[bytes] = []
@@ -597,7 +630,7 @@ class Connection(asyncio.Protocol):
         """Return how many messages are ours at that time: the broker has taken back those whose time is over."""
         return sum(message.deadline > now for message in self.unanswered)
 
-    def finish(self, message: Message) -> None:
+    def finish(self, message: Message[Any]) -> None:
         if get_ident() != self._thread:
             self._from_thread(self.finish, message)
             return
@@ -612,7 +645,7 @@ class Connection(asyncio.Protocol):
             self._loop.call_soon(self.flush)
         self._owner.finished(self, message)
 
-    def requeue(self, message: Message, delay: float | None, backoff: bool) -> None:
+    def requeue(self, message: Message[Any], delay: float | None, backoff: bool) -> None:
         if get_ident() != self._thread:
             self._from_thread(self.requeue, message, delay, backoff)
             return
@@ -624,7 +657,7 @@ class Connection(asyncio.Protocol):
         self.write(b"REQ %b %d\n" % (message.id, _milliseconds(min(delay, _LONGEST_DELAY))))
         self._owner.requeued(self, message, backoff)
 
-    def touch(self, message: Message) -> None:
+    def touch(self, message: Message[Any]) -> None:
         if get_ident() != self._thread:
             self._from_thread(self.touch, message)
             return

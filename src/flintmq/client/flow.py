@@ -123,7 +123,16 @@ class Flow:
     def answered(self, peer: Peer) -> None:
         """A message was answered. Where connections take turns, that may end one's turn."""
         if self._takes_turns and peer.ready == 0 and not self._stopped and not self._holds(peer):
-            self._apply()
+            if peer.counts_down and self._may_go_on(peer):
+                peer.set_ready(1)
+            else:
+                self._apply()
+
+    def _may_go_on(self, peer: Peer) -> bool:
+        """Return whether a turn is not over yet, where the broker has counted RDY down to 0."""
+        taken = sum(max(other.ready, self._holds(other)) for other in self._peers)
+        is_new = self._clock.time() - self._granted.get(peer, float("-inf")) < self._held_timeout
+        return is_new and not self.level and self._wait is None and taken < self._max_in_flight
 
     def stop(self) -> None:
         """No RDY goes out any more."""

@@ -14,17 +14,19 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from hashlib import blake2b
 from types import TracebackType
-from typing import Any
+from typing import Any, Unpack, cast
 
 from flintmq import kernel
 from flintmq.addresses import split
 from flintmq.client import tracing
 from flintmq.client.brokers import Brokers
-from flintmq.client.callbacks import Calls, check
-from flintmq.client.connection import Clock, Connection, Message, Settings, Timer, addresses
+from flintmq.client.callbacks import Calls
+from flintmq.client.codecs import Body, encode
+from flintmq.client.connection import Clock, Connection, Message, Timer, addresses
+from flintmq.client.options import ProducerOptions, ProducerSettings, parse
 from flintmq.cluster.lookupds import Answer, Lookupds, Node
 from flintmq.errors import (
     ClosedError,
@@ -145,57 +147,26 @@ class Producer:
         await producer.defer("orders", b"later", delay=30)
     """
 
-    def __init__(
-        self,
-        nsqd: str | Sequence[str] | None = None,
-        *,
-        lookupd: str | Sequence[str] | None = None,
-        linger: float = 0.0,
-        timeout: float = 30.0,
-        retry_unknown: bool = False,
-        max_pending_bytes: int = 64 << 20,
-        max_defer: float = 3600.0,
-        on_error: Callable[[str, Exception], object] | None = None,
-        lookupd_poll_interval: float = 60.0,
-        lookupd_poll_jitter: float = 0.3,
-        lookupd_timeout: float = 5.0,
-        lookupd_token: str | None = None,
-        lookupd_tls: bool | Any = True,
-        clock: Clock | None = None,
-        **settings: Any,
-    ) -> None:
-        """`linger` seconds are waited for more calls to join one command; other keywords are those of `Settings`.
+    def __init__(self, nsqd: str | Sequence[str] | None = None, **options: Unpack[ProducerOptions]) -> None:
+        """Make a producer; `start` or ``async with`` connects it.
 
-        With several brokers each command goes to the one with the least to do. `retry_unknown` sends again what may
-        have been stored: at least once in place of an error, perhaps twice.
+        With several brokers each command goes to the one with the least to do. All options are described in
+        `flintmq.client.options.ProducerOptions`.
         """
         self._fixed = addresses(nsqd)
         for address in self._fixed:
             split(address)
-        looked_up = addresses(lookupd)
+        self._options, self._settings = parse(ProducerSettings, options)
+        own = self._options
+        looked_up = addresses(own.lookupd)
         if not self._fixed and not looked_up:
             raise OptionError("a producer needs nsqd or lookupd addresses")
-        if not linger >= 0 or not timeout > 0:
-            raise OptionError("linger must not be below 0, timeout must be above 0")
-        if not max_pending_bytes > 0:
-            raise OptionError("max_pending_bytes must be above 0")
-        if not 0 <= lookupd_poll_jitter <= 1:
-            raise OptionError("lookupd_poll_jitter must be 0 to 1")
-        if not lookupd_poll_interval >= 0.01:
-            raise OptionError(f"lookupd_poll_interval must be at least 0.01 seconds, not {lookupd_poll_interval}")
-        check(on_error, "on_error")
-        self._settings = Settings(**settings)
-        self._lookupds = Lookupds(looked_up, timeout=lookupd_timeout, token=lookupd_token, tls=lookupd_tls)
-        self._poll_interval = lookupd_poll_interval
-        self._poll_jitter = lookupd_poll_jitter
-        self._on_error = on_error
+        self._lookupds = Lookupds(looked_up, timeout=own.lookupd_timeout, token=own.lookupd_token, tls=own.lookupd_tls)
         self._calls = Calls("PRODUCER")
-        self._linger = linger
-        self._timeout = timeout
-        self._retry_unknown = retry_unknown
-        self._max_pending_bytes = max_pending_bytes
-        self._max_defer = max_defer
-        self._clock_or_loop = clock
+        self._linger = own.linger
+        self._timeout = own.timeout
+        self._retry_unknown = own.retry_unknown
+        self._max_pending_bytes = own.max_pending_bytes
         self._spans = tracing.publish_spans()
         self._started = False
         self._closed = False
@@ -232,7 +203,8 @@ class Producer:
             raise ClosedError("a producer runs once")
         self._started = True
         self._loop = asyncio.get_running_loop()
-        self._clock: Clock = self._clock_or_loop or self._loop
+        own = self._options
+        self._clock: Clock = own.clock or self._loop
         self._brokers = Brokers(
             "PRODUCER",
             self,
@@ -240,10 +212,10 @@ class Producer:
             self._clock,
             fixed=self._fixed,
             look=self._look if self._lookupds.urls else None,
-            poll_interval=self._poll_interval,
-            poll_jitter=self._poll_jitter,
+            poll_interval=own.lookupd_poll_interval,
+            poll_jitter=own.lookupd_poll_jitter,
             on_open=self._opened,
-            on_error=lambda address, error: self._calls.tell("on_error", self._on_error, address, error),
+            on_error=lambda address, error: self._calls.tell("on_error", own.on_error, address, error),
         )
         try:
             await self._brokers.first(self._timeout)
@@ -303,12 +275,16 @@ class Producer:
 
     # --- Publishing --------------------------------------------------------------------------------------------------
 
-    async def publish(self, topic: str, body: bytes, *, key: str | None = None) -> None:
-        """Publish one message. Returns when a broker has stored it.
+    async def publish(self, topic: str, body: Body, *, key: str | None = None) -> None:
+        """Publish one message. Return when a broker has stored it.
+
+        A struct, a dataclass, a pydantic model, a dict or a list is published as JSON, or as the `codec` has it.
 
         With a `key` a broker stores it once, however often it is published under this key. Where the connection is
         lost it is sent again to the same broker. KeysUnsupportedError if no broker knows keys.
         """
+        if type(body) is not bytes:
+            body = encode(self._options.codec, body)
         self._check(topic, body)
         if key is not None:
             await self._publish_command(topic, [body], len(body), None, key)
@@ -321,33 +297,36 @@ class Producer:
         else:
             await self._gather(topic, body)
 
-    async def publish_many(self, topic: str, bodies: Sequence[bytes], *, key: str | None = None) -> None:
+    async def publish_many(self, topic: str, bodies: Sequence[Body], *, key: str | None = None) -> None:
         """Publish messages together, in one command: all are stored or none. One `key` stands for all of them."""
-        bodies = list(bodies)
         if not bodies:
             return
-        size = kernel.total_size(bodies)
-        # The first that is wrong stands for all.
-        wrong = size < 0
-        self._check(topic, next(body for body in bodies if type(body) is not bytes or not body) if wrong else bodies[0])
-        await self._publish_command(topic, bodies, size, None, key)
+        encoded = cast(list[bytes], list(bodies))
+        size = kernel.total_size(encoded)
+        if size < 0:
+            # Not all are bytes, or one is empty: the first of those stands for all.
+            encoded = [body if type(body) is bytes else encode(self._options.codec, body) for body in bodies]
+            size = sum(map(len, encoded))
+            self._check(topic, next((body for body in encoded if not body), encoded[0]))
+        else:
+            self._check(topic, encoded[0])
+        await self._publish_command(topic, encoded, size, None, key)
 
-    async def defer(self, topic: str, body: bytes, delay: float, *, key: str | None = None) -> None:
+    async def defer(self, topic: str, body: Body, delay: float, *, key: str | None = None) -> None:
         """Publish one message that is delivered only after `delay` seconds."""
+        if type(body) is not bytes:
+            body = encode(self._options.codec, body)
         self._check(topic, body)
         # The broker would close the connection, and others' publishes with it.
-        if not 0 <= delay <= self._max_defer:
+        if not 0 <= delay <= self._options.max_defer:
             raise OptionError(
-                f"a message can be deferred for 0 to {self._max_defer:g} seconds (max_defer), not {delay}"
+                f"a message can be deferred for 0 to {self._options.max_defer:g} seconds (max_defer), not {delay}"
             )
         await self._publish_command(topic, [body], len(body), round(delay * 1000), key)
 
     def _check(self, topic: str, body: bytes) -> None:
         if not self._started or self._closed:
             raise ClosedError("the producer is not open: async with Producer(…) as producer")
-        # Exactly bytes: anything that can change could do so before it is sent.
-        if type(body) is not bytes:
-            raise TypeError(f"a message is bytes, not {type(body).__name__}")
         if not body:
             raise OptionError("a message cannot be empty")
         if topic not in self._gathering and not wire.valid_name(topic):
@@ -436,6 +415,7 @@ class Producer:
                 f"not sent within {self._timeout:g} s: {self._pending_bytes} bytes are unanswered (max_pending_bytes)"
             )
             waiter.set_exception(ConnectError(text))
+            self._fail_silent()
 
     def _make_room(self) -> None:
         """Let the first go on of those who wait for room: one at a time, and in their order."""
@@ -529,6 +509,10 @@ class Producer:
         # count until then, or a broker that reads and never answers would be given more and more.
         text = f"no answer within {self._timeout:g} s: it may or may not be stored"
         self._settle(command, PublishUnknownError(text))
+        self._fail_silent()
+
+    def _fail_silent(self) -> None:
+        """End connections on which publishes are not answered, although heartbeats may come."""
         longest = max(self._timeout, self._settings.read_timeout)
         for outlet in list(self._outlets.values()):
             oldest = outlet.unanswered[0].sent_at if outlet.unanswered else None
@@ -635,12 +619,12 @@ class Producer:
 
     # --- What a producer is never sent -------------------------------------------------------------------------------
 
-    def messages_came(self, connection: Connection, messages: list[Message]) -> None:
+    def messages_came(self, connection: Connection, messages: list[Message[Any]]) -> None:
         connection.fail(ProtocolError("E_INVALID", "a message to a producer"))
 
-    def finished(self, connection: Connection, message: Message) -> None: ...
+    def finished(self, connection: Connection, message: Message[Any]) -> None: ...
 
-    def requeued(self, connection: Connection, message: Message, backoff: bool) -> None: ...
+    def requeued(self, connection: Connection, message: Message[Any], backoff: bool) -> None: ...
 
-    def requeue_delay(self, message: Message) -> float:
+    def requeue_delay(self, message: Message[Any]) -> float:
         return 0.0

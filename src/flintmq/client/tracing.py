@@ -51,15 +51,15 @@ def publish_spans() -> Spans | None:
 
 
 def traced_handler(
-    handler: Callable[[Message], Awaitable[Any]], topic: str, channel: str
-) -> Callable[[Message], Awaitable[Any]]:
+    handler: Callable[[Message[Any]], Awaitable[Any]], topic: str, channel: str
+) -> Callable[[Message[Any]], Awaitable[Any]]:
     """The handler inside a span per message; the handler itself where nobody traces."""
     found = _tracing()
     if found is None:
         return handler
     trace, tracer = found
 
-    async def traced(message: Message) -> Any:
+    async def traced(message: Message[Any]) -> Any:
         attributes = {
             "messaging.system": "nsq",
             "messaging.operation.type": "process",

@@ -23,12 +23,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, overload
 
 from flintmq import addresses
 from flintmq.broker.daemon import Broker
 from flintmq.broker.observe import stats
 from flintmq.broker.storage.disk import Disk, SystemClock
+from flintmq.client.codecs import Body, decode
 from flintmq.client.consumer import Consumer
 from flintmq.client.producer import Producer
 from flintmq.errors import ClosedError, OptionError
@@ -426,25 +427,44 @@ class NsqBroker(_Node):
 
     # --- Messages ----------------------------------------------------------------------------------------------------
 
-    def publish(self, topic: str, *bodies: bytes, delay: float | None = None) -> None:
-        """Publish messages; with a ``delay`` in seconds each is deferred."""
+    def publish(self, topic: str, *bodies: Body, delay: float | None = None) -> None:
+        """Publish messages, bytes or values; with a ``delay`` in seconds each is deferred."""
         self._there()
         self._loop.run(self._publish(topic, bodies, delay))
 
-    async def _publish(self, topic: str, bodies: Sequence[bytes], delay: float | None) -> None:
+    async def _publish(self, topic: str, bodies: Sequence[Body], delay: float | None) -> None:
         async with Producer(self.address, max_defer=self._options.max_req_timeout / 1e9) as producer:
             if delay is None:
                 await producer.publish_many(topic, bodies)
             else:
                 await asyncio.gather(*(producer.defer(topic, body, delay) for body in bodies))
 
-    def take(self, topic: str, count: int = 1, *, channel: str = "testing", timeout: float = PATIENCE) -> list[bytes]:
-        """Consume so many messages, and give their bodies. TimeoutError if fewer come.
+    @overload
+    def take(
+        self, topic: str, count: int = 1, *, channel: str = "testing", timeout: float = PATIENCE, type: None = None
+    ) -> list[bytes]: ...
+
+    @overload
+    def take(
+        self, topic: str, count: int = 1, *, channel: str = "testing", timeout: float = PATIENCE, type: type[T]
+    ) -> list[T]: ...
+
+    def take(
+        self,
+        topic: str,
+        count: int = 1,
+        *,
+        channel: str = "testing",
+        timeout: float = PATIENCE,
+        type: type[Any] | None = None,
+    ) -> list[Any]:
+        """Consume so many messages, and return their bodies, or values of a type. TimeoutError if fewer come.
 
         A channel gets what is published after it was made, and the first one of a topic all that waits there.
         """
         self._there()
-        return self._loop.run(self._take(topic, count, channel, timeout))
+        bodies = self._loop.run(self._take(topic, count, channel, timeout))
+        return bodies if type is None else [decode(None, body, type) for body in bodies]
 
     async def _take(self, topic: str, count: int, channel: str, seconds: float) -> list[bytes]:
         bodies: list[bytes] = []
