@@ -60,11 +60,15 @@ class Session:
         self.last_heard = nsqd.world.now
         #: Something was wrong with it: no promise of the client's holds here any more.
         self.disturbed = False
+        #: Something was not said.
+        self.owes = False
         self._beats: Event | None = None
         sock.on_data = self._data
 
     def send(self, kind: int, data: bytes) -> None:
-        if not self.over and not self.nsqd.mute:
+        if self.nsqd.mute:
+            self.owes = True
+        elif not self.over:
             self._write(struct.pack(">II", len(data) + 4, kind) + data)
 
     def _write(self, data: bytes) -> None:
@@ -312,6 +316,11 @@ class Nsqd:
     def speak(self) -> None:
         """End a silence."""
         self.mute = False
+        for session in list(self.sessions):
+            if session.owes:
+                # Later answers would be taken for those that were not given.
+                session.sock.cut()
+                session.end()
         for channel in self.channels.values():
             self.pump(channel)
 

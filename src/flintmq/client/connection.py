@@ -160,14 +160,14 @@ class Settings:
 class Owner(Protocol):
     """What a connection tells; all of it in plain calls that must not wait."""
 
-    def messages_came(self, connection: Connection, messages: list[Message[Any]]) -> None: ...
-    def response_came(self, connection: Connection, payload: bytes) -> None: ...
-    def error_came(self, connection: Connection, error: ProtocolError) -> None: ...
-    def heartbeat_came(self, connection: Connection) -> None: ...
-    def connection_lost(self, connection: Connection, reason: Exception) -> None: ...
-    def finished(self, connection: Connection, message: Message[Any]) -> None: ...
-    def requeued(self, connection: Connection, message: Message[Any], backoff: bool) -> None: ...
-    def requeue_delay(self, message: Message[Any]) -> float: ...
+    def _messages_came(self, connection: Connection, messages: list[Message[Any]]) -> None: ...
+    def _response_came(self, connection: Connection, payload: bytes) -> None: ...
+    def _error_came(self, connection: Connection, error: ProtocolError) -> None: ...
+    def _heartbeat_came(self, connection: Connection) -> None: ...
+    def _connection_ended(self, connection: Connection, reason: Exception) -> None: ...
+    def _finished(self, connection: Connection, message: Message[Any]) -> None: ...
+    def _requeued(self, connection: Connection, message: Message[Any], backoff: bool) -> None: ...
+    def _delay_of(self, message: Message[Any]) -> float: ...
 
 
 class Message(kernel.Delivery, Generic[T]):
@@ -519,18 +519,18 @@ class Connection(asyncio.Protocol):
             if len(self.unanswered) > self._most_unanswered and not self._forget_expired():
                 self.fail(ProtocolError("E_INVALID", "many more messages than were asked for"))
                 return
-            self._owner.messages_came(self, messages)
+            self._owner._messages_came(self, messages)
         for kind, payload in others:
             if kind == wire.FRAME_ERROR:
                 self._refused(wire.decode_error(payload))
             elif payload == wire.HEARTBEAT:
                 self._send(b"NOP\n")
-                self._owner.heartbeat_came(self)
+                self._owner._heartbeat_came(self)
             elif payload == b"CLOSE_WAIT" and self.closing:
                 self.drained = True
-                self._owner.response_came(self, payload)
+                self._owner._response_came(self, payload)
             else:
-                self._owner.response_came(self, payload)
+                self._owner._response_came(self, payload)
 
     def _forget_expired(self) -> bool:
         """Drop messages that nobody answered in time. Return whether the rest is what the broker may have sent."""
@@ -543,7 +543,7 @@ class Connection(asyncio.Protocol):
             return  # we are leaving already
         if not error.fatal:
             self._take_back(error)
-        self._owner.error_came(self, error)
+        self._owner._error_came(self, error)
         if error.fatal:
             # The broker closes after it. So do we, should it not.
             self.fail(error)
@@ -592,7 +592,7 @@ class Connection(asyncio.Protocol):
         assert self.reason is not None
         self.ready = 0
         self.unanswered.clear()
-        self._owner.connection_lost(self, self.reason)
+        self._owner._connection_ended(self, self.reason)
 
     def _look_for_silence(self) -> None:
         now = self._steady.time()
@@ -643,7 +643,7 @@ class Connection(asyncio.Protocol):
         if not self._flush_due:
             self._flush_due = True
             self._loop.call_soon(self.flush)
-        self._owner.finished(self, message)
+        self._owner._finished(self, message)
 
     def requeue(self, message: Message[Any], delay: float | None, backoff: bool) -> None:
         if get_ident() != self._thread:
@@ -653,9 +653,9 @@ class Connection(asyncio.Protocol):
             return
         self.unanswered.remove(message)
         if delay is None:
-            delay = self._owner.requeue_delay(message)
+            delay = self._owner._delay_of(message)
         self.write(b"REQ %b %d\n" % (message.id, _milliseconds(min(delay, _LONGEST_DELAY))))
-        self._owner.requeued(self, message, backoff)
+        self._owner._requeued(self, message, backoff)
 
     def touch(self, message: Message[Any]) -> None:
         if get_ident() != self._thread:

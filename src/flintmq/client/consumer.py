@@ -661,7 +661,7 @@ class Consumer(Generic[T]):
 
     # --- What connections tell ---------------------------------------------------------------------------------------
 
-    def messages_came(self, connection: Connection, messages: list[Message[T]]) -> None:
+    def _messages_came(self, connection: Connection, messages: list[Message[T]]) -> None:
         self.stats.received += len(messages)
         if connection.counts_down:
             self.flow.received(connection, len(messages))
@@ -670,27 +670,27 @@ class Consumer(Generic[T]):
             self._changed.set()
         self._wake(len(messages))
 
-    def response_came(self, connection: Connection, payload: bytes) -> None:
+    def _response_came(self, connection: Connection, payload: bytes) -> None:
         if connection.drained:
             self._something_changed()
 
-    def error_came(self, connection: Connection, error: ProtocolError) -> None:
+    def _error_came(self, connection: Connection, error: ProtocolError) -> None:
         if not error.fatal:
             # Somebody answered too late; the broker had given the message away.
             logger.warning("CONSUMER(%s): %s: %s", self._name, connection.address, error)
         # A fatal one is reported with the connection's end.
 
-    def heartbeat_came(self, connection: Connection) -> None:
+    def _heartbeat_came(self, connection: Connection) -> None:
         self._calls.tell("on_heartbeat", self._options.on_heartbeat, connection.address)
 
-    def finished(self, connection: Connection, message: Message[T]) -> None:
+    def _finished(self, connection: Connection, message: Message[T]) -> None:
         self.stats.finished += 1
         flow = self.flow
         if flow.level:
             flow.succeeded()
         self._answered(connection)
 
-    def requeued(self, connection: Connection, message: Message[T], backoff: bool) -> None:
+    def _requeued(self, connection: Connection, message: Message[T], backoff: bool) -> None:
         self.stats.requeued += 1
         if backoff:
             self.flow.failed()
@@ -704,10 +704,10 @@ class Consumer(Generic[T]):
             if self._stopping:
                 self._changed.set()
 
-    def requeue_delay(self, message: Message[T]) -> float:
+    def _delay_of(self, message: Message[T]) -> float:
         return min(self._options.default_requeue_delay * message.attempts, self._options.max_requeue_delay)
 
-    def connection_lost(self, connection: Connection, reason: Exception) -> None:
+    def _connection_ended(self, connection: Connection, reason: Exception) -> None:
         self._connections.pop(connection, None)
         self.flow.remove(connection)
         if self._queue:

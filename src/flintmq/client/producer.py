@@ -520,7 +520,7 @@ class Producer:
                 address = outlet.connection.address
                 outlet.connection.fail(ConnectError(f"{address}: no publish was answered for {longest:g} s"))
 
-    def response_came(self, connection: Connection, payload: bytes) -> None:
+    def _response_came(self, connection: Connection, payload: bytes) -> None:
         outlet = self._outlets[connection]
         if payload != b"OK" or not outlet.unanswered:
             connection.fail(ProtocolError("E_INVALID", f"{payload[:40]!r} where no such answer was due"))
@@ -530,7 +530,7 @@ class Producer:
         self._settle(command)
         self._release(command)
 
-    def error_came(self, connection: Connection, error: ProtocolError) -> None:
+    def _error_came(self, connection: Connection, error: ProtocolError) -> None:
         outlet = self._outlets[connection]
         if not outlet.unanswered or not error.fatal:
             return  # it says nothing of a publish; a fatal one is reported with the connection's end
@@ -579,7 +579,7 @@ class Producer:
         self._settle(command)
         self._release(command)
 
-    def connection_lost(self, connection: Connection, reason: Exception) -> None:
+    def _connection_ended(self, connection: Connection, reason: Exception) -> None:
         outlet = self._outlets.pop(connection)
         again: list[_Command] = []
         for command in outlet.unanswered:
@@ -615,16 +615,16 @@ class Producer:
         self._outlets[connection] = _Outlet(connection)
         self._send_backlog()
 
-    def heartbeat_came(self, connection: Connection) -> None: ...
+    def _heartbeat_came(self, connection: Connection) -> None: ...
 
     # --- What a producer is never sent -------------------------------------------------------------------------------
 
-    def messages_came(self, connection: Connection, messages: list[Message[Any]]) -> None:
+    def _messages_came(self, connection: Connection, messages: list[Message[Any]]) -> None:
         connection.fail(ProtocolError("E_INVALID", "a message to a producer"))
 
-    def finished(self, connection: Connection, message: Message[Any]) -> None: ...
+    def _finished(self, connection: Connection, message: Message[Any]) -> None: ...
 
-    def requeued(self, connection: Connection, message: Message[Any], backoff: bool) -> None: ...
+    def _requeued(self, connection: Connection, message: Message[Any], backoff: bool) -> None: ...
 
-    def requeue_delay(self, message: Message[Any]) -> float:
+    def _delay_of(self, message: Message[Any]) -> float:
         return 0.0

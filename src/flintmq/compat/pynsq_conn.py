@@ -414,34 +414,34 @@ class AsyncConn(Events, Runner):
 
     # What the connection tells.
 
-    def messages_came(self, connection: Connection, messages: list[client.Message]) -> None:
+    def _messages_came(self, connection: Connection, messages: list[client.Message]) -> None:
         self.last_recv_timestamp = self.last_msg_timestamp = time.time()
         for received in messages:
             self._tell("message", message=Message.of(received, self._requeue_delay))
 
-    def response_came(self, connection: Connection, payload: bytes) -> None:
+    def _response_came(self, connection: Connection, payload: bytes) -> None:
         self.last_recv_timestamp = time.time()
         self._tell("response", data=payload)
 
-    def error_came(self, connection: Connection, error: ProtocolError) -> None:
+    def _error_came(self, connection: Connection, error: ProtocolError) -> None:
         self.last_recv_timestamp = time.time()
         self._has_told = error.fatal
         self._tell("error", error=Error(str(error)))
 
-    def heartbeat_came(self, connection: Connection) -> None:
+    def _heartbeat_came(self, connection: Connection) -> None:
         self.last_recv_timestamp = time.time()
         self._tell("heartbeat")
 
-    def connection_lost(self, connection: Connection, reason: Exception) -> None:
+    def _connection_ended(self, connection: Connection, reason: Exception) -> None:
         self._ended(reason)
 
-    def finished(self, connection: Connection, message: client.Message) -> None:
+    def _finished(self, connection: Connection, message: client.Message) -> None:
         self._tell("resume")
 
-    def requeued(self, connection: Connection, message: client.Message, backoff: bool) -> None:
+    def _requeued(self, connection: Connection, message: client.Message, backoff: bool) -> None:
         self._tell("backoff" if backoff else "continue")
 
-    def requeue_delay(self, message: client.Message) -> float:
+    def _delay_of(self, message: client.Message) -> float:
         return float(self._requeue_delay * message.attempts)
 
 
