@@ -680,6 +680,40 @@ def test_publishes_of_one_task_are_stored_in_their_order(sim: Sim, linger: float
     assert [body[:8] for body in nsqd.log[b"t"]] == [body[:8] for body in expected]
 
 
+def test_what_is_sent_again_goes_before_what_was_published_later(sim: Sim) -> None:
+    """In the moment between a refusal and the end of its connection."""
+    nsqd = sim.nsqd(max_msg_size=1000)
+
+    async def main() -> None:
+        async with Producer(nsqd.name) as producer:
+
+            async def refused() -> None:
+                with pytest.raises(PublishError):
+                    await producer.publish_many("t", [bytes(5000)])
+                await producer.publish_many("t", [b"later"])
+
+            await asyncio.gather(refused(), producer.publish_many("t", [b"behind"]))
+
+    sim.run(main())
+    assert nsqd.log[b"t"] == [b"behind", b"later"]
+
+
+def test_a_message_that_is_here_is_had_without_waiting(sim: Sim) -> None:
+    nsqd = sim.nsqd()
+
+    async def main() -> None:
+        async with Consumer("t", "c", nsqd=nsqd.name, max_in_flight=2) as consumer:
+            for body in (b"a", b"b"):
+                nsqd.store(b"t", body)
+                # However long it has been here, and however long ago the last one was taken.
+                await asyncio.sleep(1)
+                assert (await consumer.get(timeout=0)).body == body
+            with pytest.raises(TimeoutError):
+                await consumer.get(timeout=0)
+
+    sim.run(main())
+
+
 def test_close_waits_for_publishes_while_a_broker_is_away(sim: Sim) -> None:
     nsqd = sim.nsqd()
 
