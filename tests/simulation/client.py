@@ -448,7 +448,7 @@ class Run:
                     held += connection._transport.get_write_buffer_size()
             held += sum(len(body) for command in producer._backlog for body in command.bodies)
             # What was sent is counted twice while it is in the transport.
-            if held > 2 * (self.pending_limit + 600_000):
+            if held > 2 * (self.pending_limit + 200_000):
                 self.world.violated(f"a producer holds {held} bytes, limit {self.pending_limit}")
         self.world.after(0.5, self.look_at_memory)
 
@@ -662,6 +662,10 @@ class Run:
         if self.producer is not None:
             publishing = self.loop.create_task(self._publish_well(self.producer))
             self._expect(publishing.done, 45, "a publish after the healing does not succeed")
+            if self.rng.random() < 0.2 and len(self.brokers) == 1:
+                self._check_refusals(self.producer)
+            if self.rng.random() < 0.3 and self.pending_limit <= 400_000:
+                self._check_memory(self.producer)
 
     async def _publish_well(self, producer: Producer) -> None:
         while True:
@@ -670,6 +674,51 @@ class Run:
                 return
             except FlintError:
                 await asyncio.sleep(0.1)
+
+    def _check_refusals(self, producer: Producer) -> None:
+        """Refused publishes hold up nobody."""
+        slowest = 0.0
+
+        async def refused() -> None:
+            for _ in range(10):
+                with contextlib.suppress(FlintError):
+                    await producer.publish("probe", bytes(150_000))
+                await asyncio.sleep(0.5)
+
+        async def good() -> None:
+            nonlocal slowest
+            while not bad.done():
+                begin = self.loop.time()
+                with contextlib.suppress(PublishUnknownError):
+                    await producer.publish("probe", b"x")
+                slowest = max(slowest, self.loop.time() - begin)
+                await asyncio.sleep(0.1)
+
+        bad = self.loop.create_task(refused())
+        publishing = self.loop.create_task(good())
+        self._expect(publishing.done, 120, "publishes beside refused ones do not end")
+        publishing.result()
+        if slowest > 2:
+            self.world.violated(f"a publish took {slowest:.1f} s because others were refused")
+
+    def _check_memory(self, producer: Producer) -> None:
+        """A broker that reads everything and answers nothing does not fill the memory."""
+        for broker in self.brokers:
+            broker.unanswering = True
+
+        async def publish() -> None:
+            for _ in range(8):
+                with contextlib.suppress(FlintError):
+                    await producer.publish("probe", bytes(90_000))
+
+        publishing = [self.loop.create_task(publish()) for _ in range(12)]
+        self._expect(
+            lambda: all(task.done() for task in publishing), 20 * self.publish_timeout, "publishes do not end in time"
+        )
+        for broker in self.brokers:
+            self._answer_again(broker)
+        recovered = self.loop.create_task(self._publish_well(producer))
+        self._expect(recovered.done, 45, "a producer does not recover from brokers that did not answer")
 
     def _check_workers(self) -> None:
         """As many handlers at a time as there should be."""
@@ -705,7 +754,7 @@ class Run:
     # --- The end -----------------------------------------------------------------------------------------------------
 
     def _close(self) -> None:
-        way = self.rng.choice(["idle", "idle", "busy", "swallow", "cancelled", "mute"])
+        way = self.rng.choice(["idle", "idle", "busy", "swallow", "cancelled", "cancelled early", "mute"])
         if self.mode != "async" and way in ("busy", "swallow"):
             way = "idle"
         assert self.consumer is not None
@@ -728,6 +777,8 @@ class Run:
                 self.brokers[0].store(TOPIC, b"s:swallow")
                 self.world.run_for(1)
             self._close_cancelled(bound)
+        elif way == "cancelled early":
+            self._close_cancelled_early(self.rng.randint(1, 8))
         else:
             closing = self.loop.create_task(self.consumer.close())
             self._expect(closing.done, bound, f"Consumer.close() does not end within {bound:g} s ({way})")
@@ -738,10 +789,46 @@ class Run:
             if way in ("idle", "busy") and not is_touched and took > 2.5 + (self.msg_timeout if self.kept else 0):
                 self.world.violated(f"Consumer.close() took {took:.1f} s with nothing left to wait for ({way})")
         if self.producer is not None:
+            last = self._publish_while_away(self.producer) if self.rng.random() < 0.2 and way != "mute" else None
             closing = self.loop.create_task(self.producer.close())
+            closing.add_done_callback(lambda _: last is None or last.done() or last.cancel())
             bound = self.publish_timeout + 9
             self._expect(closing.done, bound, f"Producer.close() does not end within {bound:g} s")
             closing.result()
+
+    def _publish_while_away(self, producer: Producer) -> asyncio.Task[None]:
+        """A publish that waits for a broker when its producer is closed; the broker comes back in time."""
+        for broker in self.brokers:
+            broker.kill()
+        self.world.run(lambda: not producer.connections, 10)
+
+        async def publish() -> None:
+            try:
+                await producer.publish("probe", b"at the end")
+            except FlintError as exc:
+                self.world.violated(f"a publish failed because its producer was closed: {exc!r}")
+
+        task = self.loop.create_task(publish())
+        self.world.run_for(0.01)
+        for broker in self.brokers:
+            self.world.after(0.5, broker.start)
+        return task
+
+    def _close_cancelled_early(self, moment: int) -> None:
+        async def close() -> None:
+            assert self.consumer is not None
+            closing = self.loop.create_task(self.consumer.close())
+            for _ in range(moment):
+                await asyncio.sleep(0)
+            if not closing.done():
+                closing.cancel()
+                await asyncio.wait([closing])
+                if not closing.cancelled():
+                    self.world.violated(f"Consumer.close() swallowed a cancellation at its step {moment}")
+
+        closing = self.loop.create_task(close())
+        self._expect(closing.done, 6, "a Consumer.close() that was cancelled does not end")
+        closing.result()
 
     def _close_cancelled(self, bound: float) -> None:
         async def close() -> str:

@@ -427,10 +427,10 @@ class Producer:
     # --- Commands out, answers in ------------------------------------------------------------------------------------
 
     def _send(self, command: _Command) -> None:
+        now = self._clock.time()
         if command.timer is None:
-            if not command.deadline:
-                command.deadline = self._clock.time() + self._timeout
-            left = max(0.0, command.deadline - self._clock.time())
+            left = self._timeout if not command.deadline else max(0.0, command.deadline - now)
+            command.deadline = now + left
             command.timer = self._clock.call_later(left, self._time_over, command)
         size = command.size
         if not command.forget_cancelled():
@@ -447,7 +447,7 @@ class Producer:
             command.sent_at = None
             self._backlog.append(command)
             return
-        command.sent_at = self._clock.time()
+        command.sent_at = now
         outlet.unanswered.append(command)
         outlet.bytes += size
         outlet.connection.write(command.encode())
