@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from flintmq.client.clock import Clock
 from flintmq.client.codecs import Codec, Json, MessagePack
-from flintmq.client.connection import Clock, Message, Settings
+from flintmq.client.connection import Message, Settings
 from flintmq.client.consumer import Batch, Consumer
 from flintmq.client.options import ConsumerOptions, ProducerOptions
 from flintmq.client.producer import Producer

@@ -13,7 +13,8 @@ import logging
 import random
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 
-from flintmq.client.connection import Clock, Connection, Owner, Settings, Timer, sleep
+from flintmq.client.clock import Clock, Timer, sleep
+from flintmq.client.connection import Connection, Owner, Settings
 from flintmq.cluster.lookupds import Answer, Node
 from flintmq.errors import ConnectError, FlintError, ProtocolError
 

@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from threading import get_ident
 from types import TracebackType
@@ -22,6 +22,7 @@ import msgspec
 import flintmq
 from flintmq import kernel
 from flintmq.addresses import split
+from flintmq.client.clock import Clock, Timer, limit
 from flintmq.errors import ClosedError, ConnectError, OptionError, ProtocolError
 from flintmq.protocol import wire
 
@@ -39,7 +40,7 @@ else:
 
     T = TypeVar("T")
 
-__all__ = ["Clock", "Connection", "Message", "Owner", "Settings", "Timer", "addresses", "limit", "sleep"]
+__all__ = ["Connection", "Message", "Owner", "Settings", "addresses"]
 
 #: What a broker answers during the handshake is small.
 _HANDSHAKE_BYTES = 1 << 20
@@ -54,21 +55,6 @@ _SLOWEST_FRAME = 1024
 _LONGEST_DELAY = 365 * 86400.0
 #: Brokers before this version count RDY down with every message they send; since then it is a level.
 _RDY_IS_A_LEVEL = (0, 3, 0)
-
-
-class Timer(Protocol):
-    def cancel(self) -> None: ...
-
-
-class Clock(Protocol):
-    """Where the client's time comes from. An event loop will do; tests pass one that they can move.
-
-    A clock that jumps may have an attribute `steady`, another clock. Connections go by that in judging whether the
-    other side is silent: after a jump of an hour, no heartbeat is missing.
-    """
-
-    def time(self) -> float: ...
-    def call_later(self, delay: float, callback: Callable[..., object], *args: Any) -> Timer: ...
 
 
 #: Opens the transport for a protocol to an address: for tests without a network, proxies, in-process brokers.
@@ -775,39 +761,6 @@ def addresses(given: str | Iterable[str] | None) -> list[str]:
 
 
 # --- Small things ---------------------------------------------------------------------------------------------------
-
-
-async def sleep(clock: Clock, seconds: float) -> None:
-    over = asyncio.Event()
-    timer = clock.call_later(seconds, over.set)
-    try:
-        await over.wait()
-    finally:
-        timer.cancel()
-
-
-@contextlib.asynccontextmanager
-async def limit(clock: Clock, seconds: float) -> AsyncIterator[None]:
-    """Limit the time of a block, as `asyncio.timeout` does, on a clock that tests can move."""
-    task = asyncio.current_task()
-    assert task is not None
-    cancelled_before = task.cancelling()
-    fired = False
-
-    def fire() -> None:
-        nonlocal fired
-        fired = True
-        task.cancel()
-
-    timer = clock.call_later(seconds, fire)
-    try:
-        yield
-    except asyncio.CancelledError:
-        if fired and task.uncancel() <= cancelled_before:
-            raise TimeoutError(f"no answer within {seconds:g} s") from None
-        raise
-    finally:
-        timer.cancel()
 
 
 def _milliseconds(seconds: float) -> int:

@@ -22,7 +22,8 @@ from flintmq.addresses import split
 from flintmq.client import codecs, tracing
 from flintmq.client.brokers import Brokers
 from flintmq.client.callbacks import Calls, check, is_asynchronous, result_of
-from flintmq.client.connection import Clock, Connection, Message, T, Timer, addresses, limit
+from flintmq.client.clock import Clock, Timer, limit
+from flintmq.client.connection import Connection, Message, T, addresses
 from flintmq.client.flow import Flow
 from flintmq.client.options import ConsumerOptions, ConsumerSettings, parse
 from flintmq.cluster.lookupds import Lookupds

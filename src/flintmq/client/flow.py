@@ -14,7 +14,7 @@ import random
 from collections.abc import Callable
 from typing import Protocol
 
-from flintmq.client.connection import Clock, Timer
+from flintmq.client.clock import Clock, Timer
 from flintmq.errors import OptionError
 
 __all__ = ["Flow", "Peer"]

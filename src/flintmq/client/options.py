@@ -13,8 +13,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, TypedDict, TypeVar
 
 from flintmq.client.callbacks import check
+from flintmq.client.clock import Clock
 from flintmq.client.codecs import Codec
-from flintmq.client.connection import Clock, Connect, Settings
+from flintmq.client.connection import Connect, Settings
 from flintmq.errors import OptionError
 
 if TYPE_CHECKING:

@@ -24,8 +24,9 @@ from flintmq.addresses import split
 from flintmq.client import tracing
 from flintmq.client.brokers import Brokers
 from flintmq.client.callbacks import Calls
+from flintmq.client.clock import Clock, Timer
 from flintmq.client.codecs import Body, encode
-from flintmq.client.connection import Clock, Connection, Message, Timer, addresses
+from flintmq.client.connection import Connection, Message, addresses
 from flintmq.client.options import ProducerOptions, ProducerSettings, parse
 from flintmq.cluster.lookupds import Answer, Lookupds, Node
 from flintmq.errors import (
