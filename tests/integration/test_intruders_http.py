@@ -12,14 +12,17 @@ import asyncio
 import base64
 import contextlib
 import hashlib
+import json
 import re
 import ssl
 from collections.abc import AsyncIterator, Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
+from struct import pack
 from typing import Any, NamedTuple
 from urllib.parse import quote
 
+import msgspec
 import pytest
 
 from flintmq.broker.daemon import Broker
@@ -72,7 +75,9 @@ def query_of(route: Route) -> str:
         channel = "made"
     # Where to begin; of dead letters, from which channel.
     start = "" if route.path == "/channel/redrive" else "&from=earliest"
-    there = f"time=1{start}&to=latest&reader=kept"
+    there = f"time=1{start}&to=latest&reader=kept&producer={route.path.rpartition('/')[2]}"
+    if route.path == "/stage/put":
+        there += "&epoch=1&txn=0&attempt=a&chunk=0"
     return f"topic={topic}&channel={channel}&seconds=1&rate=1&id={AN_ID}&delay=60000&{there}"
 
 
@@ -82,6 +87,48 @@ AN_ID = "AN-ID"
 BODY = b"debug"
 #: For the two routes that know nothing else.
 SETTINGS = b'{"max-defer": "1m"}'
+#: Stands for the name of a staged set, which only its broker knows.
+A_SET = "a-set-that-only-its-broker-knows"
+#: What staged publishes are asked for; each by a producer of its own, which is as far as is needed.
+STAGED: dict[str, dict[str, Any]] = {
+    "open": {"run": "run", "job": "job", "txn": 0},
+    "begin": {"epoch": 1, "txn": 0, "attempt": "b", "decided": None},
+    "prepare": {"epoch": 1, "txn": 0, "winners": [["a", 1, 1]]},
+    "decide": {"epoch": 1, "txn": 0, "nodes": {"here": "set"}, "print": None},
+    "apply": {"txn": 0, "set": A_SET},
+    "done": {"txn": 0},
+    "abort": {"epoch": 1, "txn": 0},
+}
+CHUNK = pack(">iI3s", 1, 3, b"row")
+
+
+def body_of(route: Route) -> bytes:
+    if route.path == "/stage/put":
+        return CHUNK
+    verb = route.path.removeprefix("/stage/")
+    if verb in STAGED:
+        return json.dumps({"producer": verb, **STAGED[verb]}).encode()
+    return SETTINGS if route.path in ("/topic/config", "/channel/config") else BODY
+
+
+async def stage(broker: Broker) -> str:
+    """Bring each producer to where its call has an effect; the name of the set to apply."""
+    name = ""
+    for verb in ("begin", "put", "prepare", "decide", "apply", "done", "abort", "stage"):
+        producer = broker.stage.producer(verb)
+        await producer.open("run", "job", 0)
+        await producer.begin(1, 0, "a", None)
+        if verb != "put":
+            await producer.put((1, 0, "a"), 0, "kept", 0, bytearray(CHUNK), len(CHUNK), 1)
+        if verb in ("decide", "apply", "done"):
+            found = (await producer.prepare(1, 0, [("a", 1, 1)]))["set"]
+            if verb != "decide":
+                await producer.decide(1, 0, {"here": found}, None)
+            if verb == "apply":
+                name = found
+            if verb == "done":
+                await producer.apply(0, found)
+    return name
 
 
 def request(
@@ -98,7 +145,7 @@ def request(
     method = method or route.method
     target = target or f"{path_of(route)}?{query_of(route)}{more}"
     if body is None:
-        body = b"" if method == "GET" else SETTINGS if route.path in ("/topic/config", "/channel/config") else BODY
+        body = b"" if method == "GET" else body_of(route)
     if framing is None:
         framing = (f"Content-Length: {len(body)}",) if body else ()
     lines = [f"{method} {target} {version}".rstrip(), "Host: broker", *headers, *framing, "", ""]
@@ -560,6 +607,7 @@ class Target:
     broker: Broker
     tokens: Path
     certificates: Certificates
+    set: str
     routes: list[Route] = field(default_factory=list)
 
     def __post_init__(self) -> None:
@@ -584,7 +632,19 @@ class Target:
             "readers": readers,
             "options": self.broker.options,
             "refusing": self.broker.refusing,
+            "staged": {
+                name: (
+                    msgspec.to_builtins(producer.state) | {"time": 0},
+                    sorted((key, attempt.rows) for key, attempt in producer.attempts.items()),
+                )
+                for name, producer in self.broker.stage.producers.items()
+            },
         }
+
+    def fill(self, words: bytes) -> bytes:
+        """Put what only the broker knows where it belongs."""
+        id = format_id(self.broker.options.id << 54, self.broker.topics["kept"].log.first)
+        return words.replace(AN_ID.encode(), id).replace(A_SET.encode(), self.set.encode())
 
     def hand_out(self, tokens: dict[str, str]) -> None:
         self.tokens.write_text("".join(f"{token} {rights}\n" for token, rights in tokens.items()))
@@ -631,8 +691,8 @@ async def target(certificates: Certificates, path: Path, **options: Any) -> Asyn
                 topic.publish(bytearray(len(body).to_bytes(4, "big") + body), 0, 7, 1)
         # For dead letters: to send them back makes a channel of it.
         broker.topic("kept.kept.dead")
-        here = Target(broker, tokens, certificates)
-        await until(lambda: broker.topics["kept"].channels["kept"].depth == 2)
+        here = Target(broker, tokens, certificates, await stage(broker))
+        await until(lambda: broker.topics["kept"].channels["kept"].depth == 3)
         yield here
     assert raised == []
 
@@ -728,7 +788,7 @@ async def test_nobody_stays_in_when_his_token_is_taken_away(certificates: Certif
                 ("to-publish-7940" if route.right == READ else "to-read-6a5f", 403),
             ):
                 client = await stack.enter_async_context(Client.connect(here.broker.http_address))
-                words = request(route, bearer(token))
+                words = here.fill(request(route, bearer(token)))
                 allowed = b"GET /info HTTP/1.1\r\nHost: broker\r\n" + bearer(token).encode() + b"\r\n\r\n"
                 for _ in range(3):
                     # The words themselves, where they do no harm: so the lane knows them.
@@ -830,8 +890,7 @@ async def test_the_same_requests_work_with_the_right(certificates: Certificates,
             before = here.state()
             token = next(token for token, rights in RIGHTS.items() if route.right in {*rights, OPEN})
             async with Client.connect(here.broker.http_address) as client:
-                id = format_id(here.broker.options.id << 54, here.broker.topics["kept"].log.first)
-                client.send(request(route, bearer(token)).replace(AN_ID.encode(), id))
+                client.send(here.fill(request(route, bearer(token))))
                 assert (await client.answer()).status == 200, route
             changed = here.state() != before
             assert changed == (route.right in (PUBLISH, ADMIN) and not WITHOUT_EFFECT.fullmatch(route.path)), route

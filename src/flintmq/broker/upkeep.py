@@ -28,6 +28,8 @@ logger = logging.getLogger(__name__)
 SPACE_INTERVAL = 1.0
 #: Seconds from a change of topics or channels to ``nsqd.dat``.
 METADATA_DELAY = 0.05
+#: Seconds until it is tried again.
+METADATA_RETRY = 10.0
 
 #: A log, the topic it is of, up to where its files may go, and who knows better when they do.
 Freeable = tuple[Topic, Log, int, Callable[[], int]]
@@ -178,8 +180,13 @@ class Upkeep:
 
         def done(_: None, error: BaseException | None) -> None:
             self._metadata_busy = False
-            if error is not None:
-                logger.error("NSQ: cannot write nsqd.dat - %s", error)
+            if error is None:
+                return
+            logger.error("NSQ: cannot write nsqd.dat - %s", error)
+            if not (self._broker.stopping or self._metadata_due):
+                # It says what was until it is written.
+                self._metadata_due = True
+                self._broker.once("metadata", METADATA_RETRY, self.save_metadata)
 
         self._broker.disk.submit(lambda: self.write_metadata(content), done)
 

@@ -247,8 +247,14 @@ def _classes() -> tuple[Any, type[aio.Response], type[aio.StreamResponse]]:
         #: Bytes that the parser has not got yet, and its next turn.
         _unfed = b""
         _feeding: asyncio.Handle | None = None
+        #: Does the body come in chunks?
+        _is_chunked = True
 
         def data_received(self, data: bytes) -> None:
+            if not data:
+                # aiohttp's parser goes on with what it held back while nobody read the body.
+                self._parse(data)
+                return
             self._unfed += data
             if self._feeding is None:
                 self._feed()
@@ -258,10 +264,15 @@ def _classes() -> tuple[Any, type[aio.Response], type[aio.StreamResponse]]:
             loop = asyncio.get_running_loop()
             is_resumed, self._feeding = self._feeding is not None, None
             deadline = loop.time() + SECONDS_AT_ONCE
-            while self._unfed:
-                data, self._unfed = self._unfed[:FEED_BYTES], self._unfed[FEED_BYTES:]
-                self._parse(data)
-                if self._unfed and self.transport is not None and loop.time() >= deadline:
+            data, self._unfed = self._unfed, b""
+            at = 0
+            while at < len(data):
+                # Only chunks can be so small that many of them take long.
+                step = FEED_BYTES if self._is_chunked or self._head or self._between_requests() else len(data)
+                self._parse(data[at : at + step])
+                at += step
+                if at < len(data) and self.transport is not None and loop.time() >= deadline:
+                    self._unfed = data[at:]
                     self.transport.pause_reading()
                     self._feeding = loop.call_soon(self._feed)
                     return
@@ -282,6 +293,7 @@ def _classes() -> tuple[Any, type[aio.Response], type[aio.StreamResponse]]:
                     return
                 if head:
                     data, self._head = self._head[body:], b""
+                    self._is_chunked = b"chunked" in head.lower()
                     self._left = length_with_end(head)
                 data = head + self._wanted(data) if head else b""
             else:

@@ -156,6 +156,18 @@ class Link:
         """CLS. The broker answers CLOSE_WAIT after the last message it had sent."""
         self._connection.say_goodbye()
 
+    async def sleep(self, seconds: float) -> None:
+        """Wait. What ends the connection meanwhile is raised."""
+        deadline = asyncio.get_running_loop().time() + seconds
+        while self._end is None:
+            self._something_came.clear()
+            try:
+                async with asyncio.timeout_at(deadline):
+                    await self._something_came.wait()
+            except TimeoutError:
+                return
+        raise self._end
+
     async def news(self) -> list[Message | bytes | ProtocolError]:
         """Everything that has arrived: messages, answers and refusals, at least one of them."""
         while not self._came:

@@ -186,7 +186,7 @@ class _Publisher:
             wait = self._due - time.monotonic()
             if wait > 0:
                 await self.settle()
-                await asyncio.sleep(wait)
+                await self.link.sleep(wait)
             # A sleep that was too long is made up for; time in which there was nothing to send is not.
             self._due = max(self._due, time.monotonic() - _CATCH_UP_SECONDS) + len(batch) / self._rate
         if self._defer:

@@ -13,10 +13,13 @@ import asyncio
 import contextlib
 import errno
 import os
+import select
 import signal
 import sys
 import threading
-from collections.abc import Sequence
+from bisect import bisect_right
+from collections.abc import Callable, Sequence
+from itertools import accumulate
 from typing import Any
 
 import msgspec
@@ -166,18 +169,19 @@ class _Printer:
         if not messages:
             return
         if self.failure is None:
+            output = _Output(messages, _json_line if self._as_json else _line)
             try:
-                self.failure = await self._print(messages)
+                self.failure = await self._print(output)
             except asyncio.CancelledError:
                 # Asked to end, and whoever reads our output does not.
                 self.failure = TimeoutError(errno.ETIMEDOUT, "nobody reads the output")
-                self._give_back(messages + self._link.waiting())
+                self._finish(output.printed)
+                self._give_back(output.left + self._link.waiting())
                 raise
+            self._finish(output.printed)
+            messages = output.left
         if self.failure is not None:
             self._give_back(messages)
-            return
-        self.printed += len(messages)
-        self._finish(messages)
 
     def _give_back(self, messages: list[Message]) -> None:
         """Or the broker would wait for their timeout. After CLS, or it would send them here again."""
@@ -185,13 +189,12 @@ class _Printer:
         for message in messages:
             message.requeue(0)
 
-    async def _print(self, messages: list[Message]) -> OSError | None:
+    async def _print(self, output: _Output) -> OSError | None:
         """Write the messages; return the error if that is impossible."""
-        line = _json_line if self._as_json else _line
         loop = asyncio.get_running_loop()
         written: asyncio.Future[OSError | None] = loop.create_future()
         # A daemon thread: when nobody reads, it must not keep the program from ending.
-        arguments = (b"".join(map(line, messages)), loop, written)
+        arguments = (output, loop, written)
         threading.Thread(target=_write, args=arguments, name="output", daemon=True).start()
         if self._limit is not None and not self._stopping:
             # Only the broker's silence counts.
@@ -199,14 +202,15 @@ class _Printer:
         while not written.done():
             await asyncio.wait([written], timeout=self._link.message_seconds / 3)
             if not written.done():
-                for message in messages + self._link.waiting():
+                for message in output.left + self._link.waiting():
                     message.touch()
         if self._timeout is not None and not self._stopping:
             self._set_limit(self._timeout)
         return written.result()
 
     def _finish(self, messages: list[Message]) -> None:
-        if self._count:
+        self.printed += len(messages)
+        if self._count and messages:
             # Never above what is still wanted: otherwise each FIN makes room for a message that we would give back.
             wanted = max(0, self._count - self.printed)
             if wanted < self._ready:
@@ -231,14 +235,41 @@ def _json_line(message: Message) -> bytes:
     return msgspec.json.encode(line | body_fields(message.body)) + b"\n"
 
 
-def _write(data: bytes, loop: asyncio.AbstractEventLoop, written: asyncio.Future[OSError | None]) -> None:
+class _Output:
+    """Lines that are being written, and how far that is."""
+
+    def __init__(self, messages: list[Message], line: Callable[[Message], bytes]) -> None:
+        self._messages = messages
+        lines = list(map(line, messages))
+        self.data = b"".join(lines)
+        self._ends = list(accumulate(map(len, lines)))
+        #: Bytes that are written; a thread counts them.
+        self.written = 0
+
+    @property
+    def printed(self) -> list[Message]:
+        """Those whose whole line is written."""
+        return self._messages[: bisect_right(self._ends, self.written)]
+
+    @property
+    def left(self) -> list[Message]:
+        return self._messages[bisect_right(self._ends, self.written) :]
+
+
+def _write(output: _Output, loop: asyncio.AbstractEventLoop, written: asyncio.Future[OSError | None]) -> None:
     """Write all of it to standard output, then tell; runs in a thread."""
     failure: OSError | None = None
     # Not through sys.stdout, which writes only a part, and says nothing, where PYTHONUNBUFFERED is set.
-    rest = memoryview(data)
+    descriptor = sys.stdout.fileno()
+    rest = memoryview(output.data)
     try:
-        while rest:
-            rest = rest[os.write(sys.stdout.fileno(), rest) :]
+        while output.written < len(rest):
+            try:
+                # In pieces that a pipe takes whole or not at all: a long write returns only when everything was read.
+                output.written += os.write(descriptor, rest[output.written : output.written + select.PIPE_BUF])
+            except BlockingIOError:
+                # Another program made the terminal or the pipe that we share non-blocking.
+                select.select([], [descriptor], [])
     except OSError as exc:
         failure = exc
 

@@ -156,3 +156,18 @@ async def test_a_request_in_small_chunks_is_whole_although_its_client_sends_no_m
         client.writer.write_eof()
         assert (await client.answer()).status == 200
     assert broker.topics["t"].message_count == 1
+
+
+async def test_large_bodies_arrive_on_the_general_server(broker: Broker) -> None:
+    """Its parser holds back what comes faster than it is read, and goes on when it is asked to."""
+
+    async def publish(number: int) -> None:
+        async with HttpClient.connect(broker.http_address) as client:
+            await client.get("/info")
+            for size in range(40):
+                answer = await client.ask("POST", f"/pub?topic=t{number}", b"x" * (300_000 + 17_013 * size))
+                assert answer.status == 200
+
+    async with asyncio.timeout(100):
+        await asyncio.gather(publish(1), publish(2))
+    assert [topic.message_count for topic in broker.topics.values()] == [40, 40]
