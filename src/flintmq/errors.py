@@ -5,6 +5,7 @@ FlintError
 ├── PublishError       a publish was refused: the topic is going away, the disk is full, a write failed
 │   ├── LimitError     … or it would exceed a limit of its topic
 │   │   └── RateError  … or of its rate
+│   ├── KeyContentError  … or its key was used for another publish
 │   ├── PublishUnknownError   sent, and nobody knows whether it was stored: the connection was lost before the answer
 │   └── KeysUnsupportedError  a publish with a key, and no broker that knows keys
 ├── AuthError          no auth server could say what a client may do
@@ -13,6 +14,7 @@ FlintError
 ├── ClusterError       nobody of those who were asked over HTTP gave an answer; carries what each said
 ├── NotFoundError      no such topic or channel
 ├── HttpError          a request over HTTP is refused: status and code of the answer
+├── StageError         a call of a staged publish is refused: status, code and what to do
 ├── FullError          one more than we can keep; the text says of what
 ├── OptionError        a flag, a config file key or a value is wrong
 ├── StartError         a daemon cannot start: the data path is locked, an address is taken, …
@@ -39,6 +41,7 @@ __all__ = [
     "FormatError",
     "FullError",
     "HttpError",
+    "KeyContentError",
     "KeysUnsupportedError",
     "LimitError",
     "NotFoundError",
@@ -49,6 +52,7 @@ __all__ = [
     "PublishUnknownError",
     "RateError",
     "SpoolError",
+    "StageError",
     "StartError",
     "StorageError",
 ]
@@ -95,6 +99,15 @@ class RateError(LimitError):
     """Publishes to the topic come faster than they may."""
 
     http_status = 429
+
+
+class KeyContentError(PublishError):
+    """The key of a publish was used for another one, of other size or content. Nothing was stored."""
+
+    http_status = 409
+
+    def __init__(self, text: str = "") -> None:
+        super().__init__(text, code="E_KEY_CONTENT", retriable=False)
 
 
 class PublishUnknownError(PublishError):
@@ -149,6 +162,15 @@ class HttpError(FlintError):
         self.code = code
         self.details = details
         super().__init__(f"{status} {code}")
+
+
+class StageError(FlintError):
+    """A call of a staged publish is refused; ``code`` is its first word, as in ``E_STAGE_FENCED …``."""
+
+    def __init__(self, status: int, code: str, text: str) -> None:
+        self.status = status
+        self.code = code
+        super().__init__(f"{code} {text}")
 
 
 class FullError(FlintError):

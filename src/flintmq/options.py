@@ -458,6 +458,13 @@ class NsqdOptions(Options):
     sync_timeout: int = option(DURATION, 2 * SECOND, "time after which files are synced in the background", minimum=1)
     disk_reserve: int = option(INT, 64 << 20, "free bytes kept on the disk: below it publishes are refused", minimum=0)
 
+    max_staged_bytes: int = option(
+        INT, 32 << 30, "bytes of staged publishes that are not committed yet, of all producers", minimum=0
+    )
+    stage_timeout: int = option(
+        DURATION, 24 * HOUR, "time after which staged rows are dropped that nobody added to or committed", minimum=1
+    )
+
     # Queue scan.
     queue_scan_interval: int = option(
         DURATION, 100 * MILLISECOND, "time between two looks at what timed out or is due", minimum=1

@@ -38,6 +38,7 @@ from flintmq.broker.observe.statsd import Statsd
 from flintmq.broker.opening import Opening
 from flintmq.broker.peers import Peers
 from flintmq.broker.settings import Settings
+from flintmq.broker.stage.staging import Staging
 from flintmq.broker.storage.disk import NO_ROOM, Clock, Disk
 from flintmq.broker.storage.ids import NodeIds
 from flintmq.broker.storage.journal import SIDE, Journal, State
@@ -113,6 +114,8 @@ class Broker:
         self.reloaders.append(self.peers.load_token)
         #: What single topics and channels do differently.
         self.settings = Settings(self)
+        #: Publishes that nobody sees until they are decided.
+        self.stage = Staging(self)
         #: Whether one more may connect; None: as many as like to.
         self.connections = Connections.of(options, self.clock)
         # Set at the start, by the options.
@@ -215,6 +218,7 @@ class Broker:
         self._every("sync", self.options.sync_timeout / 1e9, self._sync)
         self._every("space", SPACE_INTERVAL, self.look_at_space)
         self.look_at_space()
+        self.stage.start()
         self.structure_changed(False)
         self.peers.start()
         for topic in declared:
@@ -225,6 +229,7 @@ class Broker:
         self.node = self._data_path.open(self.options, self.clock)
         state = self.journal.recover(accept=self.options.accept_damaged_journal)
         self.settings.restore(state)
+        self.stage.read()
         Opening(self, self._data_path.root).run(state)
 
     def resume(self, state: State, next_incarnation: int, next_channel: int) -> None:
@@ -308,7 +313,7 @@ class Broker:
 
     def about(self) -> dict[str, Any]:
         """What a client is told that asks for more than NSQ says."""
-        return {"version": flintmq.__version__, "node": self.node.hex(), "log": True, "keys": True}
+        return {"version": flintmq.__version__, "node": self.node.hex(), "log": True, "keys": True, "stage": 1}
 
     @property
     def http_port(self) -> int:
@@ -355,6 +360,7 @@ class Broker:
         await self._statsd.stop()
         # What was taken is written and answered; then nothing more is taken.
         self.flush()
+        self.stage.stop()
         await self._close_listeners()
         self.flush()
         # What threads still do must end before the files are closed; their answers arrive in the next turns.
@@ -497,6 +503,7 @@ class Broker:
         self._statsd.cancel()
         self._cancel_timers()
         self.peers.drop()
+        self.stage.stop()
         self._disconnect()
         for topic in self.topics.values():
             topic.halt()

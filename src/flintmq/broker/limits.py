@@ -160,22 +160,16 @@ class TopicLimits:
         self._room_messages = self._room_bytes = -1
         return self
 
-    def admit(self, count: int, body_bytes: int) -> None:
+    def admit(self, count: int, body_bytes: int, admitted: bool = False) -> None:
         """``count`` messages are about to be published. LimitError if they may not be.
 
-        The later slices of a large batch belong to what was let in already: they only count.
+        The later slices of a large batch belong to what was let in already: they only count. So does what was
+        ``admitted`` before, by ``check``.
         """
         size = body_bytes + FRAME_OVERHEAD * count
-        begun = self._topic.log.in_group
-        if self._refuse and not begun:
-            if self._most_messages and count > self._room_messages:
-                self._room_messages = self._most_messages - self.held_messages
-                if count > self._room_messages:
-                    raise LimitError(f"limit of {self._most_messages} messages in the topic reached")
-            if self._most_bytes and size > self._room_bytes:
-                self._look_at_bytes()
-                if size > self._room_bytes:
-                    raise LimitError(f"limit of {self._most_bytes} bytes in the topic reached")
+        begun = admitted or self._topic.log.in_group
+        if not begun:
+            self.check(count, body_bytes)
         if self._bucket is not None:
             if begun:
                 self._bucket.spend(count)
@@ -185,6 +179,20 @@ class TopicLimits:
         self._room_bytes -= size
         if self._most_bytes:
             self._mark(size)
+
+    def check(self, count: int, body_bytes: int) -> None:
+        """LimitError if so many more messages are more than the topic may hold."""
+        size = body_bytes + FRAME_OVERHEAD * count
+        if not self._refuse:
+            return
+        if self._most_messages and count > self._room_messages:
+            self._room_messages = self._most_messages - self.held_messages
+            if count > self._room_messages:
+                raise LimitError(f"limit of {self._most_messages} messages in the topic reached")
+        if self._most_bytes and size > self._room_bytes:
+            self._look_at_bytes()
+            if size > self._room_bytes:
+                raise LimitError(f"limit of {self._most_bytes} bytes in the topic reached")
 
     # --- What is there ---------------------------------------------------------------------------------------------
 

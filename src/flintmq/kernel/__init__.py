@@ -62,6 +62,7 @@ from flintmq.kernel.frames import (
     encode_mpub,
     line_records,
     split_frames,
+    sum_records,
     total_size,
 )
 from flintmq.kernel.heap import Heap
@@ -112,5 +113,6 @@ __all__ = [
     "replace_calls",
     "send_each",
     "split_frames",
+    "sum_records",
     "total_size",
 ]

@@ -24,6 +24,7 @@ else:
 #: A walk ended: with the last message; because the buffer ends before the batch does; because of a size out of range.
 SCAN_DONE, SCAN_MORE, SCAN_BAD = 0, 1, 2
 
+_MASK = 0xFFFFFFFFFFFFFFFF
 _u32 = Struct(">I")
 _i32 = Struct(">i")
 _sized = Struct(">II").unpack_from
@@ -64,6 +65,88 @@ def line_records(data: bytearray, pos: cython.Py_ssize_t, stop: cython.Py_ssize_
     lines = list(filter(None, bytes(memoryview(data)[pos:stop]).split(b"\n")))
     sizes = map(_u32.pack, map(len, lines))
     return bytearray().join([part for pair in zip(sizes, lines, strict=True) for part in pair]), len(lines)
+
+
+def sum_records(
+    data: bytearray, pos: cython.Py_ssize_t, stop: cython.Py_ssize_t, count: cython.Py_ssize_t, seed: cython.ulonglong
+) -> cython.ulonglong:
+    """The sum, modulo 2**64, of a 64-bit hash (MurmurHash64A with ``seed``) of each of the ``count`` records' bodies.
+
+    It does not depend on the order of the records, nor on where a batch of them is cut in two. The records
+    ``[4-byte size][body]`` at ``data[pos:stop]`` were walked over by a ``Scan``: ValueError if they do not fit.
+    """
+    if not 0 <= pos <= stop <= len(data):
+        raise ValueError("pos and stop lie beyond the buffer")
+    if cython.compiled:
+        p: cython.p_uchar = data
+        total: cython.ulonglong = 0
+        h: cython.ulonglong
+        k: cython.ulonglong
+        m: cython.ulonglong = 0xC6A4A7935BD1E995
+        size: cython.Py_ssize_t
+        i: cython.Py_ssize_t
+        fits: cython.bint = True
+        with cython.nogil:
+            while count > 0:
+                if stop - pos < 4:
+                    fits = False
+                    break
+                size = rd32(p + pos)
+                pos += 4
+                if size > stop - pos:
+                    fits = False
+                    break
+                h = seed ^ (cython.cast(cython.ulonglong, size) * m)
+                i = size
+                while i >= 8:
+                    memcpy(cython.address(k), p + pos, 8)
+                    k *= m
+                    k ^= k >> 47
+                    k *= m
+                    h ^= k
+                    h *= m
+                    pos += 8
+                    i -= 8
+                if i:
+                    k = 0
+                    memcpy(cython.address(k), p + pos, i)
+                    h ^= k
+                    h *= m
+                    pos += i
+                h ^= h >> 47
+                h *= m
+                h ^= h >> 47
+                total += h
+                count -= 1
+        if not fits:
+            raise ValueError("the records do not fit")
+        return total
+    found = 0
+    for _ in range(count):
+        if stop - pos < 4:
+            raise ValueError("the records do not fit")
+        length = _u32.unpack_from(data, pos)[0]
+        pos += 4
+        if length > stop - pos:
+            raise ValueError("the records do not fit")
+        found += _murmur(bytes(memoryview(data)[pos : pos + length]), seed)
+        pos += length
+    return found & _MASK
+
+
+def _murmur(body: bytes, seed):
+    """MurmurHash64A, as its author wrote it for little-endian machines."""
+    m = 0xC6A4A7935BD1E995
+    whole = len(body) // 8 * 8
+    h = seed ^ (len(body) * m & _MASK)
+    for at in range(0, whole, 8):
+        k = int.from_bytes(body[at : at + 8], "little") * m & _MASK
+        k = (k ^ k >> 47) * m & _MASK
+        h = (h ^ k) * m & _MASK
+    if whole < len(body):
+        h = (h ^ int.from_bytes(body[whole:], "little")) * m & _MASK
+    h = (h ^ h >> 47) * m & _MASK
+    return h ^ h >> 47
 
 
 def total_size(bodies: list) -> cython.longlong:

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+import google_crc32c
 import pytest
 from conftest import StartBroker
 from hypothesis import given
@@ -27,12 +28,13 @@ from flintmq.broker.delivery.channel import Channel
 from flintmq.broker.delivery.commit import SLICED_FROM
 from flintmq.broker.observe import prometheus
 from flintmq.broker.storage import keys as keys_module
-from flintmq.broker.storage.disk import BACKGROUND, Disk
-from flintmq.broker.storage.keys import KeyBlock, KeyFiles, Window, digest_of, key_extra, key_in
+from flintmq.broker.storage.disk import BACKGROUND, Disk, pack_numbers
+from flintmq.broker.storage.keys import RESERVED, KeyBlock, KeyFiles, Window, digest_of, key_extra, key_in
 from flintmq.errors import FormatError
 from flintmq.protocol.wire import encode_command, encode_mpub, valid_key
 from support.fakes import SECOND, Client, CountingDisk, FakeClock, quiet, until
 from support.http_client import HttpClient, request_of
+from support.stage_client import mpub_body
 
 HOUR = 3600 * SECOND
 
@@ -193,10 +195,12 @@ def test_bad_keys(key: bytes) -> None:
 
 def test_the_key_is_found_in_the_extra_bytes_of_a_record() -> None:
     digest = digest_of(b"key")
-    assert key_in(key_extra(digest)) == digest
+    assert key_in(key_extra(digest)) == (digest, 0)
+    assert key_in(key_extra(digest, 7 << 32)) == (digest, 7 << 32)
+    assert key_in(key_extra(digest, RESERVED)) == (digest, RESERVED)
     pack = keys_module.msgspec.msgpack.encode
     assert pack({"key": digest}) == key_extra(digest)
-    assert key_in(pack({"dead": {"topic": "t"}, "key": digest})) == digest
+    assert key_in(pack({"dead": {"topic": "t"}, "key": digest})) == (digest, 0)
     assert key_in(pack({"dead": {"topic": "a topic with a long name", "channel": "c"}})) is None
     assert key_in(pack({"key": digest + digest})) is None
     assert key_in(pack({"key": 7, "padding": "x" * 30})) is None
@@ -224,6 +228,63 @@ def test_a_block_of_keys_can_be_packed_cut_and_skipped() -> None:
     assert list(again.seqs) == [12, 13]
     assert again.digests == digest_of(b"12") + digest_of(b"13")
     assert again.last == digest_of(b"13")
+
+
+CONTENTS = [[b"one"], [b"two"], [b"one", b"two"], [b"two", b"one"], [b"onet", b"wo"], [b"one", b"two", b"three"]]
+
+
+@pytest.mark.parametrize("how", ["at once", "stop", "kill", "gone"])
+async def test_a_key_that_is_used_for_other_content_is_an_error(start_broker: StartBroker, how: str) -> None:
+    """However it was published, whether or not it is still in a segment, and after a restart."""
+    options = {"max_bytes_per_file": 2_000, "http_address": "127.0.0.1:0"}
+    broker = await start_broker(**options)
+    channel, _ = broker.topic("t").channel("c")
+    for number, bodies in enumerate(CONTENTS):
+        assert await Keyed(broker).ask(mpub(f"k{number}", bodies)) == b"OK"
+    if how == "gone":
+        await fill(broker, range(60))
+        await drain(broker, channel)
+        await broker.stop()
+        broker = await start_broker(**options)
+    elif how != "at once":
+        await end(broker, how)
+        broker = await start_broker(**options)
+    count = broker.topics["t"].message_count
+    async with HttpClient.connect(broker.http_address) as http:
+        for number, stored_bodies in enumerate(CONTENTS):
+            for bodies in CONTENTS:
+                client, key = Keyed(broker), f"k{number}"
+                answers = [
+                    await client.ask(mpub(key, bodies)),
+                    (await http.post("/mpub?topic=t", b"\n".join(bodies), f"X-Flintmq-Key: {key}")).body,
+                    (await http.post("/mpub?topic=t&binary=true", mpub_body(bodies), f"X-Flintmq-Key: {key}")).body,
+                ]
+                if len(bodies) == 1:
+                    answers.append(await client.ask(pub(key, bodies[0])))
+                    answers.append((await http.post("/pub?topic=t", bodies[0], f"X-Flintmq-Key: {key}")).body)
+                if bodies == stored_bodies:
+                    assert answers == [b"OK"] * len(answers)
+                else:
+                    assert all(b"E_KEY_CONTENT key k%d was used for" % number in answer for answer in answers), answers
+                # The connection goes on.
+                assert await client.ask(mpub(key, stored_bodies)) == b"OK"
+    assert broker.topics["t"].message_count == count
+
+
+def test_keys_without_content_are_read_and_count_as_equal(tmp_path: Path) -> None:
+    """As 0.1.0 wrote them: at the end of a segment, and in a file of keys."""
+    block = block_of(10, 5)
+    old = bytes(block.digests) + pack_numbers(block.seqs) + pack_numbers(block.times)
+    assert len(old) == KeyBlock.size(5, old=True)
+    assert list(KeyBlock.decode(old, 5).contents) == [0] * 5
+    head = keys_module._head.pack(b"FLINTKEY", 1, 0, 5)
+    crc = google_crc32c.extend(google_crc32c.extend(0, head), old)
+    (tmp_path / f"{10:016x}.keys").write_bytes(head + keys_module._crc.pack(crc) + old)
+    assert seqs_in(tmp_path) == [10, 11, 12, 13, 14]
+    window = Window()
+    window.add(digest_of(b"old"), 0, 10, 0)
+    assert window.find(digest_of(b"old")) == 0
+    keys_module._compare(b"old", 0, 7)
 
 
 # --- Files of keys ----------------------------------------------------------------------------------------------------
@@ -343,8 +404,8 @@ async def test_a_repeat_is_answered_and_not_stored(start_broker: StartBroker, du
 async def test_a_key_counts_for_its_topic_alone_and_whatever_the_command(broker: Broker) -> None:
     client = Keyed(broker)
     assert await client.ask(pub("k", b"one")) == b"OK"
-    assert await client.ask(mpub("k", [b"two", b"three"])) == b"OK"
-    assert await client.ask(dpub("k", b"four", 0)) == b"OK"
+    assert await client.ask(mpub("k", [b"one"])) == b"OK"
+    assert await client.ask(dpub("k", b"one", 0)) == b"OK"
     assert await client.ask(pub("k", b"five", "u")) == b"OK"
     assert (stored(broker), stored(broker, "u")) == ([b"one"], [b"five"])
 
@@ -407,6 +468,7 @@ async def test_identify_tells_those_who_ask_what_this_broker_is(start_broker: St
         "node": broker.node.hex(),
         "log": True,
         "keys": True,
+        "stage": 1,
         "http_port": int(broker.http_address.rpartition(":")[2]),
     }
     del answer["flintmq"]
@@ -561,7 +623,12 @@ async def end(broker: Broker, how: str) -> None:
 async def is_known(broker: Broker, key: str) -> bool:
     topic = broker.topics["t"]
     count = topic.message_count
-    assert await Keyed(broker).ask(pub(key, b"is it known?")) == b"OK"
+    answer = await Keyed(broker).ask(pub(key, b"is it known?"))
+    if answer.startswith(b"E_KEY_CONTENT "):
+        # It is, and stands for something else.
+        assert topic.message_count == count
+        return True
+    assert answer == b"OK"
     return topic.message_count == count
 
 
@@ -1051,6 +1118,7 @@ async def test_info_tells_more_to_those_who_ask(http: tuple[Broker, HttpClient])
         "node": broker.node.hex(),
         "log": True,
         "keys": True,
+        "stage": 1,
         "http_address": f"{broker.options.broadcast_address}:{port}",
     }
 

@@ -198,23 +198,24 @@ class Topic:
         delay: int = 0,
         more: bool = False,
         extra: bytes = b"",
+        admitted: bool = False,
     ) -> Commit | None:
         """Append ``count`` records ``[size][body]``. None: safe already; else the commit to wait for.
 
         With ``more`` this is a slice of a batch that goes on. ``extra`` is kept with them, for ``extra_of``.
-        PublishError says why it is refused.
+        PublishError says why it is refused; what was ``admitted`` before is not refused for any limit.
         """
         if self.exiting:
             raise PublishError("exiting")
         if self._batch_error is not None:
             self.broker.refused_count += count
             raise self._batch_error
-        if self.broker.refusing and not self.log.in_group:
+        if self.broker.refusing and not self.log.in_group and not admitted:
             self.broker.refused_count += count
             raise PublishError(self.broker.refusing)
         size = stop - pos - 4 * count
         if self.limits is not None:
-            self.limits.admit(count, size)
+            self.limits.admit(count, size, admitted)
         self.message_count += count
         self.message_bytes += size
         if self.ephemeral and self.frozen:
@@ -234,7 +235,9 @@ class Topic:
             return None
         return self._commit(self.message_count - count, self.message_bytes - size)
 
-    def publish_slices(self, slices: Iterator[Piece], extra: bytes = b"") -> Commit | None:
+    def publish_slices(
+        self, slices: Iterator[Piece], extra: bytes = b"", *, delay: int = 0, admitted: bool = False
+    ) -> Commit | None:
         """Append a very large batch: one piece per loop turn, committed as one. The topic must not be ``busy``.
 
         As with ``publish``: None if it is safe already, else what to wait for. PublishError if it is refused at once.
@@ -248,7 +251,8 @@ class Topic:
         def some(data: bytearray, pos: int, stop: int, count: int) -> None:
             following = next(slices, None)
             try:
-                commit = self.publish(data, pos, stop, count, more=following is not None, extra=extra)
+                more = following is not None
+                commit = self.publish(data, pos, stop, count, delay=delay, more=more, extra=extra, admitted=admitted)
             except PublishError as exc:
                 self.release()
                 whole.resolve(exc)
@@ -269,15 +273,21 @@ class Topic:
             raise whole.error
         return None
 
-    def once(self, key: bytes, publish: Callable[[bytes], Commit | None]) -> tuple[Commit | None, bool]:
+    def once(self, key: bytes, publish: Callable[[bytes], Commit | None], content: int) -> tuple[Commit | None, bool]:
         """Publish under a key: see ``Keys.once``."""
+        return self.own_keys().once(key, publish, content)
+
+    def own_keys(self) -> Keys:
+        """The keys, made if need be."""
         if self.keys is None:
             self.keys = Keys(self)
-        return self.keys.once(key, publish)
+        return self.keys
 
     def restore_keys(self) -> None:
         """At the start, when the log has been read back: which keys are known."""
         keys = Keys(self)
+        if self.broker.stage.holds(self.name):
+            keys.hold()
         if keys.restore():
             self.keys = keys
 

@@ -22,6 +22,7 @@ from flintmq.addresses import BACKLOG
 from flintmq.broker.http import dead_letters, debug, peek
 from flintmq.broker.http import log as log_api
 from flintmq.broker.http import settings as settings_api
+from flintmq.broker.http import stage as stage_api
 from flintmq.broker.http.lane import IDLE_SECONDS, REPEATED, HttpLane, Publishing, refusal
 from flintmq.broker.http.targets import existing_topic, named_channel, named_topic
 from flintmq.broker.net.sockets import Poller, SocketTransport
@@ -178,6 +179,7 @@ class Api:
             *peek.routes(self._broker),
             # What lies in the files.
             *log_api.routes(self._broker),
+            *stage_api.routes(self._broker),
             # The end of the node.
             Route("POST", "/drain", self._drain, ADMIN),
             # Settings.

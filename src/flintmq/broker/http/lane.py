@@ -27,7 +27,8 @@ from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
 from flintmq.broker.delivery.commit import SLICED_FROM, Commit, Piece, slices
 from flintmq.broker.delivery.topic import Topic
 from flintmq.broker.net.sockets import SocketTransport
-from flintmq.errors import HttpError, LimitError, PublishError
+from flintmq.broker.storage.keys import content_of
+from flintmq.errors import HttpError, KeyContentError, LimitError, PublishError
 from flintmq.http.heads import LONGEST_HEAD, MOST_DIGITS, BadHead, end_of_head, tidy
 from flintmq.http.site import (
     CONTINUE,
@@ -100,6 +101,8 @@ class Order:
 
 def refusal(error: Exception) -> HttpError:
     """What is answered to a publish that was refused. NSQ has one word for all reasons; a limit says which it is."""
+    if isinstance(error, KeyContentError):
+        return HttpError(error.http_status, f"{error.code} {error}")
     if isinstance(error, LimitError):
         return HttpError(error.http_status, str(error))
     return HttpError(503, "EXITING")
@@ -180,9 +183,18 @@ class Publishing:
             return None, False
         publish = partial(self.batch if batch else self.message, order, topic, data, pos, stop)
         try:
-            return topic.once(key, publish)
+            return topic.once(key, publish, self._content(order, data, pos, stop, batch))
         except PublishError as exc:
             raise refusal(exc) from exc
+
+    def _content(self, order: Order, data: bytearray, pos: int, stop: int, batch: bool) -> int:
+        """What is published, as one number: the same whether it comes as text, in binary form, or over TCP."""
+        if not batch:
+            return content_of(_sized(stop - pos), memoryview(data)[pos:stop])
+        if order.binary:
+            pos, stop, _ = self._check_binary(data, pos, stop)
+            return content_of(memoryview(data)[pos:stop])
+        return content_of(*(records for records, _, _, _ in _lines(data, pos, stop)))
 
     def message(
         self, order: Order, topic: Topic, data: bytearray, pos: int, stop: int, extra: bytes = b""

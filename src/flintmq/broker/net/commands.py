@@ -19,11 +19,13 @@ import msgspec
 from flintmq.broker.delivery.commit import SLICED_FROM, Commit, slices
 from flintmq.broker.delivery.topic import Topic
 from flintmq.broker.net.session import AGAIN, CLOSING, INIT, MORE, RECEIVE_SLACK, SUBSCRIBED, Session
-from flintmq.errors import AuthError, ProtocolError, PublishError
+from flintmq.broker.storage.keys import content_of
+from flintmq.errors import AuthError, KeyContentError, ProtocolError, PublishError
 from flintmq.kernel import SCAN_BAD, SCAN_MORE, Scan
 from flintmq.protocol.compression import Deflate, Snappy
 from flintmq.protocol.wire import (
     CLOSE_WAIT_FRAME,
+    FRAME_ERROR,
     FRAME_RESPONSE,
     NSQ_VERSION,
     OK_FRAME,
@@ -382,20 +384,31 @@ class Commands(Session):
             return self._wait(target.when_free if target.busy else self.broker.when_relieved)
         try:
             if key:
-                commit = self._once(target, key, 1, partial(_publish, target, data, at, after, 1, delay))
+                publish = partial(_publish, target, data, at, after, 1, delay)
+                commit = self._once(target, key, 1, publish, content_of(memoryview(data)[at:after]))
             else:
                 commit = target.publish(data, at, after, 1, delay=delay)
                 self._count(target, 1)
+        except KeyContentError as exc:
+            return self._other_content(exc, after)
         except PublishError as exc:
             raise ProtocolError(f"E_{verb}_FAILED", f"{verb} failed {exc}") from exc
         self._answer_when(commit, verb)
         return after
 
-    def _once(self, topic: Topic, key: bytes, count: int, publish: Callable[[bytes], Commit | None]) -> Commit | None:
-        commit, is_repeat = topic.once(key, publish)
+    def _once(
+        self, topic: Topic, key: bytes, count: int, publish: Callable[[bytes], Commit | None], content: int
+    ) -> Commit | None:
+        commit, is_repeat = topic.once(key, publish, content)
         if not is_repeat:
             self._count(topic, count)
         return commit
+
+    def _other_content(self, error: KeyContentError, after: int) -> int:
+        """The command was read as a whole, so the connection goes on behind it."""
+        logger.error("client(%s): %s %s", self.remote_address, error.code, error)
+        self._answer(encode_frame(FRAME_ERROR, f"{error.code} {error}".encode()))
+        return after
 
     def _mpub(self, params: list[bytes], data: bytearray, at: int, stop: int) -> int:
         if len(params) < 2:
@@ -453,10 +466,13 @@ class Commands(Session):
         self._scanned = (0, 0)
         try:
             if key:
-                commit = self._once(topic, key, count, partial(_publish, topic, data, first, scan.pos, count, 0))
+                publish = partial(_publish, topic, data, first, scan.pos, count, 0)
+                commit = self._once(topic, key, count, publish, content_of(memoryview(data)[first : scan.pos]))
             else:
                 self._count(topic, count)
                 commit = _publish(topic, data, first, scan.pos, count, 0, b"")
+        except KeyContentError as exc:
+            return self._other_content(exc, scan.pos)
         except PublishError as exc:
             raise ProtocolError("E_MPUB_FAILED", f"MPUB failed {exc}") from exc
         self._answer_when(commit, "MPUB")

@@ -1,19 +1,24 @@
 """Idempotent publish: which keys a topic has stored messages under, so that a repeat stores nothing again.
 
 A publish may carry a key. Its digest stands in the record of the message, so it is exactly as durable as the message
-and never known without it. ``Keys`` belongs to one topic and owns the window of keys that are remembered, the keys
-whose publishes are still being committed, and the files with the keys of segments that are gone. Appending is the
-topic's business, segment files are the log's.
+and never known without it. Beside it stands what was published under the key, as one number: its size and checksum. The
+same key with other content is an error. ``Keys`` belongs to one topic and owns the window of keys that are remembered,
+the keys whose publishes are still being committed, and the files with the keys of segments that are gone. Appending is
+the topic's business, segment files are the log's.
 
 What is remembered: at least the newest ``key_count`` keys, none for less than ``key_age``; whichever comes first lets a
 key go. A window is a row of tables, oldest first. A table is never made larger and never cleaned: when the newest is
 full, another one is begun, and the oldest goes as a whole. So nothing here takes long, however many keys there are.
 
+Reserved keys are those of staged publishes (``broker.stage``). No client can name one, because their digests are made
+in another way. They are no part of the window: they are kept only while ``hold`` says so, which is as long as a staged
+transaction is unfinished, and then none of them is forgotten for its age or number.
+
 A file of keys, ``<seq of the first>.keys`` beside the segments, is written whole, synced and renamed before the
-segment goes that its keys stood in. A small one is replaced by one that holds the next segment's keys as well:
+segment is deleted that its keys stood in. A small one is replaced by one that holds the next segment's keys as well:
 
     file     magic (8) | version (2) | reserved (2) | count (4) | crc of all before and of the keys (4) | keys
-    keys     digests (16 each) | seqs (8 each) | timestamps (8 each)
+    keys     digests (16 each) | seqs (8 each) | timestamps (8 each) | contents (8 each; not in version 1)
 
 Keys have the same form at the end of a sealed segment. Their numbers are little-endian, as in its footer.
 """
@@ -36,13 +41,23 @@ import google_crc32c
 import msgspec
 
 from flintmq.broker.storage.disk import Clock, Disk, pack_numbers, unpack_numbers
-from flintmq.errors import FormatError, LimitError
+from flintmq.errors import FormatError, KeyContentError, LimitError
 
 if TYPE_CHECKING:
     from flintmq.broker.delivery.commit import Commit
     from flintmq.broker.delivery.topic import Topic
 
-__all__ = ["MOST_IN_SEGMENT", "KeyBlock", "Keys", "Window", "key_extra", "key_in"]
+__all__ = [
+    "MOST_IN_SEGMENT",
+    "RESERVED",
+    "KeyBlock",
+    "Keys",
+    "Window",
+    "content_of",
+    "key_extra",
+    "key_in",
+    "reserved_digest",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -58,62 +73,95 @@ SMALLEST_TABLE = 64
 PARTS = 4
 
 _MAGIC = b"FLINTKEY"
-_VERSION = 1
+_VERSION = 2
 _head = Struct(">8sHHI")
 _crc = Struct(">I")
 _words = Struct("=QQ")
-_ENTRY = DIGEST + 16
-#: What the extra bytes of a record look like that hold a key and nothing else.
-_EXTRA = msgspec.msgpack.encode({"key": bytes(DIGEST)})[:-DIGEST]
+_number = Struct(">q")
+#: Bytes of a key in files: with its content, and as version 1 wrote it.
+_ENTRY = DIGEST + 24
+_OLD_ENTRY = DIGEST + 16
+#: The content of a key that has none: stored by version 1.
+UNKNOWN = 0
+#: The content of a reserved key.
+RESERVED = -1
+#: The beginning of a record's extra bytes that hold a key and nothing else; without content, as 0.1.0 wrote them.
+_EXTRA = msgspec.msgpack.encode({"of": bytes(8), "key": bytes(DIGEST)})
+_OF_AT = _EXTRA.index(bytes(8))
+_KEY_AT = len(_EXTRA) - DIGEST
+_OLD_EXTRA = msgspec.msgpack.encode({"key": bytes(DIGEST)})[:-DIGEST]
 
 
 def digest_of(key: bytes) -> bytes:
     return blake2b(key, digest_size=DIGEST).digest()
 
 
-def key_extra(digest: bytes) -> bytes:
+def reserved_digest(name: bytes) -> bytes:
+    """The digest of a reserved key: of another function than those of clients' keys."""
+    return blake2b(name, digest_size=DIGEST, person=b"flintmq-reserved").digest()
+
+
+def content_of(*pieces: bytes | bytearray | memoryview) -> int:
+    """What is published under a key, as one number: the size of the records ``[size][body]`` and their checksum."""
+    crc = size = 0
+    for piece in pieces:
+        crc = google_crc32c.extend(crc, bytes(piece))
+        size += len(piece)
+    return (size & 0x7FFF_FFFF) << 32 | crc
+
+
+def key_extra(digest: bytes, content: int = UNKNOWN) -> bytes:
     """The extra bytes of a record with this key."""
-    return _EXTRA + digest
+    if content == UNKNOWN:
+        return _OLD_EXTRA + digest
+    return b"".join((_EXTRA[:_OF_AT], _number.pack(content), _EXTRA[_OF_AT + 8 : _KEY_AT], digest))
 
 
-def key_in(extra: bytes) -> bytes | None:
-    """The digest of the key in a record's extra bytes, if there is one."""
-    if len(extra) == len(_EXTRA) + DIGEST and extra.startswith(_EXTRA):
-        return extra[len(_EXTRA) :]
-    if len(extra) <= len(_EXTRA) + DIGEST:
+def key_in(extra: bytes) -> tuple[bytes, int] | None:
+    """The digest of the key in a record's extra bytes, and its content, if there is one."""
+    if len(extra) == len(_EXTRA) and extra.startswith(_EXTRA[:_OF_AT]):
+        return extra[_KEY_AT:], _number.unpack_from(extra, _OF_AT)[0]
+    if len(extra) == len(_OLD_EXTRA) + DIGEST and extra.startswith(_OLD_EXTRA):
+        return extra[len(_OLD_EXTRA) :], UNKNOWN
+    if len(extra) <= len(_OLD_EXTRA) + DIGEST:
         # In a side log they are shorter, and something else.
         return None
     try:
-        digest = msgspec.msgpack.decode(extra, type=_Extra).key
+        found = msgspec.msgpack.decode(extra, type=_Extra)
     except msgspec.DecodeError:
         return None
-    return digest if len(digest) == DIGEST else None
+    if len(found.key) != DIGEST:
+        return None
+    return found.key, _number.unpack(found.of)[0] if len(found.of) == 8 else UNKNOWN
 
 
 class _Extra(msgspec.Struct):
     key: bytes = b""
+    of: bytes = b""
 
 
 # --- Keys, packed -----------------------------------------------------------------------------------------------------
 
 
 class KeyBlock:
-    """Keys in the order in which they were stored: each digest, the first seq stored under it, and when (wall)."""
+    """Keys in the order in which they were stored: each digest, its first seq, when it came (wall), and its content."""
 
-    __slots__ = ("digests", "seqs", "times")
+    __slots__ = ("contents", "digests", "seqs", "times")
 
     def __init__(self) -> None:
         self.digests = bytearray()
         self.seqs = array("q")
         self.times = array("q")
+        self.contents = array("q")
 
     def __len__(self) -> int:
         return len(self.seqs)
 
-    def add(self, digest: bytes, seq: int, time: int) -> None:
+    def add(self, digest: bytes, seq: int, time: int, content: int = UNKNOWN) -> None:
         self.digests += digest
         self.seqs.append(seq)
         self.times.append(time)
+        self.contents.append(content)
 
     @property
     def last(self) -> bytes:
@@ -122,34 +170,54 @@ class KeyBlock:
     def cut(self, seq: int) -> None:
         """Forget those from ``seq`` on."""
         kept = bisect_left(self.seqs, seq)
-        del self.seqs[kept:], self.times[kept:], self.digests[DIGEST * kept :]
+        del self.seqs[kept:], self.times[kept:], self.contents[kept:], self.digests[DIGEST * kept :]
 
     def skip(self, seq: int) -> None:
         """Forget those before ``seq``."""
         gone = bisect_left(self.seqs, seq)
-        del self.seqs[:gone], self.times[:gone], self.digests[: DIGEST * gone]
+        del self.seqs[:gone], self.times[:gone], self.contents[:gone], self.digests[: DIGEST * gone]
 
     def extend(self, other: KeyBlock) -> None:
         self.digests += other.digests
         self.seqs += other.seqs
         self.times += other.times
+        self.contents += other.contents
+
+    def split(self) -> tuple[KeyBlock, list[bytes]]:
+        """Those of clients, and the digests of the reserved ones."""
+        if RESERVED not in self.contents:
+            return self, []
+        kept, reserved = KeyBlock(), []
+        for i, content in enumerate(self.contents):
+            digest = bytes(self.digests[DIGEST * i : DIGEST * (i + 1)])
+            if content == RESERVED:
+                reserved.append(digest)
+            else:
+                kept.add(digest, self.seqs[i], self.times[i], content)
+        return kept, reserved
 
     def encode(self) -> bytes:
-        return bytes(self.digests) + pack_numbers(self.seqs) + pack_numbers(self.times)
+        numbers = map(pack_numbers, (self.seqs, self.times, self.contents))
+        return b"".join((self.digests, *numbers))
 
     @classmethod
     def decode(cls, data: bytes, count: int) -> KeyBlock:
+        """The keys as ``encode`` gives them, or as version 1 wrote them: the length tells."""
         block = cls()
-        seqs, times = DIGEST * count, (DIGEST + 8) * count
+        seqs, times, contents = (length * count for length in (DIGEST, DIGEST + 8, DIGEST + 16))
         block.digests += memoryview(data)[:seqs]
         block.seqs = unpack_numbers(data[seqs:times])
-        block.times = unpack_numbers(data[times : _ENTRY * count])
+        block.times = unpack_numbers(data[times:contents])
+        if len(data) == _ENTRY * count:
+            block.contents = unpack_numbers(data[contents:])
+        else:
+            block.contents = array("q", bytes(8 * count))
         return block
 
     @staticmethod
-    def size(count: int) -> int:
-        """How many bytes so many keys take."""
-        return _ENTRY * count
+    def size(count: int, *, old: bool = False) -> int:
+        """How many bytes so many keys take; ``old``: as version 1 wrote them."""
+        return (_OLD_ENTRY if old else _ENTRY) * count
 
 
 # --- The window -------------------------------------------------------------------------------------------------------
@@ -158,36 +226,39 @@ class KeyBlock:
 class _Table:
     """Digests in open addressing. ``first`` and ``last`` are when its oldest and its newest key came."""
 
-    __slots__ = ("count", "first", "last", "mask", "room", "words")
+    __slots__ = ("contents", "count", "first", "last", "mask", "room", "words")
 
     def __init__(self, room: int, now: int) -> None:
         # From a third to two thirds full in the end.
         slots = 1 << (room * 3 // 2).bit_length()
-        size = DIGEST * slots
+        size = (DIGEST + 8) * slots
         # Of a large one the system gives the pages one by one as they are used: none of it is cleared beforehand.
         memory = bytearray(size) if size <= 1 << 16 else mmap(-1, size, flags=MAP_PRIVATE | MAP_ANON)
-        self.words = memoryview(memory).cast("Q")
+        self.words = memoryview(memory)[: DIGEST * slots].cast("Q")
+        self.contents = memoryview(memory)[DIGEST * slots :].cast("q")
         self.mask = slots - 1
         self.room = room
         self.count = 0
         self.first = self.last = now
 
-    def holds(self, low: int, high: int, spot: int) -> bool:
+    def find(self, low: int, high: int, spot: int) -> int | None:
+        """The content of a key; None if it is not here."""
         words, mask = self.words, self.mask
         i = spot & mask
         while word := words[2 * i]:
             if word == low and words[2 * i + 1] == high:
-                return True
+                return self.contents[i]
             i = (i + 1) & mask
-        return False
+        return None
 
-    def put(self, low: int, high: int, spot: int) -> None:
+    def put(self, low: int, high: int, spot: int, content: int) -> None:
         words, mask = self.words, self.mask
         i = spot & mask
         while words[2 * i]:
             i = (i + 1) & mask
         words[2 * i] = low
         words[2 * i + 1] = high
+        self.contents[i] = content
         self.count += 1
 
 
@@ -206,24 +277,32 @@ class Window:
     @property
     def memory(self) -> int:
         """Bytes that it takes."""
-        return sum(table.words.nbytes for table in self._tables)
+        return sum(table.words.nbytes + table.contents.nbytes for table in self._tables)
 
     def knows(self, digest: bytes) -> bool:
+        return self.find(digest) is not None
+
+    def find(self, digest: bytes) -> int | None:
+        """What was published under a key; None if it is not known."""
         low, high = _words.unpack(digest)
         # 0 is an empty place.
         low = low or 1
         spot = low * self._secret >> 64
         # A repeat nearly always follows soon.
-        return any(table.holds(low, high, spot) for table in reversed(self._tables))
+        for table in reversed(self._tables):
+            content = table.find(low, high, spot)
+            if content is not None:
+                return content
+        return None
 
-    def add(self, digest: bytes, now: int, count: int, age: int) -> None:
+    def add(self, digest: bytes, now: int, count: int, age: int, content: int = UNKNOWN) -> None:
         table = self._tables[-1] if self._tables else None
         if table is None or table.count == table.room or (age and now - table.first > age // PARTS):
             table = self._begin(now, count, 2 * table.count if table is not None else 0)
             self.trim(now, count, age)
         low, high = _words.unpack(digest)
         low = low or 1
-        table.put(low, high, low * self._secret >> 64)
+        table.put(low, high, low * self._secret >> 64, content)
         table.last = now
         self._count += 1
 
@@ -252,20 +331,22 @@ class Window:
             if table is None or table.count == table.room or (age and came - table.first > age // PARTS):
                 table = self._begin(came, count, len(block) - i + more)
             low = words[2 * i] or 1
-            table.put(low, words[2 * i + 1], low * self._secret >> 64)
+            table.put(low, words[2 * i + 1], low * self._secret >> 64, block.contents[i])
             table.last = max(table.last, came)
             self._count += 1
 
-    def digests(self) -> list[tuple[int, bytearray]]:
-        """All of them by table: when the newest came, and the digests, in no order."""
+    def digests(self) -> list[tuple[int, bytearray, array[int]]]:
+        """All of them by table: when the newest came, the digests, in no order, and their contents."""
         found = []
         for table in self._tables:
             words = table.words
             digests = bytearray()
+            contents = array("q")
             for i in range(0, len(words), 2):
                 if words[i]:
                     digests += _words.pack(words[i], words[i + 1])
-            found.append((table.last, digests))
+                    contents.append(table.contents[i // 2])
+            found.append((table.last, digests, contents))
         return found
 
 
@@ -333,7 +414,8 @@ class KeyFiles:
         if magic == _MAGIC and version > _VERSION:
             raise FormatError(f"{path} was written by a newer version of flintmq (format {version}, known: {_VERSION})")
         crc = google_crc32c.extend(google_crc32c.extend(0, data[: _head.size]), data[start:])
-        if magic != _MAGIC or _crc.unpack_from(data, _head.size)[0] != crc or len(data) != start + _ENTRY * count:
+        size = KeyBlock.size(count, old=version < 2)
+        if magic != _MAGIC or _crc.unpack_from(data, _head.size)[0] != crc or len(data) != start + size:
             return None
         return KeyBlock.decode(data[start:], count)
 
@@ -409,9 +491,12 @@ class Keys:
         self.window = Window()
         #: How many publishes were repeats.
         self.repeats = 0
-        # Publishes that are being committed, by digest; and the digests by commit.
-        self._pending: dict[bytes, Commit] = {}
+        # Publishes that are being committed, and their contents, by digest; and the digests by commit.
+        self._pending: dict[bytes, tuple[Commit, int]] = {}
         self._committing: dict[Commit, list[bytes]] = {}
+        # Staged transactions that are unfinished, and the reserved keys that a start found.
+        self._holds = 0
+        self.reserved: set[bytes] = set()
         # Some keys may be in no file: they came while the durability was ``memory``.
         self._unwritten = False
         self._files: KeyFiles | None = None
@@ -421,25 +506,29 @@ class Keys:
 
     # --- Publishing ------------------------------------------------------------------------------------------------
 
-    def once(self, key: bytes, publish: Callable[[bytes], Commit | None]) -> tuple[Commit | None, bool]:
+    def once(
+        self, key: bytes, publish: Callable[[bytes], Commit | None], content: int = UNKNOWN
+    ) -> tuple[Commit | None, bool]:
         """Publish, unless it was done before under this key: what to wait for (None: nothing), and was it?
 
         ``publish`` is given the extra bytes for its records. If it raises, or its commit fails, the key is free again.
+        KeyContentError if other ``content`` was published under the key.
         """
         settings = self._topic.settings
         if settings.key_count <= 0:
             raise LimitError("no keys are remembered for this topic (key-count is 0)")
         self.trim()
         digest = digest_of(key)
-        commit = self._pending.get(digest)
-        if commit is not None or self.window.knows(digest):
+        commit, stored = self._pending.get(digest) or (None, self.window.find(digest))
+        if stored is not None:
+            _compare(key, stored, content)
             self.repeats += 1
             return commit, True
-        commit = publish(key_extra(digest))
+        commit = publish(key_extra(digest, content))
         if commit is None:
-            self._remember(digest)
+            self._remember(digest, content)
         else:
-            self._pending[digest] = commit
+            self._pending[digest] = (commit, content)
             together = self._committing.get(commit)
             if together is None:
                 together = self._committing[commit] = []
@@ -450,13 +539,13 @@ class Keys:
 
     def _committed(self, commit: Commit) -> None:
         for digest in self._committing.pop(commit):
-            del self._pending[digest]
+            _, content = self._pending.pop(digest)
             if commit.error is None:
-                self._remember(digest)
+                self._remember(digest, content)
 
-    def _remember(self, digest: bytes) -> None:
+    def _remember(self, digest: bytes, content: int) -> None:
         settings = self._topic.settings
-        self.window.add(digest, self._clock.now(), settings.key_count, settings.key_age)
+        self.window.add(digest, self._clock.now(), settings.key_count, settings.key_age, content)
         self._unwritten |= settings.durability == "memory"
 
     def trim(self) -> None:
@@ -464,17 +553,32 @@ class Keys:
         settings = self._topic.settings
         self.window.trim(self._clock.now(), settings.key_count, settings.key_age)
 
+    # --- Reserved keys ---------------------------------------------------------------------------------------------
+
+    def hold(self) -> None:
+        """A staged transaction begins: forget no reserved key from here on, until ``release``."""
+        self._holds += 1
+
+    def release(self) -> None:
+        """A staged transaction is finished."""
+        self._holds -= 1
+        if not self._holds:
+            self.reserved = set()
+
     # --- What outlives a segment, and the process --------------------------------------------------------------------
 
     def _keep(self, keys: KeyBlock, later: int) -> None:
-        """In a thread: a segment is about to go, and these are its keys. ``later`` more are in the segments after."""
+        """In a thread: a segment is about to be deleted. ``later`` more keys are in the segments after it."""
         assert self._files is not None
         settings = self._topic.settings
-        self._files.save(keys)
+        if self._holds:
+            self._files.save(keys)
+            return
+        self._files.save(keys.split()[0])
         self._files.expire(self._clock.wall(), settings.key_count, settings.key_age, later)
 
     def restore(self) -> bool:
-        """Read back what a start finds; False if that is nothing."""
+        """Read back what a start finds; False if that is nothing, and nothing is held."""
         assert self._files is not None
         settings = self._topic.settings
         now, wall = self._clock.now(), self._clock.wall()
@@ -482,24 +586,33 @@ class Keys:
         # From the newest on, and no more of them than count.
         blocks: list[KeyBlock] = []
         total = 0
-        for block in self._topic.log.keys():
-            block.skip(self._files.last + 1)
-            blocks.append(block)
-            total += len(block)
-            if total >= settings.key_count:
+        for found in self._topic.log.keys():
+            found.skip(self._files.last + 1)
+            block, reserved = found.split()
+            if self._holds:
+                self.reserved.update(reserved)
+            elif total >= settings.key_count:
                 break
-        self._files.expire(wall, settings.key_count, settings.key_age, total)
-        for block in reversed(saved):
-            if total >= settings.key_count:
+            if total < settings.key_count:
+                blocks.append(block)
+                total += len(block)
+        if not self._holds:
+            self._files.expire(wall, settings.key_count, settings.key_age, total)
+        for found in reversed(saved):
+            block, reserved = found.split()
+            if self._holds:
+                self.reserved.update(reserved)
+            elif total >= settings.key_count:
                 break
-            blocks.append(block)
-            total += len(block)
+            if total < settings.key_count:
+                blocks.append(block)
+                total += len(block)
         more = total
         for block in reversed(blocks):
             more -= len(block)
             self.window.load(block, now, wall, settings.key_count, settings.key_age, more)
         self.trim()
-        return bool(total)
+        return bool(total or self._holds)
 
     def close(self) -> None:
         """A clean stop. With durability ``memory`` much was never in a file, so the window itself is saved."""
@@ -508,9 +621,22 @@ class Keys:
             return
         now, wall = self._clock.now(), self._clock.wall()
         keys = KeyBlock()
-        for last, digests in window.digests():
+        for last, digests, contents in window.digests():
             keys.digests += digests
+            keys.contents += contents
             keys.times += array("q", [wall - (now - last)]) * (len(digests) // DIGEST)
         # Each stands for all that was stored so far.
         keys.seqs = array("q", [self._topic.log.end - 1]) * len(keys.times)
         self._files.replace(keys)
+
+
+def _compare(key: bytes, stored: int, content: int) -> None:
+    """KeyContentError if both are known, and differ."""
+    if UNKNOWN in (stored, content) or stored == content:
+        return
+    sizes = stored >> 32, content >> 32
+    how = f"{sizes[0]} bytes then, {sizes[1]} now" if sizes[0] != sizes[1] else f"{sizes[0]} bytes, with other content"
+    raise KeyContentError(
+        f"key {key.decode('ascii', 'replace')} was used for another publish ({how}): nothing was stored. "
+        "Use a new key for every publish, and repeat one unchanged"
+    )

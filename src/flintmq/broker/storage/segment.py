@@ -13,7 +13,8 @@ All numbers are big-endian. ``mark`` and both checksums (CRC-32C) are salted wit
 nothing inside a message body can pass for a record. ``started`` is the clock's now() of a deferred publish. A record
 is at most about 64 KiB of frames; a batch that needs more is a group: all its records but the last carry MORE, all
 but the first CONTINUES, and recovery drops a group that is not whole. Extra bytes in a topic's main log are a
-MessagePack map: ``key`` is the digest of an idempotency key, ``dead`` what a dead letter was before it died. A footer
+MessagePack map: ``key`` is the digest of an idempotency key and ``of`` the content that it was used for, ``dead`` what
+a dead letter was before it died. A footer
 holds the sparse index with its times, the spans of seqs, the deferrals, the keys and what was lost, so that a start
 reads only the files that have none.
 
@@ -76,6 +77,7 @@ class Segment:
         "index_offsets",
         "index_seqs",
         "index_times",
+        "key_bytes",
         "key_count",
         "key_crc",
         "key_failures",
@@ -115,6 +117,7 @@ class Segment:
         self.keys: KeyBlock | None = None
         self.key_count = 0
         self.key_crc = 0
+        self.key_bytes = 0
         # How often they could not be read.
         self.key_failures = 0
         # The open file, how many threads use it, and whether its name is on the device.
@@ -162,14 +165,15 @@ class Segment:
 
     def note_key(self, extra: bytes, flags: int, seq: int, timestamp: int) -> None:
         """A record with these extra bytes stands in it. All records of a batch have the same key, which counts once."""
-        digest = key_in(extra)
-        if digest is None:
+        key = key_in(extra)
+        if key is None:
             return
+        digest, content = key
         if self.keys is None:
             self.keys = KeyBlock()
         again = len(self.keys) and self.keys.last == digest
         if not (again and (flags & CONTINUES or self.keys.times[-1] == timestamp)):
-            self.keys.add(digest, seq, timestamp)
+            self.keys.add(digest, seq, timestamp, content)
             self.key_count = len(self.keys)
 
     def note_found(self, entry: Entry, offset: int, size: int) -> None:
@@ -215,8 +219,8 @@ class Segment:
         }
         if self.keys is not None and self.key_count:
             keys = self.keys.encode()
-            self.key_crc = google_crc32c.extend(self.salt, keys)
-            fields["keys"] = [self.key_count, self.key_crc]
+            self.key_crc, self.key_bytes = google_crc32c.extend(self.salt, keys), len(keys)
+            fields["keys"] = [self.key_count, self.key_crc, len(keys)]
         self.keys = None
         self.sealed = True
         body = msgspec.msgpack.encode(fields)
@@ -463,7 +467,9 @@ def read_footer(disk: Disk, fd: int, size: int, segment: Segment) -> bool:
     segment.deferrals = unpack_numbers(footer["deferrals"])
     lost = unpack_numbers(footer["lost"])
     segment.lost = list(zip(lost[::2], lost[1::2], strict=True))
-    segment.key_count, segment.key_crc = footer.get("keys", (0, 0))
+    # 0.1.0 wrote keys without what they stand for, and did not say how long they are.
+    segment.key_count, segment.key_crc, *key_bytes = footer.get("keys", (0, 0))
+    segment.key_bytes = key_bytes[0] if key_bytes else KeyBlock.size(segment.key_count, old=True)
     # Without a word about them it is of a time when there were none.
     segment.extras = footer.get("extras", False)
     segment.sealed = True
@@ -472,7 +478,7 @@ def read_footer(disk: Disk, fd: int, size: int, segment: Segment) -> bool:
 
 def read_keys(disk: Disk, fd: int, segment: Segment) -> KeyBlock | None:
     """The keys of a sealed segment, as they stand before its footer; None if they are damaged."""
-    data = disk.read(fd, KeyBlock.size(segment.key_count), segment.size)
+    data = disk.read(fd, segment.key_bytes, segment.size)
     if google_crc32c.extend(segment.salt, data) != segment.key_crc:
         return None
     return KeyBlock.decode(data, segment.key_count)

@@ -1,0 +1,230 @@
+"""HTTP routes for staged publishes: ``/stage/<verb>``. What they mean is in ``docs/staging.md``.
+
+Bodies are JSON, but for the chunks themselves: those are what ``/mpub?binary=true`` takes. What is refused is answered
+with ``{"message": "E_STAGE_FENCED …"}``: a code, and a sentence that says what to do.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Awaitable, Callable
+from struct import Struct
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import msgspec
+
+from flintmq.broker.stage.producer import Producer
+from flintmq.broker.stage.state import Decision
+from flintmq.errors import HttpError, StageError
+from flintmq.http.arguments import Arguments, is_number
+from flintmq.http.site import ADMIN, PUBLISH, READ, Request, Route
+from flintmq.kernel import SCAN_BAD, SCAN_MORE, Scan
+from flintmq.protocol.wire import valid_name
+
+if TYPE_CHECKING:
+    from flintmq.broker.daemon import Broker
+
+__all__ = ["routes"]
+
+#: The largest body of a call that is no chunk: a hundred thousand winners.
+CALL_BYTES = 16 << 20
+_MS = 1_000_000
+_i32 = Struct(">i")
+_PRODUCER = re.compile(r"[!-~]{1,128}")
+_ATTEMPT = re.compile(r"[A-Za-z0-9_-]{1,64}")
+
+
+class _Named(msgspec.Struct):
+    producer: str
+
+
+class _Open(_Named):
+    run: str
+    job: str
+    txn: int
+
+
+class _Begin(_Named):
+    epoch: int
+    txn: int
+    attempt: str
+    decided: Decision | None
+
+
+class _Prepare(_Named):
+    epoch: int
+    txn: int
+    winners: list[tuple[str, int, int]]
+
+
+class _Decide(_Named):
+    epoch: int
+    txn: int
+    nodes: dict[str, str]
+    print: Any = None
+
+
+class _Apply(_Named):
+    txn: int
+    set: str
+
+
+class _Done(_Named):
+    txn: int
+
+
+class _Abort(_Named):
+    epoch: int
+    txn: int
+
+
+_C = TypeVar("_C", bound=_Named)
+
+
+def routes(broker: Broker) -> list[Route]:
+    api = _StageApi(broker)
+    return [
+        Route("POST", "/stage/open", api.call(_Open, api.open), PUBLISH),
+        Route("POST", "/stage/begin", api.call(_Begin, api.begin), PUBLISH, unlogged=True),
+        Route("POST", "/stage/put", api.put, PUBLISH, unlogged=True),
+        Route("POST", "/stage/prepare", api.call(_Prepare, api.prepare), PUBLISH),
+        Route("POST", "/stage/decide", api.call(_Decide, api.decide), PUBLISH),
+        Route("POST", "/stage/apply", api.call(_Apply, api.apply), PUBLISH),
+        Route("POST", "/stage/done", api.call(_Done, api.done), PUBLISH),
+        Route("POST", "/stage/abort", api.call(_Abort, api.abort), PUBLISH),
+        Route("GET", "/stage", api.describe, READ),
+        Route("DELETE", "/stage", api.drop, ADMIN),
+    ]
+
+
+class _StageApi:
+    def __init__(self, broker: Broker) -> None:
+        self._broker = broker
+        self._staging = broker.stage
+
+    def call(
+        self, kind: type[_C], handle: Callable[[_C], Awaitable[dict[str, Any]]]
+    ) -> Callable[[Request], Awaitable[dict[str, Any]]]:
+        """A handler that reads a JSON body of this kind."""
+        decoder = msgspec.json.Decoder(kind)
+
+        async def handler(request: Request) -> dict[str, Any]:
+            body = await request.body(CALL_BYTES)
+            try:
+                asked = decoder.decode(body)
+            except msgspec.DecodeError as exc:
+                raise HttpError(400, f"INVALID_BODY: {exc}") from exc
+            _check_producer(asked.producer)
+            return await _translated(handle(asked))
+
+        return handler
+
+    async def open(self, asked: _Open) -> dict[str, Any]:
+        return await self._staging.producer(asked.producer).open(asked.run, asked.job, asked.txn)
+
+    async def begin(self, asked: _Begin) -> dict[str, Any]:
+        _check_attempt(asked.attempt)
+        _check_numbers(asked.epoch, asked.txn)
+        producer = self._staging.producer(asked.producer)
+        return await producer.begin(asked.epoch, asked.txn, asked.attempt, asked.decided)
+
+    async def prepare(self, asked: _Prepare) -> dict[str, Any]:
+        _check_numbers(asked.epoch, asked.txn)
+        return await self._staging.producer(asked.producer).prepare(asked.epoch, asked.txn, asked.winners)
+
+    async def decide(self, asked: _Decide) -> dict[str, Any]:
+        return await self._existing(asked).decide(asked.epoch, asked.txn, asked.nodes, asked.print)
+
+    async def apply(self, asked: _Apply) -> dict[str, Any]:
+        return await self._existing(asked).apply(asked.txn, asked.set)
+
+    async def done(self, asked: _Done) -> dict[str, Any]:
+        return await self._existing(asked).done(asked.txn)
+
+    async def abort(self, asked: _Abort) -> dict[str, Any]:
+        if asked.producer not in self._staging.producers:
+            return {"decided": False}
+        return await self._existing(asked).abort(asked.epoch, asked.txn)
+
+    def _existing(self, asked: _Named) -> Producer:
+        return self._staging.existing(asked.producer)
+
+    # --- Chunks ----------------------------------------------------------------------------------------------------
+
+    async def put(self, request: Request) -> dict[str, Any]:
+        arguments = request.arguments()
+        name = arguments.text("producer")
+        _check_producer(name)
+        attempt = arguments.text("attempt")
+        _check_attempt(attempt)
+        epoch, txn, chunk = (_number(arguments, name) for name in ("epoch", "txn", "chunk"))
+        topic = arguments.text("topic")
+        if not valid_name(topic):
+            raise HttpError(400, "INVALID_TOPIC")
+        delay = _number(arguments, "defer") if "defer" in arguments else 0
+        if delay and delay * _MS > self._settings_of(topic).max_defer:
+            raise HttpError(400, "INVALID_DEFER")
+        body = await request.body(self._broker.options.max_body_size, "BODY_TOO_BIG")
+        end, count = self._records(body)
+        producer = self._staging.producer(name)
+        await _translated(producer.put((epoch, txn, attempt), chunk, topic, delay, body, end, count))
+        return {}
+
+    def _settings_of(self, topic: str) -> Any:
+        found = self._broker.topics.get(topic)
+        return found.settings if found is not None else self._broker.settings.topic(topic)
+
+    def _records(self, body: bytearray) -> tuple[int, int]:
+        """``[count]{[size][body]}``, with the limits and errors of ``/mpub``: where the records end, and how many."""
+        options = self._broker.options
+        if len(body) < 4:
+            raise HttpError(413, "BAD_BODY")
+        count = int(_i32.unpack_from(body)[0])
+        if not 0 < count <= (options.max_body_size - 4) // 5:
+            raise HttpError(413, "BAD_BODY")
+        scan = Scan(4)
+        if scan.run(body, len(body), count, options.max_msg_size) in (SCAN_MORE, SCAN_BAD):
+            raise HttpError(413, "BAD_MESSAGE")
+        return scan.pos, count
+
+    # --- Operators -------------------------------------------------------------------------------------------------
+
+    async def describe(self, request: Request) -> dict[str, Any]:
+        return self._staging.describe()
+
+    async def drop(self, request: Request) -> dict[str, Any]:
+        arguments = request.arguments()
+        txn = _number(arguments, "txn") if "txn" in arguments else None
+        return await _translated(self._staging.drop(arguments.text("producer"), txn))
+
+
+_T = TypeVar("_T")
+
+
+async def _translated(work: Awaitable[_T]) -> _T:
+    try:
+        return await work
+    except StageError as exc:
+        raise HttpError(exc.status, str(exc)) from exc
+
+
+def _check_producer(name: str) -> None:
+    if not _PRODUCER.fullmatch(name):
+        raise HttpError(400, "INVALID_PRODUCER: 1 to 128 printable characters without spaces are needed")
+
+
+def _check_attempt(name: str) -> None:
+    if not _ATTEMPT.fullmatch(name):
+        raise HttpError(400, "INVALID_ATTEMPT: 1 to 64 letters, digits, _ or - are needed")
+
+
+def _check_numbers(*numbers: int) -> None:
+    if min(numbers) < 0:
+        raise HttpError(400, "INVALID_BODY: epoch and txn are not negative")
+
+
+def _number(arguments: Arguments, name: str) -> int:
+    text = arguments.text(name)
+    if not is_number(text):
+        raise HttpError(400, f"INVALID_ARG_{name.upper()}: a number is needed")
+    return int(text)

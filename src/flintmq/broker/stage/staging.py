@@ -1,0 +1,338 @@
+"""All staged publishes of a node: the producers, what they may take of the disk, and what a start finds of them.
+
+    flintmq/stage/HASH/state              what is known of a producer's transactions (state.py); HASH is of its name
+    flintmq/stage/HASH/E-T-NAME.rows      the rows of attempt NAME of transaction T in epoch E (rows.py)
+
+A ``Staging`` belongs to one broker. It owns the producers, the count of staged bytes, and the threads' turns. The
+rules are each producer's own.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections.abc import Callable
+from functools import partial
+from hashlib import blake2b
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from flintmq.broker.stage.producer import Producer
+from flintmq.broker.stage.rows import ROWS, Attempt
+from flintmq.broker.stage.state import APPLIED, PREPARED, Prepared, State, read_state
+from flintmq.broker.storage.disk import BACKGROUND
+from flintmq.broker.storage.keys import Keys
+from flintmq.errors import StageError
+
+if TYPE_CHECKING:
+    from flintmq.broker.daemon import Broker
+
+__all__ = ["Staging"]
+
+logger = logging.getLogger(__name__)
+
+T = TypeVar("T")
+
+#: Chunks that are written at once: the other threads of the disk are for commits and reads.
+WRITES_AT_ONCE = 2
+#: Seconds between two looks at what has to be dropped or forgotten.
+SWEEP = 60.0
+#: Nanoseconds after its last call that a producer with nothing unfinished is remembered.
+REMEMBER = 90 * 24 * 3600 * 1_000_000_000
+
+
+class Staging:
+    def __init__(self, broker: Broker) -> None:
+        self.broker = broker
+        self.producers: dict[str, Producer] = {}
+        self._root = broker.path / "flintmq" / "stage"
+        # Staged bytes: in files, and of chunks that are being written.
+        self.bytes = 0
+        self._reserved = 0
+        # Topics that unfinished sets have rows for; keys that are held for a set.
+        self._topics: set[str] = set()
+        self._held: dict[tuple[str, int], list[Keys]] = {}
+        self._writes = asyncio.Semaphore(WRITES_AT_ONCE)
+        self._waiting: list[asyncio.Future[None]] = []
+        # Counters.
+        self.applied_rows = 0
+        self.applied_bytes = 0
+        self.applied_sets = 0
+        self.put_count = 0
+
+    # --- Start and stop --------------------------------------------------------------------------------------------
+
+    def read(self) -> None:
+        """At the start, before topics are opened: what is there. StorageError if some of it is damaged."""
+        disk = self.broker.disk
+        if not disk.exists(self._root):
+            return
+        for name in disk.names(self._root):
+            self._read_producer(self._root / name)
+
+    def _read_producer(self, folder: Path) -> None:
+        disk, node = self.broker.disk, self.broker.node.hex()
+        state = read_state(disk, folder)
+        names = [name for name in disk.names(folder) if name.endswith(ROWS)]
+        if state is None:
+            # Nothing was ever answered for it but chunks, which without a state cannot be told whose they are.
+            for name in disk.names(folder):
+                disk.remove(folder / name)
+            disk.remove_folder(folder)
+            return
+        producer = self.producers[state.producer] = Producer(self, folder, state)
+        if state.node != node:
+            # A restored copy under another identity: the decisions of others name the original's sets.
+            state.node = node
+            for txn in [txn for txn, found in state.sets.items() if found.state == PREPARED]:
+                logger.warning("STAGE(%s): prepared transaction %d is dropped, the node is a copy", state.producer, txn)
+                del state.sets[txn]
+            producer.changed()
+        sealed = {
+            (found.epoch, txn, winner[0]): txn
+            for txn, found in state.sets.items()
+            if found.state != APPLIED
+            for winner in found.winners
+        }
+        now = self.broker.clock.now()
+        for name in names:
+            attempt = Attempt.found(disk, folder / name, now)
+            key = (attempt.epoch, attempt.txn, attempt.name) if attempt is not None else None
+            if attempt is None or key is None:
+                continue
+            known = state.sets.get(attempt.txn)
+            if key in sealed:
+                producer.sealed.setdefault(sealed[key], []).append(attempt)
+            elif attempt.epoch < max(state.epoch, state.fence) or (known is not None and known.epoch == attempt.epoch):
+                disk.remove(attempt.path)
+                continue
+            else:
+                producer.attempts[key] = attempt
+                state.fence = max(state.fence, attempt.epoch)
+            self.bytes += attempt.size
+        for txn, found in state.sets.items():
+            if found.state != APPLIED:
+                producer.sealed.setdefault(txn, [])
+                self._topics.update(found.topics)
+
+    def holds(self, topic: str) -> bool:
+        """Has an unfinished set rows for this topic? Asked at the start, before its keys are read."""
+        return topic in self._topics
+
+    def start(self) -> None:
+        """The topics are open: go on with what was being applied."""
+        for producer in self.producers.values():
+            for txn, found in producer.state.sets.items():
+                if found.state != APPLIED:
+                    for name in found.topics:
+                        topic = self.broker.topics.get(name)
+                        if topic is not None:
+                            self.hold(producer, txn, topic.own_keys())
+        for name in self._topics:
+            topic = self.broker.topics.get(name)
+            if topic is not None and topic.keys is not None:
+                # The hold that its keys were read with.
+                topic.keys.release()
+        self._topics.clear()
+        for producer in self.producers.values():
+            producer.resume()
+        self.broker.once("stage", SWEEP, self._sweep)
+
+    def stop(self) -> None:
+        """Nothing more is applied; the next start goes on."""
+        for producer in self.producers.values():
+            for apply in list(producer.applies.values()):
+                apply.cancel()
+
+    # --- Threads ---------------------------------------------------------------------------------------------------
+
+    def submit(
+        self, work: Callable[[], Any], done: Callable[[Any, BaseException | None], None], urgency: int = BACKGROUND
+    ) -> None:
+        """Run ``work`` in a thread, then ``done`` on the loop."""
+        if self.broker.disk.closing:
+            raise StageError(503, "E_STAGE_CLOSED", "the node stops: ask again when it is back")
+        self.broker.disk.submit(work, done, urgency)
+
+    async def run(self, work: Callable[[], T], urgency: int = BACKGROUND) -> T:
+        """Run ``work`` in a thread and wait for it."""
+        future: asyncio.Future[T] = asyncio.get_running_loop().create_future()
+
+        def done(result: T, error: BaseException | None) -> None:
+            if future.done():
+                return
+            if error is None:
+                future.set_result(result)
+            else:
+                future.set_exception(error)
+
+        self.submit(work, done, urgency)
+        return await future
+
+    async def write(self, work: Callable[[], T]) -> T:
+        """Run ``work``, which adds to a file of rows, when it is its turn."""
+        async with self._writes:
+            self.put_count += 1
+            return await self.run(work)
+
+    def make_folder(self, folder: Path) -> None:
+        """In a thread: make a producer's folder, and bring its name to the device."""
+        disk = self.broker.disk
+        if not disk.exists(self._root):
+            disk.make_folder(self._root)
+            disk.sync_folder(self._root.parent)
+        if not disk.exists(folder):
+            disk.make_folder(folder)
+        disk.sync_folder(self._root)
+
+    def tell(self) -> None:
+        """Something changed that somebody may wait for with ``until``."""
+        waiting, self._waiting = self._waiting, []
+        for future in waiting:
+            if not future.done():
+                future.set_result(None)
+
+    async def until(self, condition: Callable[[], bool]) -> None:
+        while not condition():
+            future: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+            self._waiting.append(future)
+            await future
+
+    # --- Room ------------------------------------------------------------------------------------------------------
+
+    def reserve(self, size: int) -> None:
+        """A chunk of this size is about to be written. StageError if there is no room for it."""
+        broker = self.broker
+        most = broker.options.max_staged_bytes
+        if self.bytes + self._reserved + size > most:
+            raise StageError(
+                507,
+                "E_STAGE_FULL",
+                f"{self.bytes} bytes are staged, --max-staged-bytes allows {most}: try again when others have "
+                "committed, or write smaller batches",
+            )
+        if broker.refusing:
+            raise StageError(507, "E_STAGE_FULL", f"{broker.refusing}: try again later")
+        self._reserved += size
+
+    def unreserve(self, size: int) -> None:
+        self._reserved -= size
+
+    def count_bytes(self, size: int) -> None:
+        """So many bytes more are in files, or fewer."""
+        self.bytes += size
+
+    def check_room(self, size: int) -> None:
+        """StageError if there is no room for a set to be applied: its rows are written once more."""
+        broker = self.broker
+        free = broker.disk.free(broker.path)
+        if free - size < broker.options.disk_reserve:
+            raise StageError(
+                507,
+                "E_STAGE_FULL",
+                f"{size} bytes cannot be committed, {free} are free and {broker.options.disk_reserve} are kept in "
+                "reserve: make room, then try again",
+            )
+
+    # --- Keys ------------------------------------------------------------------------------------------------------
+
+    def hold(self, producer: Producer, txn: int, keys: Keys) -> None:
+        """Keep the reserved keys of a topic until ``release``."""
+        held = self._held.setdefault((producer.name, txn), [])
+        if keys not in held:
+            keys.hold()
+            held.append(keys)
+
+    def release(self, producer: Producer, txn: int) -> None:
+        """A set is applied, or dropped."""
+        for keys in self._held.pop((producer.name, txn), ()):
+            keys.release()
+
+    def applied(self, found: Prepared) -> None:
+        """Count a set that was applied."""
+        self.applied_sets += 1
+        self.applied_rows += sum(total.count for total in found.topics.values())
+        self.applied_bytes += sum(total.bytes for total in found.topics.values())
+
+    # --- Producers -------------------------------------------------------------------------------------------------
+
+    def producer(self, name: str) -> Producer:
+        """The producer, made if need be."""
+        producer = self.producers.get(name)
+        if producer is None:
+            folder = self._root / blake2b(name.encode(), digest_size=16).hexdigest()
+            producer = self.producers[name] = Producer(self, folder, State(name, self.broker.node.hex()))
+        producer.touched = self.broker.clock.now()
+        return producer
+
+    def existing(self, name: str) -> Producer:
+        if name not in self.producers:
+            raise StageError(
+                404,
+                "E_STAGE_UNKNOWN",
+                f"producer {name} is not known here: it staged nothing, or was not heard of for long",
+            )
+        return self.producer(name)
+
+    async def drop(self, name: str, txn: int | None) -> dict[str, Any]:
+        """An operator drops what is staged of a producer; without ``txn`` the producer is forgotten."""
+        producer = self.existing(name)
+        answer = await producer.drop(txn)
+        if txn is None and producer.idle:
+            self._forget(producer)
+        return answer
+
+    def _forget(self, producer: Producer) -> None:
+        del self.producers[producer.name]
+        if not self.broker.disk.closing:
+            self.submit(partial(self._remove, producer.folder), self._removed)
+
+    def _remove(self, folder: Path) -> None:
+        disk = self.broker.disk
+        if disk.exists(folder):
+            for name in disk.names(folder):
+                disk.remove(folder / name)
+            disk.remove_folder(folder)
+
+    def _removed(self, _: None, error: BaseException | None) -> None:
+        if error is not None:
+            logger.error("STAGE: a folder cannot be deleted - %s", error)
+
+    def _sweep(self) -> None:
+        self.broker.once("stage", SWEEP, self._sweep)
+        clock, timeout = self.broker.clock, self.broker.options.stage_timeout
+        now, wall = clock.now(), clock.wall()
+        for producer in list(self.producers.values()):
+            try:
+                producer.expire(now, timeout)
+                quiet = min(now - producer.touched, wall - producer.state.time) if producer.state.time else 0
+                if producer.idle and quiet > REMEMBER:
+                    self._forget(producer)
+            except Exception:
+                logger.exception("STAGE(%s): cannot be looked at", producer.name)
+
+    # --- For operators ---------------------------------------------------------------------------------------------
+
+    def describe(self) -> dict[str, Any]:
+        """Everything, for ``GET /stage``."""
+        producers = [self.producers[name].describe() for name in sorted(self.producers)]
+        return {"bytes": self.bytes, "max_bytes": self.broker.options.max_staged_bytes, "producers": producers}
+
+    def summary(self) -> dict[str, Any]:
+        """Numbers, for ``/stats`` and metrics."""
+        sets = [found for one in self.producers.values() for found in one.state.sets.values()]
+        waiting = [found for found in sets if found.state != APPLIED]
+        attempts = [attempt for one in self.producers.values() for attempt in one.attempts.values()]
+        now, wall = self.broker.clock.now(), self.broker.clock.wall()
+        return {
+            "producers": len(self.producers),
+            "bytes": self.bytes,
+            "attempts": len(attempts),
+            "oldest_attempt_seconds": max(((now - one.touched) // 1_000_000_000 for one in attempts), default=0),
+            "prepared_sets": len(waiting),
+            "oldest_set_seconds": max(((wall - found.time) // 1_000_000_000 for found in waiting), default=0),
+            "chunks": self.put_count,
+            "applied_sets": self.applied_sets,
+            "applied_rows": self.applied_rows,
+            "applied_bytes": self.applied_bytes,
+        }
