@@ -14,7 +14,7 @@ import pytest
 pytest.importorskip("pyspark")
 
 from .conftest import run_query, small_session, start_query, wait_for
-from .test_sink import consume, count_of, to, write
+from .sink_tools import consume, count_of, to, write
 
 #: Rows of a write: more than two Arrow batches of 10,000, and divisible by nothing.
 ROWS = 25_013
