@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from flintmq.spark.shipped.net import Connection
 from flintmq.spark.shipped.options import read_sink_options
 
@@ -36,3 +38,25 @@ def count_of(nsqd, topic):
     """How many messages were ever published to a topic."""
     stats = nsqd.get("/stats", format="json", topic=topic)
     return stats["topics"][0]["message_count"] if stats["topics"] else 0
+
+
+#: Rows of a write: more than two Arrow batches of 10,000, and divisible by nothing.
+ROWS = 25_013
+
+
+def odd_rows(spark, count=ROWS):
+    """Rows of 3 to 2,050 bytes that begin with their number."""
+    size = "cast(pmod(hash(id), 2039) as int)"
+    return spark.range(count, numPartitions=1).selectExpr(
+        f"concat(cast(id as string), ':', repeat('x', {size})) as value"
+    )
+
+
+def ledger(nsqd, topic, rows=ROWS):
+    """Compare the topic with the rows 0 to ``rows``: how many are missing, how many there are too many."""
+    published = count_of(nsqd, topic)
+    found = Counter(int(body.partition(b":")[0]) for body in consume(nsqd, topic, published))
+    return {"lost": len(set(range(rows)) - found.keys()), "doubled": published - len(found), "of": rows}
+
+
+EXACT = {"lost": 0, "doubled": 0, "of": ROWS}

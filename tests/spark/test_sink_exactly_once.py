@@ -7,35 +7,13 @@ the topic itself, consumed row by row.
 from __future__ import annotations
 
 import time
-from collections import Counter
 
 import pytest
 
 pytest.importorskip("pyspark")
 
-from .conftest import run_query, small_session, start_query, wait_for
-from .sink_tools import consume, count_of, to, write
-
-#: Rows of a write: more than two Arrow batches of 10,000, and divisible by nothing.
-ROWS = 25_013
-
-
-def odd_rows(spark, count=ROWS):
-    """Rows of 3 to 2,050 bytes that begin with their number."""
-    size = "cast(pmod(hash(id), 2039) as int)"
-    return spark.range(count, numPartitions=1).selectExpr(
-        f"concat(cast(id as string), ':', repeat('x', {size})) as value"
-    )
-
-
-def ledger(nsqd, topic, rows=ROWS):
-    """Compare the topic with the rows 0 to ``rows``: how many are missing, how many there are too many."""
-    published = count_of(nsqd, topic)
-    found = Counter(int(body.partition(b":")[0]) for body in consume(nsqd, topic, published))
-    return {"lost": len(set(range(rows)) - found.keys()), "doubled": published - len(found), "of": rows}
-
-
-EXACT = {"lost": 0, "doubled": 0, "of": ROWS}
+from .conftest import run_query, start_query, wait_for
+from .sink_tools import EXACT, ROWS, ledger, odd_rows, to, write
 
 
 def failing(after, *, while_exists=None, shuffled=False):
@@ -121,11 +99,11 @@ def topic_to_topic(spark, source, target, name, checkpoint, upstream, reading=No
 
 @pytest.fixture
 def source(start_node):
-    """A broker with a full topic."""
+    """A broker with a topic of 160 MB: more than fits between its log and the sink."""
     node = start_node()
     node.post("/topic/create", topic="source")
     node.post("/channel/create", topic="source", channel="holder")
-    node.publish("source", [b"%d:%b" % (number, b"x" * (number * 7919 % 2039)) for number in range(ROWS)])
+    node.publish("source", (b"%d:%b" % (number, b"x" * (number * 7919 % 13_001)) for number in range(ROWS)))
     return node
 
 
@@ -177,52 +155,4 @@ def test_the_broker_of_the_source_is_killed_in_the_middle_of_a_batch(spark, brok
     except Exception:
         run_query(start)
     query.stop()
-    assert ledger(broker, topic) == EXACT
-
-
-@pytest.fixture(scope="module")
-def speculative(spark_environment, tmp_path_factory):
-    """A session with two executors that starts slow tasks twice. A local one never does."""
-    settings = {
-        "spark.speculation": "true",
-        "spark.speculation.interval": "100ms",
-        "spark.speculation.multiplier": "1.1",
-        "spark.speculation.quantile": "0.3",
-        "spark.speculation.minTaskRuntime": "200ms",
-        "spark.executor.memory": "512m",
-    }
-    session = small_session("local-cluster[2,2,1024]", tmp_path_factory.mktemp("cluster"), **settings)
-    yield session
-    session.stop()
-
-
-def test_a_slow_task_runs_twice_and_its_rows_come_in_another_order(speculative, broker, topic, tmp_path):
-    rows = odd_rows(speculative).repartition(4)
-    seen = tmp_path / "seen"
-    seen.mkdir()
-    folder = str(seen)
-
-    def slow_first(batches):
-        import os
-        import random
-        import time
-
-        import pyarrow as pa
-        from pyspark import TaskContext
-
-        task = TaskContext.get()
-        name = os.path.join(folder, f"{task.partitionId()}-{task.attemptNumber()}")
-        open(name, "w").close()
-        slow = task.partitionId() == 0 and task.attemptNumber() == 0
-        for batch in batches:
-            order = list(range(batch.num_rows))
-            random.shuffle(order)
-            batch = batch.take(pa.array(order))
-            for first in range(0, batch.num_rows, 619):
-                yield batch.slice(first, 619)
-                if slow:
-                    time.sleep(1.0)
-
-    write(rows.mapInArrow(slow_first, "value string"), to(broker, topic=topic, mpubMaxMessages="101"))
-    assert {path.name for path in seen.iterdir()} > {"0-0", "0-1"}
     assert ledger(broker, topic) == EXACT
