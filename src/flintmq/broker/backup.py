@@ -40,6 +40,8 @@ from flintmq import __version__
 from flintmq.broker import takeover
 from flintmq.broker.data_path import FORMAT, LOST, RECOVERED, RESTORING
 from flintmq.broker.delivery.topic import RESERVE
+from flintmq.broker.stage.rows import Attempt
+from flintmq.broker.stage.state import APPLIED, STATE, encode_state, read_state
 from flintmq.broker.storage.disk import Disk, SystemClock
 from flintmq.broker.storage.ids import NODE_IDS
 from flintmq.broker.storage.journal import FILE_HEADER as JOURNAL_HEADER
@@ -160,6 +162,8 @@ class _Copy:
         try:
             self._pin(self._segments())
             self._copy_about()
+            # Before the logs: what it calls applied is in them.
+            self._copy_stage()
             self._copy_keys()
             journals = self._copy_journal()
             state = _replay(self.target / DATA / "journal")
@@ -233,6 +237,42 @@ class _Copy:
             return (self._root / NODE_IDS).read_bytes()
         except FileNotFoundError:
             return b""
+
+    def _copy_stage(self) -> None:
+        """What is known of staged transactions, and the rows of prepared ones. What is being staged is left out."""
+        for name in _names(self._root / "stage"):
+            for _ in range(_TRIES):
+                if self._try_stage(f"stage/{name}"):
+                    break
+            else:
+                raise BackupError(f"the staged rows in {self._root / 'stage' / name} change all the time: try later")
+
+    def _try_stage(self, folder: str) -> bool:
+        """Copy the files of one producer; False if some were deleted before they could be opened."""
+        state = read_state(self._disk, self._root / folder)
+        if state is None:
+            return True
+        with ExitStack() as opened:
+            rows: list[tuple[str, int]] = []
+            for txn, found in state.sets.items():
+                for attempt, chunks, _count in found.winners if found.state != APPLIED else ():
+                    if not chunks:
+                        continue
+                    path = f"{folder}/{Attempt.file_name(found.epoch, txn, attempt)}"
+                    try:
+                        fd = os.open(self._root / path, os.O_RDONLY | os.O_CLOEXEC)
+                    except FileNotFoundError:
+                        # It was applied, or dropped, and the state says so now.
+                        return False
+                    opened.callback(os.close, fd)
+                    rows.append((path, fd))
+            for path, fd in rows:
+                with _Output(self, path) as out:
+                    while piece := os.pread(fd, _STEP, out.size):
+                        out.write(piece)
+            with _Output(self, f"{folder}/{STATE}") as out:
+                out.write(encode_state(state))
+        return True
 
     def _copy_keys(self) -> None:
         """The files with the keys of segments that are gone. What goes from here on is held, and has its own."""

@@ -170,7 +170,7 @@ class TopicLimits:
         begun = admitted or self._topic.log.in_group
         if not begun:
             self.check(count, body_bytes)
-        if self._bucket is not None:
+        if self._bucket is not None and not admitted:
             if begun:
                 self._bucket.spend(count)
             elif not self._bucket.take(count):
@@ -179,6 +179,11 @@ class TopicLimits:
         self._room_bytes -= size
         if self._most_bytes:
             self._mark(size)
+
+    def pay(self, count: int) -> None:
+        """So many messages will be published later, without being asked for their rate. RateError: not yet."""
+        if self._bucket is not None and not self._bucket.take(count):
+            raise RateError(f"limit of {self._bucket.rate} messages a second reached")
 
     def check(self, count: int, body_bytes: int) -> None:
         """LimitError if so many more messages are more than the topic may hold."""

@@ -187,6 +187,9 @@ class Server:
             # What it has not taken would be kept for it for ever.
             transport.abort()
             raise ConnectionError("the client takes no more") from exc
+        except asyncio.CancelledError:
+            transport.abort()
+            raise
         except ConnectionError:
             raise
         except Exception as exc:

@@ -2,12 +2,23 @@
 
 from __future__ import annotations
 
+import asyncio
+import random
 from collections import Counter
+from functools import partial
+from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import StartBroker
 
+from flintmq.broker import backup
 from flintmq.broker.daemon import Broker
+from flintmq.broker.delivery.commit import SLICED_FROM
+from flintmq.broker.stage import apply as apply_module
+from support.fakes import Client, FakeClock, quiet, until
+from support.http_client import HttpClient
+from support.simdisk import SimDisk
 from support.stage_client import Refused, StageClient, stored
 
 
@@ -79,3 +90,265 @@ async def test_a_fenced_job_can_do_nothing(broker: Broker) -> None:
             with pytest.raises(Refused, match="E_STAGE_FENCED") as refused:
                 await call
             assert refused.value.status == 409
+
+
+# --- Sums -------------------------------------------------------------------------------------------------------------
+
+
+async def test_sums_depend_neither_on_order_nor_on_chunks(broker: Broker) -> None:
+    choice = random.Random(3)
+    rows = [choice.randbytes(choice.randrange(1, 400)) for _ in range(200)]
+    sums = set()
+    async with StageClient.connect(broker) as client:
+        for txn, size in enumerate((1, 7, 200)):
+            choice.shuffle(rows)
+            opened = await client.open(txn, job=f"job-{txn}")
+            chunks = [rows[at : at + size] for at in range(0, len(rows), size)]
+            winner = await client.stage(opened["epoch"], txn, "a", chunks, decided=opened["decided"])
+            prepared = await client.prepare(opened["epoch"], txn, [winner])
+            sums.add(prepared["topics"]["t"]["sum"])
+        assert len(sums) == 1
+        # Another row, or another topic, makes another sum.
+        for other in ([*rows[:-1], rows[0]], [*rows[:-1], rows[-1] + b"x"]):
+            txn += 1
+            opened = await client.open(txn, job=f"job-{txn}")
+            winner = await client.stage(opened["epoch"], txn, "a", [other], decided=opened["decided"])
+            sums.add((await client.prepare(opened["epoch"], txn, [winner]))["topics"]["t"]["sum"])
+        opened = await client.open(txn + 1, job="job-u")
+        winner = await client.stage(opened["epoch"], txn + 1, "a", [rows], "u", decided=opened["decided"])
+        sums.add((await client.prepare(opened["epoch"], txn + 1, [winner]))["topics"]["u"]["sum"])
+        assert len(sums) == 4
+
+
+# --- Requests ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("target", "body", "message"),
+    [
+        ("/stage/open", b"{", "INVALID_BODY"),
+        ("/stage/open", b'{"producer": "q", "run": "r", "job": "j"}', "INVALID_BODY"),
+        ("/stage/open", b'{"producer": "", "run": "r", "job": "j", "txn": 0}', "INVALID_PRODUCER"),
+        ("/stage/begin", b'{"producer": "q", "epoch": 1, "txn": 0, "attempt": "a"}', "INVALID_BODY"),
+        ("/stage/begin", b'{"producer": "q", "epoch": 1, "txn": 0, "attempt": "../a", "decided": null}', "INVALID_ATT"),
+        ("/stage/begin", b'{"producer": "q", "epoch": 1, "txn": -1, "attempt": "a", "decided": null}', "INVALID_BODY"),
+        ("/stage/put?producer=q", b"", "MISSING_ARG_ATTEMPT"),
+        ("/stage/put?producer=q&epoch=1&txn=0&attempt=a&chunk=x&topic=t", b"", "INVALID_ARG_CHUNK"),
+        ("/stage/put?producer=q&epoch=1&txn=0&attempt=a&chunk=0&topic=..*", b"", "INVALID_TOPIC"),
+        ("/stage/put?producer=q&epoch=1&txn=0&attempt=a&chunk=0&topic=t&defer=99999999999", b"", "INVALID_DEFER"),
+        ("/stage/put?producer=q&epoch=1&txn=0&attempt=a&chunk=0&topic=t", b"", "BAD_BODY"),
+        ("/stage/put?producer=q&epoch=1&txn=0&attempt=a&chunk=0&topic=t", b"\0\0\0\2\0\0\0\1x", "BAD_MESSAGE"),
+        ("/stage/put?producer=q&epoch=1&txn=0&attempt=a&chunk=0&topic=t", b"\0\0\0\1\0\0\0\0", "BAD_MESSAGE"),
+        ("/stage/apply", b'{"producer": "nobody", "txn": 0, "set": "x"}', "E_STAGE_UNKNOWN"),
+    ],
+)
+async def test_what_is_no_call_is_refused(broker: Broker, target: str, body: bytes, message: str) -> None:
+    async with HttpClient.connect(broker.http_address) as http:
+        answer = await http.post(target, body)
+        assert 400 <= answer.status < 500
+        assert answer.message.startswith(message)
+
+
+# --- Limits -----------------------------------------------------------------------------------------------------------
+
+
+async def test_staged_bytes_have_a_limit(start_broker: StartBroker) -> None:
+    broker = await start_broker(http_address="127.0.0.1:0", max_staged_bytes=10_000)
+    async with StageClient.connect(broker) as client:
+        await client.open(0)
+        winner = await client.stage(1, 0, "a", [[b"x" * 9_000]])
+        await client.begin(1, 0, "b")
+        with pytest.raises(Refused, match=r"507 E_STAGE_FULL .*max-staged-bytes"):
+            await client.put(1, 0, "b", 0, [b"x" * 2_000])
+        prepared = await client.prepare(1, 0, [winner])
+        await client.decide(1, 0, {"n": prepared["set"]})
+        await client.apply(0, prepared["set"])
+        await client.done(0)
+        assert broker.stage.bytes == 0
+        await client.commit(1, [[b"x" * 9_000]], "job-2")
+
+
+async def test_a_topic_that_is_full_refuses_to_prepare_and_never_to_apply(start_broker: StartBroker) -> None:
+    broker = await start_broker(http_address="127.0.0.1:0")
+    async with StageClient.connect(broker) as client:
+        broker.topic("t")
+        assert (await client.http.ask("PUT", "/topic/config?topic=t", b'{"max-messages": 10}')).status == 200
+        for txn, count in enumerate((11, 10)):
+            opened = await client.open(txn, job=f"job-{txn}")
+            rows = [b"%d" % number for number in range(count)]
+            winner = await client.stage(opened["epoch"], txn, "a", [rows], decided=opened["decided"])
+            if count > 10:
+                with pytest.raises(Refused, match=r"429 E_STAGE_LIMIT .*limit of 10 messages"):
+                    await client.prepare(opened["epoch"], txn, [winner])
+                continue
+            prepared = await client.prepare(opened["epoch"], txn, [winner])
+        await Client(broker).publish("t", b"in between", b"and another")
+        await client.decide(opened["epoch"], 1, {"n": prepared["set"]})
+        broker.refuse("the disk is nearly full")
+        assert await client.apply(1, prepared["set"]) == {"topics": {"t": 10}}
+        with pytest.raises(Refused, match="507 E_STAGE_FULL the disk is nearly full"):
+            opened = await client.open(2, job="job-2")
+            await client.stage(opened["epoch"], 2, "a", [[b"x"]], decided=opened["decided"])
+
+
+async def test_rows_are_put_no_faster_than_the_topic_may_be_filled(start_broker: StartBroker, clock: FakeClock) -> None:
+    broker = await start_broker(http_address="127.0.0.1:0")
+    async with StageClient.connect(broker) as client:
+        topic = broker.topic("t")
+        assert (await client.http.ask("PUT", "/topic/config?topic=t", b'{"publish-rate": 10}')).status == 200
+        await client.open(0)
+        await client.begin(1, 0, "a")
+        await client.put(1, 0, "a", 0, [b"x"] * 10)
+        with pytest.raises(Refused, match="429 E_STAGE_LIMIT"):
+            await client.put(1, 0, "a", 1, [b"x"] * 10)
+        clock.advance(1)
+        await client.put(1, 0, "a", 1, [b"x"] * 10)
+        prepared = await client.prepare(1, 0, [("a", 2, 20)])
+        await client.decide(1, 0, {"n": prepared["set"]})
+        clock.advance(1)
+        # What was paid for is not paid for again.
+        assert await client.apply(0, prepared["set"]) == {"topics": {"t": 20}}
+        await Client(broker).publish("t", *[b"x"] * 10)
+        assert topic.message_count == 30
+
+
+@pytest.mark.parametrize("durability", ["memory", "os", "fsync"])
+@pytest.mark.parametrize("topic", ["t", "e%23ephemeral"])
+async def test_whatever_the_topic_is(start_broker: StartBroker, durability: str, topic: str) -> None:
+    broker = await start_broker(http_address="127.0.0.1:0", durability=durability, mem_queue_size=100_000)
+    async with StageClient.connect(broker) as client:
+        rows = [b"%d" % number for number in range(SLICED_FROM + 500)]
+        await client.commit(0, [rows[:100], rows[100:]], "job-1", topic)
+    assert stored(broker, topic.replace("%23", "#")) == Counter(rows)
+
+
+async def test_delays_begin_with_the_commit(start_broker: StartBroker, clock: FakeClock) -> None:
+    broker = await start_broker(http_address="127.0.0.1:0")
+    broker.topic("t").channel("c")
+    async with StageClient.connect(broker) as client:
+        await client.open(0)
+        await client.begin(1, 0, "a")
+        await client.put(1, 0, "a", 0, [b"later"] * 3, defer=60_000)
+        await client.put(1, 0, "a", 1, [b"now"])
+        prepared = await client.prepare(1, 0, [("a", 2, 4)])
+        await client.decide(1, 0, {"n": prepared["set"]})
+        clock.advance(3600)
+        await client.apply(0, prepared["set"])
+    channel = broker.topics["t"].channels["c"]
+    await quiet(broker)
+    assert (len(channel.deferred), channel.depth) == (3, 1)
+
+
+async def test_a_topic_that_was_deleted_is_made_anew(broker: Broker) -> None:
+    async with StageClient.connect(broker) as client:
+        await client.commit(0, [[b"one"]], "job-1")
+        opened = await client.open(1, job="job-2")
+        winner = await client.stage(opened["epoch"], 1, "a", [[b"two"]], decided=opened["decided"])
+        prepared = await client.prepare(opened["epoch"], 1, [winner])
+        await client.decide(opened["epoch"], 1, {"n": prepared["set"]})
+        broker.delete_topic("t")
+        await client.apply(1, prepared["set"])
+    assert stored(broker) == Counter([b"two"])
+
+
+async def test_a_key_of_a_client_is_never_one_of_ours(broker: Broker) -> None:
+    """Staged rows take no place in the window of keys, and work where no keys are remembered."""
+    async with StageClient.connect(broker) as client:
+        broker.topic("t")
+        assert (await client.http.ask("PUT", "/topic/config?topic=t", b'{"key-count": 0}')).status == 200
+        await client.commit(0, [[b"%d" % number] for number in range(20)], "job-1")
+    keys = broker.topics["t"].keys
+    assert keys is not None and len(keys.window) == 0
+    assert broker.topics["t"].message_count == 20
+
+
+async def test_a_disk_that_fails_delays_a_commit_and_repeats_nothing(
+    start_broker: StartBroker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(apply_module, "RETRY", 0.01)
+    disk = SimDisk(tmp_path)
+    broker = await start_broker(http_address="127.0.0.1:0", disk=disk)
+    rows = [[b"%d" % (number + 10 * chunk) for number in range(10)] for chunk in range(20)]
+    async with StageClient.connect(broker) as client:
+        await client.open(0)
+        prepared = await client.prepare(1, 0, [await client.stage(1, 0, "a", rows)])
+        await client.decide(1, 0, {"n": prepared["set"]})
+        disk.fail("write", 28, times=3, path=".seg", short=20)
+        with pytest.raises(Refused, match="503 E_STAGE_FULL transaction 0 is decided"):
+            await client.apply(0, prepared["set"])
+        producer = broker.stage.producers["query-1"]
+        await until(lambda: not producer.applies)
+        assert await client.apply(0, prepared["set"]) == {"topics": {"t": 200}}
+    assert stored(broker) == Counter(body for chunk in rows for body in chunk)
+
+
+# --- Operators --------------------------------------------------------------------------------------------------------
+
+
+async def test_stats_and_metrics_show_what_is_staged(broker: Broker) -> None:
+    async with StageClient.connect(broker) as client:
+        await client.open(0)
+        winner = await client.stage(1, 0, "a", CHUNKS)
+        staging = (await client.http.get("/stats?format=json&extended=true")).json["staging"]
+        assert staging["attempts"] == 1 and staging["bytes"] > 4_000
+        assert staging["producers"][0]["staging"]["rows"] == 6
+        assert "staging" not in (await client.http.get("/stats?format=json")).json
+        prepared = await client.prepare(1, 0, [winner])
+        metrics = (await client.http.get("/metrics")).body.decode()
+        assert "nsqd_staged_sets 1\n" in metrics and "nsqd_staged_attempts 0\n" in metrics
+        await client.decide(1, 0, {"n": prepared["set"]})
+        await client.apply(0, prepared["set"])
+        metrics = (await client.http.get("/metrics")).body.decode()
+        for line in ("nsqd_staged_bytes 0", "nsqd_staged_commits_total 1", "nsqd_staged_messages_total 6"):
+            assert f"{line}\n" in metrics
+
+
+@pytest.mark.parametrize("same_node", [True, False])
+async def test_a_backup_has_prepared_sets_and_decisions(
+    start_broker: StartBroker, tmp_path: Path, same_node: bool
+) -> None:
+    (tmp_path / "data").mkdir()
+    options: dict[str, Any] = {"http_address": "127.0.0.1:0"}
+    broker = await start_broker(data_path=tmp_path / "data", **options)
+    async with StageClient.connect(broker) as client:
+        await client.commit(0, [[b"zero"]], "job-0")
+        opened = await client.open(1, job="job-1")
+        epoch = opened["epoch"]
+        winner = await client.stage(epoch, 1, "a", CHUNKS, decided=opened["decided"])
+        prepared = await client.prepare(epoch, 1, [winner])
+        await client.decide(epoch, 1, {"n": prepared["set"]}, "one")
+        await client.begin(epoch, 2, "b")
+        await client.put(epoch, 2, "b", 0, [b"not yet"])
+        make = partial(backup.make, tmp_path / "data", tmp_path / "copy")
+        manifest = await asyncio.get_running_loop().run_in_executor(None, make)
+    assert sorted(Path(file.path).suffix for file in manifest.files if "/stage/" in file.path) == ["", ".rows"]
+    backup.verify(tmp_path / "copy")
+    backup.restore(tmp_path / "copy", tmp_path / "back", same_node=same_node)
+    restored = await start_broker(data_path=tmp_path / "back", **options)
+    async with StageClient.connect(restored) as client:
+        opened = await client.open(1, run="run-2", job="job-9")
+        assert opened["decided"]["print"] == "one"
+        if same_node:
+            await client.apply(1, prepared["set"])
+            assert stored(restored) == ROWS
+        else:
+            with pytest.raises(Refused, match="E_STAGE_UNKNOWN"):
+                await client.apply(1, prepared["set"])
+        assert restored.stage.bytes == 0
+
+
+async def test_puts_of_several_tasks_at_once(broker: Broker) -> None:
+    rows = [b"%d" % number for number in range(6_000)]
+
+    async def task(number: int) -> tuple[str, int, int]:
+        async with StageClient.connect(broker) as client:
+            mine = rows[number::6]
+            return await client.stage(1, 0, f"task{number}", [mine[at : at + 37] for at in range(0, len(mine), 37)])
+
+    async with StageClient.connect(broker) as client:
+        await client.open(0)
+        winners = await asyncio.gather(*map(task, range(6)))
+        prepared = await client.prepare(1, 0, list(winners))
+        await client.decide(1, 0, {"n": prepared["set"]})
+        await client.apply(0, prepared["set"])
+    assert broker.topics["t"].message_count == 6_000

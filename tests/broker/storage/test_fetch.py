@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
+import socket
 from collections.abc import AsyncIterator
 from itertools import pairwise
 from pathlib import Path
@@ -721,3 +723,58 @@ async def test_a_mark_of_a_removed_file_does_not_outlive_the_next_one(start_brok
         async with HttpClient.connect(broker.http_address) as http:
             answer = await fetch(http, stop, stop)
             assert answer.status == 410 and answer.json["first"] > stop
+
+
+# --- Readers that do not read -----------------------------------------------------------------------------------------
+
+
+@contextlib.asynccontextmanager
+async def stalled_readers(broker: Broker, written: dict[int, bytes], count: int) -> AsyncIterator[list[HttpClient]]:
+    """So many readers that ask for all of it and take nothing of the answer."""
+    async with contextlib.AsyncExitStack() as stack:
+        clients = []
+        for _ in range(count):
+            client = await stack.enter_async_context(HttpClient.connect(broker.http_address))
+            client.writer.transport.pause_reading()  # type: ignore[attr-defined]
+            sock = client.writer.transport.get_extra_info("socket")
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 65_536)
+            target = f"/log/fetch?topic=t&from={min(written)}&to={max(written)}&max_bytes={1 << 30}"
+            client.send(request_of("GET", target))
+            clients.append(client)
+        yield clients
+
+
+async def test_readers_that_take_nothing_keep_no_turn_from_others(broker: Broker) -> None:
+    written = await filled(broker, 4_000, 3_000)
+    async with stalled_readers(broker, written, 40), HttpClient.connect(broker.http_address) as http:
+        async with asyncio.timeout(20):
+            assert await read(http, min(written), max(written) + 1) == written
+
+
+async def test_the_reader_that_takes_nothing_goes_when_others_wait(
+    broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(fetch_module, "AT_ONCE", 4)
+    monkeypatch.setattr(fetch_module, "STALLED", 0.05)
+    written = await filled(broker, 4_000, 3_000)
+    async with stalled_readers(broker, written, 4) as stalled, HttpClient.connect(broker.http_address) as http:
+        async with asyncio.timeout(20):
+            for _ in range(2):
+                assert await read(http, min(written), max(written) + 1) == written
+            # It is told by the end of its connection, not by an answer that looks whole.
+            stalled[0].writer.transport.resume_reading()  # type: ignore[attr-defined]
+            with pytest.raises((asyncio.IncompleteReadError, ConnectionError)):
+                await stalled[0].answer()
+
+
+async def test_a_reader_that_asks_how_far_the_log_is_makes_it_durable(broker: Broker, http: HttpClient) -> None:
+    """It need not wait for ``--sync-timeout``, which is an hour here."""
+    producer = Client(broker)
+    for number in range(5):
+        await producer.publish("t", b"%d" % number)
+        await quiet(broker)
+        end = broker.topics["t"].log.end
+        async with asyncio.timeout(10):
+            while (await http.get("/log/info?topic=t")).json["durable"] < end:
+                broker.clock.advance(0.1)  # type: ignore[attr-defined]
+                await asyncio.sleep(0.01)

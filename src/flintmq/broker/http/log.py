@@ -56,6 +56,7 @@ class _LogApi:
 
     async def info(self, request: Request) -> dict[str, Any]:
         topic = self._topic(request.arguments().topic())
+        _sync_soon(topic)
         segments = topic.log.segments
         durable = topic.durable
         return {
@@ -107,6 +108,7 @@ class _LogApi:
         if first < topic.log.first:
             raise _gone(topic)
         if stop > topic.durable:
+            _sync_soon(topic)
             raise _not_yet(topic)
         fetch = Fetch(self._fetches, topic.log, first, stop, most)
         try:
@@ -215,6 +217,15 @@ class _LogApi:
         if topic.log.durability == "memory":
             raise HttpError(400, "NO_LOG: with durability `memory` a topic has no log to read, use `os` or `fsync`")
         return topic
+
+
+def _sync_soon(topic: Topic) -> None:
+    """A reader asks how far the log is: bring what was published to the device, so that it need not wait long.
+
+    Readers share these syncs, which are at least 100 ms apart (``SYNC_SPACING``).
+    """
+    if topic.durable < topic.log.end:
+        topic.log.syncer.sync_soon()
 
 
 def _unreadable(exc: BaseException) -> HttpError:

@@ -91,6 +91,29 @@ NODE_FAMILIES = (
     Family(
         "nsqd_disk_reserve_bytes", GAUGE, "Below this much, publishes are refused.", attrgetter("options.disk_reserve")
     ),
+    Family("nsqd_staged_bytes", GAUGE, "Staged publishes that are not committed yet.", attrgetter("stage.bytes")),
+    Family("nsqd_staged_attempts", GAUGE, "Attempts that are being staged.", lambda b: b.stage.summary()["attempts"]),
+    Family(
+        "nsqd_staged_oldest_seconds",
+        GAUGE,
+        "How long ago the oldest of them was added to.",
+        lambda b: b.stage.summary()["oldest_attempt_seconds"],
+    ),
+    Family("nsqd_staged_sets", GAUGE, "Prepared, not applied yet.", lambda b: b.stage.summary()["sets"]),
+    Family(
+        "nsqd_staged_sets_oldest_seconds",
+        GAUGE,
+        "How long ago the oldest of them was prepared.",
+        lambda b: b.stage.summary()["oldest_set_seconds"],
+    ),
+    Family("nsqd_staged_commits_total", COUNTER, "Sets that were applied.", attrgetter("stage.applied_sets")),
+    Family("nsqd_staged_messages_total", COUNTER, "Messages that they held.", attrgetter("stage.applied_rows")),
+    Family(
+        "nsqd_staged_dropped_bytes_total",
+        COUNTER,
+        "Bytes of rows that were dropped without being applied.",
+        attrgetter("stage.dropped_bytes"),
+    ),
     Family("nsqd_gc_runs_total", COUNTER, "Runs of the garbage collector.", lambda b: collections()),
     Family(
         "nsqd_gc_pause_seconds", GAUGE, "Longest of its last 256 runs.", lambda b: b.pauses.percentile(100) / _SECOND

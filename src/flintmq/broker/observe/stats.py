@@ -113,6 +113,8 @@ def _document(
     if include_mem:
         result["memory"] = memory(broker)
     result["producers"] = producers or None
+    if extended:
+        result["staging"] = broker.stage.summary() | broker.stage.describe()
     return result
 
 

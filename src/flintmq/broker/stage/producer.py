@@ -14,7 +14,9 @@ A ``Producer`` owns the state, its file, and the files of rows. Every answer wai
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
+from collections.abc import Iterator
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
@@ -85,6 +87,8 @@ class Producer:
         # Changes of the state, and how many of them are in its file.
         self._changes = self._saved = 1 if state.time else 0
         self._saving: asyncio.Task[None] | None = None
+        # Is the folder's entry on the device?
+        self._entered = False
         # Of sets that the next state does not name.
         self._dropped: list[Attempt] = []
 
@@ -121,6 +125,7 @@ class Producer:
             dropped, self._dropped = self._dropped, []
             await self._staging.run(partial(self._write, data), COMMIT)
             self._saved = changes
+            self._staging.dropped(sum(attempt.size for attempt in dropped))
             self._discard(dropped)
             dropped = []
         except OSError as exc:
@@ -132,7 +137,9 @@ class Producer:
 
     def _write(self, data: bytes) -> None:
         disk = self._broker.disk
-        self._staging.make_folder(self.folder)
+        if not self._entered:
+            self._staging.make_folder(self.folder)
+            self._entered = True
         write_state(disk, self.folder, data)
 
     # --- The home --------------------------------------------------------------------------------------------------
@@ -312,6 +319,10 @@ class Producer:
                 )
             if attempt.syncing and attempt.size - attempt.synced > WAIT_AT:
                 await self._staging.until(lambda: not attempt.syncing)
+            target = self._broker.topics.get(topic)
+            if target is not None and target.limits is not None:
+                with _limited(topic):
+                    target.limits.pay(count)
             self._staging.reserve(end)
             try:
                 write = partial(attempt.write, self._broker.disk, topic, delay, count, data, 4, end)
@@ -466,12 +477,9 @@ class Producer:
         """Refuse now what cannot be applied later: then it is too late."""
         for name, total in topics.items():
             topic = self._broker.topics.get(name)
-            if topic is None or topic.limits is None:
-                continue
-            try:
-                topic.limits.check(total.count, total.bytes)
-            except LimitError as exc:
-                raise StageError(429, "E_STAGE_LIMIT", f"topic {name}: {exc}. Try again later, or raise it") from exc
+            if topic is not None and topic.limits is not None:
+                with _limited(name):
+                    topic.limits.check(total.count, total.bytes)
         self._staging.check_room(size)
 
     async def _sync(self, attempts: list[Attempt]) -> None:
@@ -592,7 +600,9 @@ class Producer:
 
     def drop_attempts(self, keys: list[tuple[int, int, str]]) -> None:
         """Forget attempts; their files are deleted."""
-        self._discard([self.attempts.pop(key) for key in keys])
+        dropped = [self.attempts.pop(key) for key in keys]
+        self._staging.dropped(sum(attempt.size for attempt in dropped))
+        self._discard(dropped)
 
     def expire(self, now: int, timeout: int) -> None:
         """Drop the attempts that nobody has added to for so long."""
@@ -602,7 +612,8 @@ class Producer:
             self.drop_attempts(old)
 
     def _discard(self, attempts: list[Attempt]) -> None:
-        paths = [attempt.path for attempt in attempts if attempt.size]
+        # Also those without a whole chunk: a write that failed, or the power, may have left an empty file.
+        paths = [attempt.path for attempt in attempts]
         self._staging.count_bytes(-sum(attempt.size for attempt in attempts))
         if paths and not self._broker.disk.closing:
             self._staging.submit(partial(remove_files, self._broker.disk, paths), self._discarded)
@@ -643,6 +654,14 @@ class Producer:
                 if found.state != APPLIED
             ],
         }
+
+
+@contextlib.contextmanager
+def _limited(topic: str) -> Iterator[None]:
+    try:
+        yield
+    except LimitError as exc:
+        raise StageError(429, "E_STAGE_LIMIT", f"topic {topic}: {exc}. Try again later, or raise it") from exc
 
 
 def _answer(name: str, found: Prepared | None, *, repeat: bool = False) -> dict[str, Any]:

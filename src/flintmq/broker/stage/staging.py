@@ -10,6 +10,7 @@ rules are each producer's own.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 from collections.abc import Callable
 from functools import partial
@@ -52,13 +53,15 @@ class Staging:
         # Topics that unfinished sets have rows for; keys that are held for a set.
         self._topics: set[str] = set()
         self._held: dict[tuple[str, int], list[Keys]] = {}
+        # Is the folder's own entry on the device?
+        self._entered = False
         self._writes = asyncio.Semaphore(WRITES_AT_ONCE)
         self._waiting: list[asyncio.Future[None]] = []
         # Counters.
         self.applied_rows = 0
         self.applied_bytes = 0
         self.applied_sets = 0
-        self.put_count = 0
+        self.dropped_bytes = 0
 
     # --- Start and stop --------------------------------------------------------------------------------------------
 
@@ -81,7 +84,8 @@ class Staging:
             disk.remove_folder(folder)
             return
         producer = self.producers[state.producer] = Producer(self, folder, state)
-        if state.node != node:
+        is_copy = state.node != node
+        if is_copy:
             # A restored copy under another identity: the decisions of others name the original's sets.
             state.node = node
             for txn in [txn for txn, found in state.sets.items() if found.state == PREPARED]:
@@ -103,7 +107,11 @@ class Staging:
             known = state.sets.get(attempt.txn)
             if key in sealed:
                 producer.sealed.setdefault(sealed[key], []).append(attempt)
-            elif attempt.epoch < max(state.epoch, state.fence) or (known is not None and known.epoch == attempt.epoch):
+            elif (
+                is_copy
+                or attempt.epoch < max(state.epoch, state.fence)
+                or (known is not None and known.epoch == attempt.epoch)
+            ):
                 disk.remove(attempt.path)
                 continue
             else:
@@ -172,17 +180,21 @@ class Staging:
     async def write(self, work: Callable[[], T]) -> T:
         """Run ``work``, which adds to a file of rows, when it is its turn."""
         async with self._writes:
-            self.put_count += 1
             return await self.run(work)
 
     def make_folder(self, folder: Path) -> None:
-        """In a thread: make a producer's folder, and bring its name to the device."""
+        """In a thread: make a producer's folder, and bring its name to the device.
+
+        One that is there may have been made by a process that was killed before it synced the name.
+        """
         disk = self.broker.disk
-        if not disk.exists(self._root):
-            disk.make_folder(self._root)
+        for path in (self._root, folder):
+            if not disk.exists(path):
+                with contextlib.suppress(FileExistsError):
+                    disk.make_folder(path)
+        if not self._entered:
             disk.sync_folder(self._root.parent)
-        if not disk.exists(folder):
-            disk.make_folder(folder)
+            self._entered = True
         disk.sync_folder(self._root)
 
     def tell(self) -> None:
@@ -247,6 +259,10 @@ class Staging:
         """A set is applied, or dropped."""
         for keys in self._held.pop((producer.name, txn), ()):
             keys.release()
+
+    def dropped(self, size: int) -> None:
+        """Count rows that were dropped."""
+        self.dropped_bytes += size
 
     def applied(self, found: Prepared) -> None:
         """Count a set that was applied."""
@@ -325,14 +341,12 @@ class Staging:
         attempts = [attempt for one in self.producers.values() for attempt in one.attempts.values()]
         now, wall = self.broker.clock.now(), self.broker.clock.wall()
         return {
-            "producers": len(self.producers),
-            "bytes": self.bytes,
             "attempts": len(attempts),
             "oldest_attempt_seconds": max(((now - one.touched) // 1_000_000_000 for one in attempts), default=0),
-            "prepared_sets": len(waiting),
+            "sets": len(waiting),
             "oldest_set_seconds": max(((wall - found.time) // 1_000_000_000 for found in waiting), default=0),
-            "chunks": self.put_count,
             "applied_sets": self.applied_sets,
             "applied_rows": self.applied_rows,
             "applied_bytes": self.applied_bytes,
+            "dropped_bytes": self.dropped_bytes,
         }

@@ -27,6 +27,7 @@ __all__ = [
     "Prepared",
     "State",
     "TopicSum",
+    "encode_state",
     "read_state",
     "write_state",
 ]

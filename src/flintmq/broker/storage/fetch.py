@@ -5,8 +5,9 @@ reach; then it reads one chunk of a file after the other, in a thread, checks it
 as frames ready to be sent. It reads one chunk ahead of the one that is being sent and nothing else, so that a reader
 that is slow or does nothing costs two chunks of memory. The segment it is at cannot be removed meanwhile.
 
-``Fetches`` are all those of a broker: only some run at once, and fewer read at once, so that they do not take the disk
-and its threads from publishers and consumers.
+``Fetches`` are all those of a broker. Few of them read at once, so that they do not take the disk and its threads from
+publishers and consumers: a turn is one read, never the time that a reader takes to receive it. Their number has a limit
+for the memory's sake. When it is reached, the reader that has taken nothing for the longest time is disconnected.
 """
 
 from __future__ import annotations
@@ -30,8 +31,10 @@ __all__ = ["Fetch", "Fetches"]
 
 logger = logging.getLogger(__name__)
 
-#: Ranges that are sent at once; others wait for their turn. Each may hold two chunks in memory.
-AT_ONCE = 16
+#: Ranges that are sent at once; others wait. Each may hold two chunks in memory.
+AT_ONCE = 128
+#: Seconds without taking anything after which a reader is disconnected, if others wait.
+STALLED = 5.0
 #: Ranges that read at once.
 READS_AT_ONCE = 2
 #: One range may be planned up to this size, however much is asked for.
@@ -41,9 +44,36 @@ MOST_BYTES = 1 << 30
 class Fetches:
     def __init__(self, disk: Disk) -> None:
         self._disk = disk
-        self.turns = asyncio.Semaphore(AT_ONCE)
+        self._open: set[Fetch] = set()
+        # Who waits for one of them to end.
+        self._entering: deque[asyncio.Future[None]] = deque()
         self._reading = 0
         self._waiting: deque[tuple[Callable[[], Any], Callable[[Any, BaseException | None], None]]] = deque()
+
+    async def enter(self, fetch: Fetch) -> None:
+        """Return when the fetch may begin."""
+        loop = asyncio.get_running_loop()
+        while len(self._open) >= AT_ONCE:
+            stalled = min(self._open, key=lambda one: one.moved)
+            left = stalled.moved + STALLED - loop.time()
+            if left <= 0:
+                stalled.cut()
+                self._open.discard(stalled)
+                break
+            entering: asyncio.Future[None] = loop.create_future()
+            self._entering.append(entering)
+            await asyncio.wait([entering], timeout=left)
+            entering.cancel()
+        self._open.add(fetch)
+
+    def leave(self, fetch: Fetch) -> None:
+        """The fetch has ended."""
+        self._open.discard(fetch)
+        while self._entering:
+            entering = self._entering.popleft()
+            if not entering.done():
+                entering.set_result(None)
+                break
 
     def submit(self, work: Callable[[], Any], done: Callable[[Any, BaseException | None], None]) -> None:
         """Read something in a thread, when it is its turn."""
@@ -85,14 +115,18 @@ class Fetch:
         self._frames: memoryview | None = None
         self._seq = first
         self._ahead: asyncio.Future[Block] | None = None
-        # What has to be given back: the turn, and the segment that must stay.
-        self._has_turn = False
+        # Who sends it, and the loop's time when the reader last took something.
+        self._task: asyncio.Task[Any] | None = None
+        self.moved = 0.0
+        # The segment that must stay.
         self._segment: Segment | None = None
 
     async def open(self) -> None:
         """Read the first chunk and decide how far to go."""
-        await self._fetches.turns.acquire()
-        self._has_turn = True
+        self._task = asyncio.current_task()
+        self._progressed()
+        await self._fetches.enter(self)
+        self._progressed()
         place = self._log.reader.place_from(self._seq, self._stop)
         if place is None:
             return
@@ -131,7 +165,9 @@ class Fetch:
             while self._frames is not None:
                 place = self._log.reader.place_from(self._seq, self.next) if self._seq < self.next else None
                 self._ahead = None if place is None else self._read(place)
+                self._progressed()
                 yield self._frames
+                self._progressed()
                 self._frames = None
                 if place is not None and self._ahead is not None:
                     self._take(await self._ahead, place[0], self.next, MOST_BYTES)
@@ -176,6 +212,14 @@ class Fetch:
             self._ahead.exception()
         self._ahead = self._frames = None
         self._let_go()
-        if self._has_turn:
-            self._has_turn = False
-            self._fetches.turns.release()
+        self._task = None
+        self._fetches.leave(self)
+
+    def _progressed(self) -> None:
+        self.moved = asyncio.get_running_loop().time()
+
+    def cut(self) -> None:
+        """Disconnect the reader, which takes nothing, for the sake of those who wait."""
+        logger.warning("LOG(%s): a reader is cut off at seq %d, it takes nothing", self._log.name, self._seq)
+        if self._task is not None:
+            self._task.cancel()

@@ -84,7 +84,7 @@ OPTIONS = (
     Option("fetch.timeoutMs", "both", "30000", "how long an answer may take"),
     Option("arrowBatchRows", "source", "10000", "rows handed to Spark at a time"),
     Option("topic", "sink", "", "where rows without a column `topic` go"),
-    Option("mpubMaxMessages", "sink", "1000", "messages in one MPUB, or in one chunk of a staged write"),
+    Option("mpubMaxMessages", "sink", "10000", "messages in one MPUB, or in one chunk of a staged write"),
     Option("mpubMaxBytes", "sink", "1m", "bytes in one of them; a larger message goes alone"),
     Option("idempotent", "sink", "auto", "true: fail where brokers cannot stage; false: publish without staging"),
     Option("writeId", "sink", "made anew for every batch write", "the name of a batch write that may be repeated"),
@@ -160,7 +160,7 @@ class SinkOptions:
 
     network: Network
     topic: str = ""
-    max_messages: int = 1000
+    max_messages: int = 10_000
     max_bytes: int = 1 << 20
     idempotent: str = "auto"
     write_id: str = ""
@@ -258,7 +258,7 @@ def read_sink_options(options: Mapping[str, str]) -> SinkOptions:
     read = SinkOptions(
         network=_read_network(given),
         topic=given.text("topic"),
-        max_messages=given.count("mpubMaxMessages", 1000),
+        max_messages=given.count("mpubMaxMessages", 10_000),
         max_bytes=given.size("mpubMaxBytes", 1 << 20) or 1 << 20,
         idempotent=given.choice("idempotent", ("auto", "true", "false")),
         write_id=given.text("writeId"),

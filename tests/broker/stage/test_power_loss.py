@@ -1,0 +1,216 @@
+"""The power goes, or the process is killed, at every system call of staged transactions: each row is there once.
+
+The run commits two transactions as a producer would: several attempts, of which one loses, several topics, odd sizes.
+After each crash a broker is started on what is left, and a new run of the producer goes on from the transaction that it
+does not know to be committed, with rows in another order and in chunks of another size. Then each row of each
+transaction is in its topic exactly once, nothing is left of what was staged, and so it is after one more crash.
+
+``FLINTMQ_EXHAUSTIVE=1`` tries every call with every kind of loss; otherwise every call with one kind.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import random
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from pathlib import Path
+from typing import Any, TypeVar
+
+import pytest
+
+from flintmq.broker.stage import producer as producer_module
+from flintmq.broker.stage.state import Decision
+from flintmq.broker.storage import journal as journal_module
+from flintmq.errors import StageError
+from support.fakes import FakeClock
+from support.garbage import collect_if_grown
+from support.power_loss import EXHAUSTIVE, Ledger, World, copy_of, frozen_time, losses, rebooted, unexpected
+from support.simdisk import PowerLoss, SimDisk
+from support.stage_client import mpub_body
+
+T = TypeVar("T")
+
+TOPICS = ("t", "u")
+
+
+@pytest.fixture(autouse=True)
+def small_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Journals roll, and attempts are synced in the background."""
+    monkeypatch.setattr(journal_module, "ROLL_AT", 2_000)
+    monkeypatch.setattr(producer_module, "SYNC_AT", 5_000)
+
+
+def rows(txn: int) -> list[tuple[str, bytes]]:
+    """The rows of a transaction, always the same ones: topic and body."""
+    choice = random.Random(txn)
+    sizes = [1, 3, 40, 700, 5_000]
+    return [(choice.choice(TOPICS), (b"%d-%d " % (txn, i)).ljust(choice.choice(sizes), b".")) for i in range(23)]
+
+
+class Driver:
+    """A producer's driver and its tasks, on one node, without HTTP."""
+
+    def __init__(self, world: World, run: str) -> None:
+        self.world = world
+        self.run = run
+        self.name = "query"
+        self._jobs = iter(range(1000))
+
+    async def drive(self, work: Awaitable[T]) -> T:
+        """Turn the loop, and the clock, until the work is done."""
+        task = asyncio.ensure_future(work)
+        turns = 0
+        while not task.done():
+            try:
+                await self.world._turn()
+            except PowerLoss:
+                task.cancel()
+                with contextlib.suppress(BaseException):
+                    await task
+                raise
+            turns += 1
+            if turns % 40 == 0:
+                self.world.clock.advance(0.2)
+        return task.result()
+
+    async def stage(
+        self, epoch: int, txn: int, attempt: str, mine: list[tuple[str, bytes]], size: int, said: Any
+    ) -> Any:
+        """An attempt with these rows, in chunks of up to ``size``."""
+        producer = self.world.broker.stage.producer(self.name)
+        decided = Decision(**said) if said is not None else None
+        begun = await producer.begin(epoch, txn, attempt, decided)
+        assert begun["next"] == 0
+        chunk = 0
+        for topic in TOPICS:
+            bodies = [body for name, body in mine if name == topic]
+            for at in range(0, len(bodies), size):
+                data = bytearray(mpub_body(bodies[at : at + size]))
+                count = len(bodies[at : at + size])
+                await producer.put((epoch, txn, attempt), chunk, topic, 0, data, len(data), count)
+                chunk += 1
+        return attempt, chunk, len(mine)
+
+    async def commit(self, txn: int, choice: random.Random) -> None:
+        """One execution of a batch: what Spark's driver and its tasks do."""
+        producer = self.world.broker.stage.producer(self.name)
+        opened = await producer.open(self.run, f"{self.run}-{next(self._jobs)}", txn)
+        epoch, said = opened["epoch"], opened["decided"]
+        if said is not None and not said["done"]:
+            await producer.apply(said["txn"], said["nodes"]["n"])
+            await producer.done(said["txn"])
+        all_rows = rows(txn)
+        choice.shuffle(all_rows)
+        cut = choice.randrange(len(all_rows))
+        winners = []
+        for number, part in enumerate((all_rows[:cut], all_rows[cut:])):
+            name = f"{self.run}-{epoch}-{number}"
+            if choice.random() < 0.5:
+                # One that loses, and staged less.
+                await self.stage(epoch, txn, f"{name}-lost", part[: len(part) // 2], 3, said)
+            winners.append(await self.stage(epoch, txn, name, part, choice.choice([1, 4, 50]), said))
+        prepared = await producer.prepare(epoch, txn, winners)
+        total = sum(found["sum"] for found in prepared["topics"].values()) % 2**64
+        decided = await producer.decide(epoch, txn, {"n": prepared["set"]}, total)
+        # The same rows in any order have the same sum.
+        assert decided["decided"]["print"] == total
+        if decided["repeat"]:
+            with contextlib.suppress(StageError):
+                await producer.abort(epoch, txn)
+        await producer.apply(txn, decided["decided"]["nodes"]["n"])
+        await producer.done(txn)
+
+
+async def contents(world: World) -> Counter[tuple[str, bytes]]:
+    found: Counter[tuple[str, bytes]] = Counter()
+    for (topic, _), messages in (await world.contents()).items():
+        found.update((topic, body) for body in messages.values())
+    return found
+
+
+async def crash(folder: Path, power_off_at: int | None, *, seed: int, **options: Any) -> tuple[SimDisk, int, FakeClock]:
+    """The run up to the n-th call: the disk, and how many transactions the driver knows to be committed."""
+    clock = FakeClock()
+    disk = SimDisk(folder, seed=seed)
+    disk.power_off_at = power_off_at
+    world = World(disk, clock, Ledger(), **options)
+    committed = 0
+    async with frozen_time(clock) as raised:
+        try:
+            await world.start()
+            driver = Driver(world, "first")
+            for txn in range(2):
+                await driver.drive(driver.commit(txn, random.Random(seed + txn)))
+                committed += 1
+            await asyncio.shield(world.broker.stop())
+        except PowerLoss:
+            pass
+        finally:
+            disk.dead = True
+            with contextlib.suppress(PowerLoss):
+                world.broker.kill()
+            for _ in range(5):
+                await asyncio.sleep(0)
+    assert unexpected(raised) == []
+    collect_if_grown()
+    return disk, committed, clock
+
+
+async def go_on(disk: SimDisk, committed: int, clock: FakeClock, seed: int, **options: Any) -> None:
+    """A new run of the producer: it repeats even the last transaction that was committed, and one more follows."""
+    async with frozen_time(clock) as raised:
+        for again in range(2):
+            world = World(disk, clock, Ledger(), **options)
+            await world.start()
+            wanted = Counter(row for txn in range(committed) for row in rows(txn))
+            seen = await contents(world)
+            assert not wanted - seen, f"lost although committed: {wanted - seen}"
+            driver = Driver(world, f"next-{again}")
+            for txn in range(max(0, committed - 1), 3):
+                await driver.drive(driver.commit(txn, random.Random(seed + 7 * txn + again)))
+            committed = 3
+            await world.settle()
+            await world.sync()
+            assert await contents(world) == Counter(row for txn in range(3) for row in rows(txn))
+            assert world.broker.stage.bytes == 0
+            [name] = disk.names(disk.root / "flintmq" / "stage")
+            assert disk.names(disk.root / "flintmq" / "stage" / name) == ["state"]
+            world.broker.kill()
+            await asyncio.sleep(0)
+            disk = disk.after_power_loss("none")
+    assert unexpected(raised) == []
+
+
+async def try_every_call(
+    folder: Path, seed: int, left_over: Callable[[SimDisk, int | str], SimDisk], step: int, **options: Any
+) -> None:
+    whole, committed, _ = await crash(folder, None, seed=seed, **options)
+    assert committed == 2
+    for n in range(1 + seed % step, whole.calls + 1, 1 if EXHAUSTIVE else step):
+        disk, committed, clock = await crash(folder, n, seed=seed, **options)
+        for loss in losses(n):
+            try:
+                await go_on(left_over(disk, loss), committed, rebooted(clock), n, **options)
+            except BaseException as exc:
+                exc.add_note(f"crash at call {n}, {disk.history[n - 1]}, what was not synced: {loss}")
+                raise
+
+
+async def test_the_run_commits_and_a_new_run_repeats_it(tmp_path: Path) -> None:
+    disk, committed, clock = await crash(tmp_path, None, seed=1)
+    assert committed == 2
+    assert any(name.endswith(".rows") and kind == "remove" for kind, name in disk.history)
+    await go_on(disk.after_power_loss("none"), committed, copy_of(clock), 5)
+
+
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("durability", ["os", "fsync"])
+async def test_power_loss_neither_loses_nor_doubles(tmp_path: Path, durability: str) -> None:
+    await try_every_call(tmp_path, 1, SimDisk.after_power_loss, 3, durability=durability)
+
+
+@pytest.mark.timeout(1800)
+async def test_kill_neither_loses_nor_doubles(tmp_path: Path) -> None:
+    await try_every_call(tmp_path, 2, lambda disk, _: disk.after_kill(), 3)
