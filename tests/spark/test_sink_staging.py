@@ -384,6 +384,26 @@ def test_chunks_that_a_broker_lost_fail_the_task_or_the_commit(own_nodes, checkp
     assert visible([home, other]) == exactly(rows)
 
 
+@pytest.mark.parametrize("verb", ["prepare", "apply"])
+def test_a_broker_that_is_long_at_work_is_waited_for(nodes, checkpoint, monkeypatch, verb):
+    rows = make_rows(0, 409)
+    slow = itertools.count()
+
+    class SlowWeb(staging.Web):
+        def ask(self, method, address, path, body=None, /, **query):
+            if path == f"/stage/{verb}" and next(slow) < 5:
+                raise ConnectError(f"{address} cannot be asked over HTTP: timed out")
+            return super().ask(method, address, path, body, **query)
+
+    run = Run(nodes, checkpoint, **{"fetch.numRetries": "0"})
+    batch = run.batch(0)
+    messages = [batch.task(0, rows)]
+    monkeypatch.setattr(staging, "Web", SlowWeb)
+    batch.commit(messages)
+    assert next(slow) > 5
+    assert visible(nodes) == exactly(rows)
+
+
 # --- Drivers ----------------------------------------------------------------------------------------------------------
 
 
@@ -468,7 +488,7 @@ def test_a_driver_that_was_superseded_is_fenced(nodes, checkpoint):
     zombie = Run(nodes, checkpoint).batch(0)
     staged = [zombie.task(partition, rows[partition::3]) for partition in range(3)]
     Run(nodes, checkpoint).write(0, rows)
-    with pytest.raises(PublishError, match=r"E_STAGE_FENCED.*taken over"):
+    with pytest.raises(PublishError, match=r"E_STAGE_FENCED.*superseded"):
         zombie.commit(staged)
     zombie.abort(staged)
     with pytest.raises(PublishError, match="E_STAGE_FENCED"):
@@ -686,6 +706,19 @@ def test_a_home_that_nobody_remembers_is_not_guessed(nodes, checkpoint):
         Run(nodes, checkpoint, **away).write(7, make_rows(0, 100))
     Run(nodes, checkpoint, home=nodes[0].tcp, **away).write(7, make_rows(0, 100))
     Run(nodes, checkpoint, **away).write(8, make_rows(100, 100))
+    assert visible(nodes) == exactly(make_rows(0, 100) + make_rows(100, 100))
+
+
+def test_a_checkpoint_that_takes_no_file_is_one_that_cannot_be_read(nodes, checkpoint, monkeypatch, caplog):
+    def refuse(*paths):
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr("os.link", refuse)
+    monkeypatch.setattr(writers, "_said", set())
+    Run(nodes, checkpoint).write(0, make_rows(0, 100))
+    Run(nodes, checkpoint).write(1, make_rows(100, 100))
+    assert "brokers have to remember it" in caplog.text
+    assert [path.name for path in checkpoint.iterdir() if "home" in path.name] == []
     assert visible(nodes) == exactly(make_rows(0, 100) + make_rows(100, 100))
 
 

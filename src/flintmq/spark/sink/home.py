@@ -62,8 +62,8 @@ class Checkpoint:
             file.flush()
             os.fsync(file.fileno())
         try:
+            # A link, because a rename would replace the file of another driver.
             with contextlib.suppress(FileExistsError):
-                # A link, because a rename would replace the file of another driver.
                 os.link(partial, path)
         finally:
             partial.unlink()

@@ -18,7 +18,7 @@ import uuid
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-from flintmq.errors import ConnectError, PublishError
+from flintmq.errors import ConnectError, HttpError, PublishError
 from flintmq.spark.shipped.net import Refused, Web
 from flintmq.spark.shipped.options import SinkOptions
 from flintmq.spark.sink.chunks import Chunk
@@ -29,6 +29,8 @@ logger = logging.getLogger("flintmq.spark")
 
 #: Statuses that may pass: too many attempts, stopping or starting, staged bytes at their limit.
 _PASSING = (429, 503, 507)
+#: Calls whose time depends on how many rows there are.
+_LONG = ("prepare", "apply")
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 2.0
 
 
@@ -80,10 +82,28 @@ class Calls:
         self._web.close()
 
     def call(self, broker: Broker, verb: str, **body: Any) -> dict[str, Any]:
-        """Return the answer to a call. PublishError is a refusal, ConnectError says that nobody answered in time."""
+        """Return the answer to a call. PublishError is a refusal, ConnectError says that nobody answered in time.
+
+        A broker that is busy with the rows of a large batch may take longer than an answer should: as long as it
+        answers others it is waited for.
+        """
         data = json.dumps(body).encode()
-        answer: dict[str, Any] = self.insist(broker, lambda: self._web.ask("POST", broker.http, f"/stage/{verb}", data))
-        return answer
+        while True:
+            try:
+                answer: dict[str, Any] = self.insist(
+                    broker, lambda: self._web.ask("POST", broker.http, f"/stage/{verb}", data)
+                )
+                return answer
+            except ConnectError:
+                if verb not in _LONG or not self._answers(broker):
+                    raise
+
+    def _answers(self, broker: Broker) -> bool:
+        try:
+            self._web.request("GET", broker.http, "/ping").read()
+        except (ConnectError, HttpError, OSError):
+            return False
+        return True
 
     def once(self, broker: Broker, verb: str, **body: Any) -> dict[str, Any]:
         """The same, without asking again."""
@@ -140,10 +160,7 @@ class Calls:
 def refusal(broker: Broker, exc: Refused) -> PublishError:
     """Return the error for a call that a broker refused; its ``code`` is what the broker said."""
     code = exc.reason.partition(" ")[0].rstrip(":")
-    text = f"nsqd {broker} refused to stage: {exc.reason}"
-    if code == "E_STAGE_FENCED":
-        text += ". Another run of the same query has taken over: this one must stop"
-    return PublishError(text, code=code)
+    return PublishError(f"nsqd {broker} refused to stage: {exc.reason}", code=code)
 
 
 def ranked(brokers: Iterable[Broker], key: str) -> list[Broker]:

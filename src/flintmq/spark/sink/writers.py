@@ -259,7 +259,12 @@ class StreamWriter(DataSourceStreamArrowWriter):
         checkpoint = Checkpoint(job.options.checkpoint)
         if not (query := checkpoint.query):
             return None
-        node = checkpoint.read_home() or checkpoint.write_home(homes.choose(query, job.brokers).node)
+        try:
+            node = checkpoint.read_home() or checkpoint.write_home(homes.choose(query, job.brokers).node)
+        except OSError as exc:
+            # Not writable here, or without hard links: as good as a checkpoint that Python cannot reach.
+            _say_once(f"the checkpoint cannot name the query's home ({exc}): brokers have to remember it")
+            return None
         return homes.named(node, job.brokers)
 
     def write(self, iterator: Iterator[pa.RecordBatch]) -> Published:
