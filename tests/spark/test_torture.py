@@ -18,7 +18,6 @@ def test_rows_through_spark_are_in_their_topics_once_whatever_fails(spark_enviro
     kinds = ("driver", "executor", "source", "target", "cut", "upstream", "zombie", "rollback")
     assert report["faults"] == dict.fromkeys(kinds, 1)
     assert report["passed"], report
-    assert report["staged bytes"] == 0
 
 
 @pytest.mark.timeout(1500)

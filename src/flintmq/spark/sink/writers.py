@@ -19,10 +19,9 @@ from pyspark.sql.datasource import DataSourceArrowWriter, DataSourceStreamArrowW
 from flintmq.errors import ConnectError, FlintError, HttpError, OptionError
 from flintmq.spark.shipped.net import Cluster, Web
 from flintmq.spark.shipped.options import SinkOptions
-from flintmq.spark.sink import home as homes
 from flintmq.spark.sink.chunks import Chunks
 from flintmq.spark.sink.commit import Commit, Staged
-from flintmq.spark.sink.home import Checkpoint
+from flintmq.spark.sink.home import Checkpoint, choose, find, named
 from flintmq.spark.sink.publisher import Publisher
 from flintmq.spark.sink.staging import Attempt, Broker, Calls, Write, ranked
 
@@ -127,7 +126,7 @@ class Job:
             return self._publish(iterator, partition)
         calls = Calls(self.options)
         try:
-            home = self.home or homes.find(calls, write, self.brokers, self.silent)
+            home = self.home or find(calls, write, self.brokers, self.silent)
             attempt = Attempt(calls, write, home, ranked(self.brokers, str(partition)))
             chunks = Chunks(self.options, attempt.put)
             for batch in iterator:
@@ -224,12 +223,12 @@ class BatchWriter(DataSourceArrowWriter):
     def _find_home(self) -> Broker:
         job = self._job
         if job.options.home:
-            return homes.named(job.options.home, job.brokers)
+            return named(job.options.home, job.brokers)
         if not job.options.write_id:
-            return homes.choose(self._write.producer, job.brokers)
+            return choose(self._write.producer, job.brokers)
         calls = Calls(job.options)
         try:
-            return homes.find(calls, self._write, job.brokers, job.silent)
+            return find(calls, self._write, job.brokers, job.silent)
         finally:
             calls.close()
 
@@ -255,17 +254,17 @@ class StreamWriter(DataSourceStreamArrowWriter):
     def _find_home(self) -> Broker | None:
         job = self._job
         if job.options.home:
-            return homes.named(job.options.home, job.brokers)
+            return named(job.options.home, job.brokers)
         checkpoint = Checkpoint(job.options.checkpoint)
         if not (query := checkpoint.query):
             return None
         try:
-            node = checkpoint.read_home() or checkpoint.write_home(homes.choose(query, job.brokers).node)
+            node = checkpoint.read_home() or checkpoint.write_home(choose(query, job.brokers).node)
         except OSError as exc:
             # Not writable here, or without hard links: as good as a checkpoint that Python cannot reach.
             _say_once(f"the checkpoint cannot name the query's home ({exc}): brokers have to remember it")
             return None
-        return homes.named(node, job.brokers)
+        return named(node, job.brokers)
 
     def write(self, iterator: Iterator[pa.RecordBatch]) -> Published:
         job, task = self._job, _task()
