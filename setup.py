@@ -6,7 +6,7 @@ from glob import glob
 from setuptools import Extension, setup
 
 KERNEL = "src/flintmq/kernel"
-MODULES = ("lane", "frames", "heap", "columns", "records")
+MODULES = ("lane", "frames", "heap", "columns", "records", "spans")
 
 extensions: list[Extension] = []
 if os.environ.get("FLINTMQ_PURE") != "1":

@@ -1,4 +1,7 @@
-"""Who may import whom. A new arrow fails here first, so that it is drawn on purpose or not at all."""
+"""Who may import whom, how large a module or a class may be, and who may call the system.
+
+A new arrow fails here first, so that it is drawn on purpose or not at all.
+"""
 
 from __future__ import annotations
 
@@ -199,3 +202,96 @@ def test_a_wrong_arrow_is_found_however_it_is_written(module, source):
 )
 def test_a_right_arrow_is_let_through(module, source):
     assert wrong_arrows(source, module) == []
+
+
+# --- Sizes -----------------------------------------------------------------------------------------------------------
+
+#: Lines of a module, and attributes of a class, from which on its docstring says why: in a line that begins so.
+MOST_LINES = 800
+MOST_ATTRIBUTES = 30
+REASON = "Size: "
+#: Modules and classes that are too large and do not say why. The list only gets shorter.
+UNEXPLAINED = {
+    "flintmq.broker.delivery.topic.Topic",
+    "flintmq.broker.http.lane",
+    "flintmq.client.connection.Connection",
+    "flintmq.client.consumer.Consumer",
+    "flintmq.options",
+    "flintmq.options.NsqdOptions",
+}
+
+
+def attributes_of(definition: ast.ClassDef) -> set[str]:
+    """The attributes of a class's objects: slots, fields, and whatever a method assigns to ``self``."""
+    found: set[str] = set()
+    for node in definition.body:
+        if isinstance(node, ast.AnnAssign) and "ClassVar" not in ast.unparse(node.annotation):
+            found.add(ast.unparse(node.target))
+        elif isinstance(node, ast.Assign) and any(ast.unparse(target) == "__slots__" for target in node.targets):
+            found |= {str(name.value) for name in ast.walk(node.value) if isinstance(name, ast.Constant)}
+    for node in ast.walk(definition):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and ast.unparse(node.value) == "self":
+            found.add(node.attr)
+    return found
+
+
+def gives_a_reason(definition: ast.ClassDef | ast.Module) -> bool:
+    return any(line.startswith(REASON) for line in (ast.get_docstring(definition) or "").splitlines())
+
+
+class Sizes(NamedTuple):
+    #: Too large, without a reason.
+    unexplained: set[str]
+    #: A reason, but not too large.
+    needless: set[str]
+
+
+def sizes_of(source: str, module: str) -> Sizes:
+    tree = ast.parse(source)
+    sizes = Sizes(set(), set())
+    definitions = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
+    found = [(module, tree, len(source.splitlines()) > MOST_LINES)]
+    found += [(f"{module}.{node.name}", node, len(attributes_of(node)) > MOST_ATTRIBUTES) for node in definitions]
+    for name, definition, is_large in found:
+        if is_large and not gives_a_reason(definition):
+            sizes.unexplained.add(name)
+        elif not is_large and gives_a_reason(definition):
+            sizes.needless.add(name)
+    return sizes
+
+
+@pytest.mark.parametrize("path", MODULES)
+def test_a_large_module_or_class_says_why_it_is_one(path):
+    sizes = sizes_of(path.read_text(), module_name(path))
+    assert sizes.unexplained - UNEXPLAINED == set()
+    assert sizes.needless == set()
+
+
+def test_the_list_of_what_is_unexplained_is_true():
+    found = [sizes_of(path.read_text(), module_name(path)) for path in sorted(SOURCE.rglob("*.py"))]
+    assert set().union(*(sizes.unexplained for sizes in found)) >= UNEXPLAINED
+
+
+def a_class(attributes: int, docstring: str = "") -> str:
+    """The source of a class that has so many attributes, a third of each kind."""
+    a, b = attributes // 3, 2 * attributes // 3
+    slots = ", ".join(f'"s{i}"' for i in range(a))
+    fields = "".join(f"    f{i}: int = 0\n" for i in range(a, b))
+    assigned = "".join(f"        self.a{i}, _ = 0, self.read{i}\n" for i in range(b, attributes))
+    return f'class Large:\n    """{docstring}"""\n    __slots__ = ({slots},)\n{fields}    def f(self):\n{assigned}'
+
+
+@pytest.mark.parametrize("attributes", [3, MOST_ATTRIBUTES, MOST_ATTRIBUTES + 1, 100])
+def test_attributes_are_counted(attributes):
+    explained = "Is one thing.\n\n    Size: nothing of it could be elsewhere.\n    "
+    is_large = attributes > MOST_ATTRIBUTES
+    assert sizes_of(a_class(attributes), "m").unexplained == ({"m.Large"} if is_large else set())
+    assert sizes_of(a_class(attributes, explained), "m") == (set(), set() if is_large else {"m.Large"})
+
+
+@pytest.mark.parametrize("lines", [3, MOST_LINES, MOST_LINES + 1])
+def test_lines_are_counted(lines):
+    is_large = lines > MOST_LINES
+    assert sizes_of("x = 1\n" * lines, "m").unexplained == ({"m"} if is_large else set())
+    explained = '"""Does it.\n\nSize: for speed.\n"""\n' + "x = 1\n" * (lines - 4)
+    assert lines < 4 or sizes_of(explained, "m") == (set(), set() if is_large else {"m"})

@@ -101,7 +101,7 @@ def test_data_gets_its_envelope() -> None:
 def test_an_answer_can_be_rendered_without_a_server() -> None:
     answer = Answer(b"OK", web.TEXT, 200, {"X": "y"}, close=True)
     assert web.render(answer, "now") == (
-        b"HTTP/1.1 200 OK\r\nContent-Type: text/plain; charset=utf-8\r\nX: y\r\nDate: now\r\nContent-Length: 2\r\n"
+        b"HTTP/1.1 200 OK\r\nX: y\r\nContent-Type: text/plain; charset=utf-8\r\nContent-Length: 2\r\nDate: now\r\n"
         b"Connection: close\r\n\r\nOK"
     )
 

@@ -17,6 +17,7 @@ import sys
 from array import array
 from collections.abc import Iterator
 from mmap import mmap
+from operator import lt
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
@@ -40,7 +41,7 @@ PREFIX = 513 << 54
 BASE = 7_000
 
 
-MODULES = ("lane", "frames", "heap", "columns", "records")
+MODULES = ("lane", "frames", "heap", "columns", "records", "spans")
 
 
 def _together(modules: list[ModuleType]) -> SimpleNamespace:
@@ -688,6 +689,8 @@ class RingMachine(RuleBasedStateMachine):
         assert self.ring.hi <= self.next
         assert self.ring.window == self.ring.hi - self.ring.lo
         assert dict(self.ring.held(self.ring.lo, self.ring.hi)) == self.held
+        for first in (self.ring.lo - 3, self.ring.lo + 1, self.ring.hi - 2):
+            assert self.ring.holds(first, first + 3) == any(first <= seq < first + 3 for seq in self.held)
         if self.held:
             assert self.ring.lo <= min(self.held)
 
@@ -783,6 +786,73 @@ def test_a_ring_refuses_what_would_break_it(kernel: Any) -> None:
         ring.finish_run(bytearray(21), -1, 21, 7, PREFIX)
 
 
+# --- Spans ------------------------------------------------------------------------------------------------------------
+
+#: Where each range begins after the last one's end, and how long it is.
+SPANS = st.lists(st.tuples(st.integers(1, 4), st.integers(1, 4)), max_size=30)
+SHIFT = st.integers(0, 20)
+
+
+def spans(steps: list[tuple[int, int]], shift: int = 0) -> tuple[array[int], array[int]]:
+    starts, stops = array("q"), array("q")
+    at = shift
+    for gap, length in steps:
+        starts.append(at + gap)
+        at += gap + length
+        stops.append(at)
+    return starts, stops
+
+
+def numbers(found: tuple[array[int], array[int]]) -> set[int]:
+    return {n for first, stop in zip(*found, strict=True) for n in range(first, stop)}
+
+
+def is_joined(found: tuple[array[int], array[int]]) -> bool:
+    starts, stops = found
+    return all(map(lt, starts, stops)) and all(map(lt, stops, starts[1:]))
+
+
+@given(SPANS, SPANS, SHIFT)
+def test_spans_are_sets(kernel: Any, steps: list[tuple[int, int]], others: list[tuple[int, int]], shift: int) -> None:
+    one, other = spans(steps), spans(others, shift)
+    union = kernel.spans_union(*one, *other)
+    assert numbers(union) == numbers(one) | numbers(other)
+    assert is_joined(union)
+    left = kernel.spans_without(*one, *other)
+    assert numbers(left) == numbers(one) - numbers(other)
+    assert is_joined(left)
+    assert kernel.spans_total(*union) == len(numbers(union))
+    seqs = array("q", range(0, 60, 2))
+    assert list(kernel.spans_hold(*one, seqs)) == [seq in numbers(one) for seq in seqs]
+    assert kernel.spans_of(array("q", sorted(numbers(union)))) == union
+
+
+@given(st.lists(st.tuples(st.integers(0, 30), st.integers(0, 8)), max_size=30))
+def test_spans_that_overlap_are_joined_and_those_out_of_order_refused(
+    kernel: Any, pairs: list[tuple[int, int]]
+) -> None:
+    starts, stops = array("q", (a for a, _ in pairs)), array("q", (a + n for a, n in pairs))
+    empty = array("q")
+    if list(starts) != sorted(starts):
+        with pytest.raises(ValueError, match="not in order"):
+            kernel.spans_union(starts, stops, empty, empty)
+        return
+    found = kernel.spans_union(starts, stops, empty, empty)
+    assert is_joined(found)
+    assert numbers(found) == numbers((starts, stops))
+
+
+def test_spans_refuse_what_are_none(kernel: Any) -> None:
+    one, two = array("q", [1]), array("q", [2, 3])
+    for call in (kernel.spans_union, kernel.spans_without):
+        with pytest.raises(ValueError, match="as many ends"):
+            call(one, two, one, one)
+        with pytest.raises(ValueError, match="as many ends"):
+            call(one, one, one, two)
+    with pytest.raises(ValueError, match="not in order"):
+        kernel.spans_of(array("q", [3, 4, 4]))
+
+
 # --- Heap -------------------------------------------------------------------------------------------------------------
 
 
@@ -797,7 +867,7 @@ def test_a_heap_gives_the_earliest_first(kernel: Any, steps: list[tuple[int, int
         elif model:
             assert heap.pop() == model.pop(0)[1]
         assert len(heap) == len(model)
-        assert sorted(heap.items()) == model
+        assert sorted(zip(*heap.columns(), strict=True)) == model
         if model:
             assert heap.first_due() == model[0][0]
             assert heap.first_seq() == min(seq for _, seq in model)
@@ -831,7 +901,7 @@ def test_any_message_can_be_taken_out_of_a_heap(kernel: Any, dues: dict[int, int
             del dues[left[0][1]]
         assert heap.remove(seq) == dues.pop(seq, -1)
         assert heap.remove(seq) == -1
-        assert sorted(heap.items()) == sorted((due, number) for number, due in dues.items())
+        assert sorted(zip(*heap.columns(), strict=True)) == sorted((due, number) for number, due in dues.items())
     assert len(heap) == 0
 
 
@@ -842,7 +912,7 @@ def test_an_empty_heap_has_nothing_to_give(kernel: Any) -> None:
     for ask in (heap.pop, heap.first_due):
         with pytest.raises(IndexError):
             ask()
-    assert list(heap.items()) == []
+    assert list(zip(*heap.columns(), strict=True)) == []
 
 
 # --- Records read back ------------------------------------------------------------------------------------------------

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import os
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
 from flintmq.testing import NsqBroker
@@ -171,3 +174,96 @@ def test_a_tool_loads_only_what_it_needs(tool: str) -> None:
     loaded = set(done.stdout.split())
     assert f"flintmq.tools.{tool}" in loaded
     assert not loaded & {"aiohttp", "prometheus_client", "rich", "flintmq.broker", "flintmq.protocol.compression"}
+
+
+# --- Who reads the output, and who writes the input -------------------------------------------------------------------
+
+
+def start(*argv: str, **options: Any) -> subprocess.Popen[bytes]:
+    return subprocess.Popen([sys.executable, "-m", "flintmq", *argv], stderr=subprocess.PIPE, **options)
+
+
+def attempts(broker: NsqBroker, count: int) -> list[int]:
+    """How often the messages of t/c were delivered before: all come at once, none waits for a timeout."""
+    status, printed, errors = run(
+        "sub", "t/c", "-n", str(count), "--json", "--timeout", "20s", "--nsqd", broker.address
+    )
+    assert (status, errors) == (0, "")
+    return [msgspec.json.decode(line)["attempts"] for line in printed.splitlines()]
+
+
+def wait_for_in_flight(broker: NsqBroker, count: int) -> None:
+    deadline = time.monotonic() + PATIENCE
+    while not any(c["in_flight_count"] == count for t in broker.stats()["topics"] for c in t["channels"]):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+
+
+def test_a_full_disk_gives_messages_back_at_once(nsq_broker: NsqBroker) -> None:
+    nsq_broker.publish("t", *[b"x" * 100] * 37)
+    with open("/dev/full", "wb") as full:
+        process = start("sub", "t/c", "--nsqd", nsq_broker.address, stdout=full)
+        _, errors = process.communicate(timeout=PATIENCE)
+    assert process.returncode == 1
+    assert errors.decode().splitlines() == [
+        "flintmq sub: cannot print - [Errno 28] No space left on device; what was not printed was given back to t/c"
+    ]
+    assert set(attempts(nsq_broker, 37)) <= {1, 2}
+
+
+def test_a_closed_output_is_an_error_before_anything_is_taken(nsq_broker: NsqBroker) -> None:
+    nsq_broker.publish("t", b"x")
+    command = f"exec {sys.executable} -m flintmq sub t/c --nsqd {nsq_broker.address} >&-"
+    done = subprocess.run(["sh", "-c", command], capture_output=True, timeout=PATIENCE)
+    assert done.returncode == 1
+    assert b"standard output is closed" in done.stderr
+    assert attempts(nsq_broker, 1) == [1]
+
+
+def test_a_reader_that_waits_keeps_neither_the_messages_nor_the_connection_from_living() -> None:
+    with NsqBroker(msg_timeout=1_000_000_000) as broker:
+        broker.publish("t", *[b"x" * 50_000] * 7)
+        process = start("sub", "t/c", "-n", "7", "--nsqd", broker.address, stdout=subprocess.PIPE)
+        wait_for_in_flight(broker, 7)
+        # Much longer than the messages' timeout.
+        time.sleep(4)
+        output, errors = process.communicate(timeout=PATIENCE)
+        assert (process.returncode, errors) == (0, b"")
+        assert output == (b"x" * 50_000 + b"\n") * 7
+        broker.wait_until_empty("t", "c")
+        [channel] = broker.stats()["topics"][0]["channels"]
+        assert channel["timeout_count"] == 0
+
+
+def test_ctrl_c_ends_it_although_nobody_reads() -> None:
+    with NsqBroker() as broker:
+        broker.publish("t", *[b"x" * 50_000] * 7)
+        process = start("sub", "t/c", "--nsqd", broker.address, stdout=subprocess.PIPE)
+        wait_for_in_flight(broker, 7)
+        process.send_signal(signal.SIGINT)
+        assert process.wait(PATIENCE) == 1
+        assert process.stderr is not None and process.stdout is not None
+        assert b"nobody reads the output" in process.stderr.read()
+        process.stdout.close()
+        process.stderr.close()
+        assert len(attempts(broker, 7)) == 7
+
+
+def test_a_rate_saves_no_idle_time_up(nsq_broker: NsqBroker) -> None:
+    process = start(
+        "pub", "t", "--rate", "20", "--nsqd", nsq_broker.address, stdin=subprocess.PIPE, stdout=subprocess.DEVNULL
+    )
+    assert process.stdin is not None
+    process.stdin.write(b"first\n")
+    process.stdin.flush()
+    while not nsq_broker.stats()["topics"]:
+        time.sleep(0.05)
+    time.sleep(2)
+    begin = time.monotonic()
+    process.stdin.write(b"x\n" * 30)
+    process.stdin.close()
+    assert process.wait(PATIENCE) == 0
+    # 30 messages at 20 a second; the two seconds before count for a tenth at most.
+    assert time.monotonic() - begin > 1.2
+    assert process.stderr is not None
+    process.stderr.close()

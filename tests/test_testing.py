@@ -194,7 +194,7 @@ async def test_an_hour_passes_at_once_and_cuts_nobody_off(nsq_broker: NsqBroker)
         with await anext(consumer) as message:
             assert message.body == b"now"
         await nsq_broker.until_empty("t", "c", deferred=1)
-        connections = nsq_broker.call(lambda broker: broker.connection_count)
+        connections = nsq_broker.call(lambda broker: broker.counters.connection_count)
 
         nsq_broker.clock.advance(3599)
         with pytest.raises(TimeoutError):
@@ -206,7 +206,7 @@ async def test_an_hour_passes_at_once_and_cuts_nobody_off(nsq_broker: NsqBroker)
         await producer.publish("t", b"after")
         with await anext(consumer) as message:
             assert message.body == b"after"
-        assert nsq_broker.call(lambda broker: broker.connection_count) == connections
+        assert nsq_broker.call(lambda broker: broker.counters.connection_count) == connections
 
 
 def test_a_message_times_out_when_the_clock_says_so(nsq_broker: NsqBroker) -> None:

@@ -380,8 +380,9 @@ async def _serve_lookupd(options: NsqlookupdOptions, report_changes: Callable[[]
         loop.add_signal_handler(number, asked_to_stop.set)
     loop.add_signal_handler(signal.SIGHUP, reload)
     async with lookupd:
-        gc.collect()
-        gc.freeze()
+        _freeze()
+        # A collection that looks at 100,000 names again and again would hold up everybody.
+        lookupd.when_grown = gc.freeze
         await asked_to_stop.wait()
     return 0
 

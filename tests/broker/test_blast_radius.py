@@ -65,7 +65,7 @@ async def test_a_topic_that_gets_no_folder_does_not_keep_the_others_from_freeing
     disk.full = True
     for _ in range(12):
         clock.advance(31)
-        broker._sync()
+        broker.upkeep.sync()
         await quiet(broker)
     assert {topic: segments(tmp_path, topic) for topic in topics if topic not in stuck} == {"b": 1, "n": 1}
     for topic in stuck:
@@ -73,7 +73,7 @@ async def test_a_topic_that_gets_no_folder_does_not_keep_the_others_from_freeing
     disk.full = False
     for _ in range(12):
         clock.advance(31)
-        broker._sync()
+        broker.upkeep.sync()
         await quiet(broker)
     assert all(segments(tmp_path, topic) == 1 for topic in topics)
 
@@ -125,20 +125,20 @@ async def test_an_error_in_one_topic_is_logged_with_its_name_and_costs_no_other(
         calls = _break(*WORK[work](broken), patch)
         for topic in ("broken", "one", "two"):
             Client(broker).send(b"PUB %s\n\0\0\0\4more" % topic.encode())
-            broker.pump_later(broker.topics[topic].channels["c"])
+            broker.turns.pump_later(broker.topics[topic].channels["c"])
             broker.soon(broker.topics[topic].channels["c"])
             broker.answered(broker.topics[topic].channels["c"])
         broker.turns.end()
-        broker._housekeeping()
+        broker.turns.housekeeping()
         await quiet(broker)
         disk.free_bytes = 1 << 30
-        broker.look_at_space()
+        broker.upkeep.look_at_space()
         disk.free_bytes = 5 << 30
-        broker.look_at_space()
+        broker.upkeep.look_at_space()
         await quiet(broker)
         for _ in range(3):
             clock.advance(31)
-            broker._sync()
+            broker.upkeep.sync()
             await quiet(broker)
         broker.journal._roll()
         await quiet(broker)

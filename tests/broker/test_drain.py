@@ -35,7 +35,7 @@ async def test_publishes_are_refused_with_the_reason(start_broker: StartBroker, 
     assert answer == f"E_{verb}_FAILED {verb} failed the node is being drained".encode()
     assert broker.health == "NOK - the node is being drained"
     # Room on the disk changes nothing about it.
-    broker.look_at_space()
+    broker.upkeep.look_at_space()
     assert broker.health == "NOK - the node is being drained"
     consumer.ready(1)
     message = await until(lambda: consumer.messages and consumer.messages[0])

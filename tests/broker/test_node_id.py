@@ -239,7 +239,7 @@ async def test_the_record_stays_small_where_the_host_name_is_another_at_every_st
         await quiet(broker)
         assert not client.errors
         assert channel.in_flight_count == 0
-        broker._sync()
+        broker.upkeep.sync()
         await quiet(broker)
         await broker.stop()
     record = json.loads((tmp_path / "flintmq" / NODE_IDS).read_bytes())

@@ -433,7 +433,7 @@ async def test_nobody_stays_in_when_his_rights_expire(certificates: Certificates
         peers = [await stack.enter_async_context(prepared(here, attempt)) for attempt in attempts]
         here.keeper.closed = True
         sessions = list(here.broker.sessions.values())
-        await until(lambda: all(session._expiry is None for session in sessions))
+        await until(lambda: all(session.authorization.expiry is None for session in sessions))
         before = here.state()
         assert before["t"][1] == []
         outcomes = await asyncio.gather(*(outcome(peer, a) for peer, a in zip(peers, attempts, strict=True)))

@@ -425,7 +425,8 @@ def framed(routes: Iterable[Route]) -> Iterator[Attempt]:
         # Nothing may follow what ends the connection.
         yield replace(attempt("HTTP/1.0", UNKNOWN, request(route, version="HTTP/1.0")), after=b"")
         yield attempt("HTTP/1.0, kept", UNKNOWN, request(route, "Connection: keep-alive", version="HTTP/1.0"))
-        for version in ("", "HTTP/0.9", "HTTP/1.2", "HTTP/2.0", "HTTP/11", "http/1.1", "HTTP/1.1 x", "ICY/1.0"):
+        yield attempt("HTTP/1.2", UNKNOWN, request(route, version="HTTP/1.2"))
+        for version in ("", "HTTP/0.9", "HTTP/2.0", "HTTP/11", "http/1.1", "HTTP/1.1 x", "ICY/1.0"):
             yield attempt(f"version {version!r}", statuses(400, 505), request(route, version=version))
         yield attempt("websocket", UNKNOWN, request(route, "Upgrade: websocket", "Connection: Upgrade"))
         upgrade = ("Upgrade: h2c", "HTTP2-Settings: AAMAAABkAAQAAP__", "Connection: Upgrade, HTTP2-Settings")
@@ -562,8 +563,8 @@ class Target:
     routes: list[Route] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        assert self.broker._api is not None
-        self.routes = list(self.broker._api.site.routes)
+        assert self.broker.listeners.api is not None
+        self.routes = list(self.broker.listeners.api.site.routes)
 
     def state(self) -> dict[str, Any]:
         """All that somebody could have changed."""
@@ -636,10 +637,13 @@ async def target(certificates: Certificates, path: Path, **options: Any) -> Asyn
     assert raised == []
 
 
+#: What Go's server says to those who speak HTTP without TLS to an HTTPS port.
+NO_TLS = b"HTTP/1.0 400 Bad Request\r\n\r\nClient sent an HTTP request to an HTTPS server.\n"
 #: What may be said to somebody who is refused.
 TELLS_NOTHING = re.compile(
     rb'|\{"message":"(UNAUTHORIZED|FORBIDDEN|NOT_FOUND|METHOD_NOT_ALLOWED|INTERNAL_ERROR)"\}|UNAUTHORIZED|FORBIDDEN'
-    rb"|400 Bad Request(: missing required Host header)?|431 Request Header Fields Too Large"
+    rb"|400 Bad Request(: (missing required|malformed) Host header|: invalid header name)?"
+    rb"|431 Request Header Fields Too Large"
     rb"|Unsupported transfer encoding|505 HTTP Version Not Supported: unsupported protocol version"
 )
 
@@ -762,11 +766,7 @@ def in_the_clear(routes: Iterable[Route]) -> Iterator[tuple[str, bytes]]:
 
 
 @pytest.mark.parametrize("why", ["tls_required", "tls_client_auth_policy"])
-async def test_nobody_gets_in_in_the_clear(
-    why: str, certificates: Certificates, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    # A handshake that failed ends when its time is over: here there are many.
-    monkeypatch.setattr("flintmq.broker.http.api.HANDSHAKE_SECONDS", 0.3)
+async def test_nobody_gets_in_in_the_clear(why: str, certificates: Certificates, tmp_path: Path) -> None:
     options: dict[str, Any] = {"tls_required": "true"}
     if why == "tls_client_auth_policy":
         # It switches the other one on.
@@ -783,7 +783,8 @@ async def test_nobody_gets_in_in_the_clear(
         async def misdirected(name: str, words: bytes) -> None:
             """To the port of HTTPS, but not in its language."""
             received = await converse(here.broker.https_address, words + LAST)
-            assert b"HTTP/" not in received, name
+            # Methods that OpenSSL does not know as HTTP's get an alert, or nothing.
+            assert received in (b"", NO_TLS) or received[0] == 0x15, name
 
         await asyncio.gather(*(misdirected(name, words) for name, words in attempts))
         assert here.state() == before

@@ -22,8 +22,8 @@ import pytest
 
 from flintmq.broker.daemon import Broker
 from flintmq.broker.http import lane
+from flintmq.broker.net import commands
 from flintmq.broker.net import session as sessions
-from flintmq.broker.net.commands import Commands
 from flintmq.protocol.compression import Deflate, Snappy
 from flintmq.protocol.wire import encode_command
 from support.fakes import Client, until
@@ -61,7 +61,7 @@ async def test_a_flood_is_worked_off_in_shares(broker: Broker, name: str, layer:
         opening = b"SUB t c\n"
         client.send(codec.compress(opening) if layer != "plain" else opening)
     ran = 0
-    real = Commands._command
+    real = commands.run
 
     def counted(session: Any, line: bytes, *rest: Any) -> int:
         nonlocal ran
@@ -70,9 +70,9 @@ async def test_a_flood_is_worked_off_in_shares(broker: Broker, name: str, layer:
 
     count = 20_000
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Commands, "_command", counted)
+        patch.setattr(commands, "run", counted)
         # Never remembered: each is a command of its own.
-        patch.setattr(Commands, "_publish_again", lambda self, line, *rest: counted(self, line, *rest))
+        patch.setattr(commands, "publish_again", lambda self, line, *rest: counted(self, line, *rest))
         flood = words * count
         client.send(codec.compress(flood) if layer != "plain" else flood)
         limit = sessions.COMMANDS_AT_ONCE
@@ -93,7 +93,7 @@ async def test_a_flood_is_worked_off_in_shares(broker: Broker, name: str, layer:
 async def test_a_client_that_has_not_introduced_itself_gets_less(broker: Broker) -> None:
     client = Client(broker)
     ran = 0
-    real = Commands._command
+    real = commands.run
 
     def counted(session: Any, *rest: Any) -> int:
         nonlocal ran
@@ -101,7 +101,7 @@ async def test_a_client_that_has_not_introduced_itself_gets_less(broker: Broker)
         return real(session, *rest)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Commands, "_command", counted)
+        patch.setattr(commands, "run", counted)
         client.send(NOPS)
         assert ran <= sessions.COMMANDS_AT_FIRST
     client.hang_up()

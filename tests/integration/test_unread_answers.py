@@ -80,7 +80,7 @@ async def broker(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterato
 
 def unsent(broker: Broker) -> int:
     """The most that waits for a client to read it."""
-    poller = broker._poller
+    poller = broker.listeners.poller
     assert poller is not None
     return max(transport.get_write_buffer_size() for transport in poller._transports.values())
 

@@ -299,20 +299,20 @@ def test_archive_behind_spark_connect_without_our_code_there(
         wait_for(lambda: is_open(port) or server.process.poll() is not None, "the server listens")
         archive = tmp_path / "archive"
         variables = {"SPARK_HOME": "", "JAVA_HOME": "/nowhere"}
-        done = run(
-            "archive",
-            topic,
-            "--to",
-            str(archive),
-            "--once",
-            "--nsqd",
-            broker.tcp,
-            "--remote",
-            f"sc://127.0.0.1:{port}",
-            **variables,
-        )
+        command = ("archive", topic, "--to", str(archive), "--once", "--nsqd", broker.tcp)
+        command = (*command, "--remote", f"sc://127.0.0.1:{port}")
+        done = run(*command, **variables)
         assert done.returncode == 0, done.stderr + server.log.read_text()[-3000:]
         assert archiving.Archive(archive).snapshot().rows == 400
+        # The files are the server's, and so is the judgement that a checkpoint is missing.
+        shutil.rmtree(archive / "_checkpoint")
+        lost = run(*command, **variables)
+        assert lost.returncode == 1, lost.stdout
+        assert "archived twice" in lost.stderr.splitlines()[-1]
+        assert archiving.Archive(archive).snapshot().rows == 400
+        added = run(*command, "--new-query", **variables)
+        assert added.returncode == 0, added.stderr
+        assert archiving.Archive(archive).snapshot().rows == 800
         refused = run(
             "metrics", topic, "--nsqd", broker.tcp, "--once", "--remote", f"sc://127.0.0.1:{port}", **variables
         )

@@ -174,3 +174,26 @@ def test_sink_options_are_read():
         read_sink_options({**SINK, "idempotent": "perhaps"})
     with pytest.raises(OptionError, match="no name of a topic"):
         read_sink_options({**SINK, "topic": "a b"})
+
+
+@pytest.mark.parametrize(
+    "more", [{}, {"path": "file:/warehouse/t", "location": "file:/warehouse/t", "external": "true"}]
+)
+def test_what_a_catalog_notes_of_a_table_is_no_option(more):
+    """As CREATE TABLE hands it over: each option twice, among keys of Spark's own and any that somebody made up."""
+    options = {"subscribe": "orders", "nsq.nsqd.addresses": "a:1"}
+    marked = {f"option.{key}": value for key, value in options.items()}
+    noted = {"provider": "nsq", "owner": "root", "comment": "hello", "made.by": "somebody", **more}
+    check_names({**options, **marked, **noted})
+    assert read_source_options({**options, **marked, **noted}, streaming=False) == read_source_options(
+        options, streaming=False
+    )
+    hive = {"serialization.format": "1", "transient_lastDdlTime": "1794794400", "path": "/warehouse/t"}
+    assert read_source_options({**options, **hive}, streaming=False) == read_source_options(options, streaming=False)
+    with pytest.raises(OptionError, match="did you mean subscribe"):
+        check_names({**noted, "subscribee": "x", "option.subscribee": "x"})
+    with pytest.raises(OptionError, match="takes no path"):
+        check_names({**options, "path": "/some/path"})
+    for read in (lambda: read_source_options({}, streaming=False), lambda: read_sink_options({})):
+        with pytest.raises(OptionError, match=r"SELECT … FROM t WITH .*TEMPORARY VIEW"):
+            read()

@@ -12,6 +12,7 @@ import subprocess
 import sys
 import threading
 from collections import Counter
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -69,10 +70,11 @@ def by_listing(root: Path) -> list[int]:
 
 
 @pytest.fixture
-def archive(tmp_path: Path) -> Archive:
+def archive(tmp_path: Path) -> Iterator[Archive]:
     made = Archive(tmp_path / "archive")
     made.prepare()
-    return made
+    yield made
+    made.close()
 
 
 def test_batches_come_in_under_names_of_query_and_batch(archive: Archive):
@@ -173,6 +175,7 @@ def test_two_writers_at_once_lose_nothing(archive: Archive):
             folder.mkdir(parents=True)
             parquet.write_table(pa.table({"offset": [base + batch]}), folder / "part.parquet")
             mine.commit(query, batch, staged)
+            mine.close()
 
     threads = [threading.Thread(target=work, args=(f"q{number}", number * 100)) for number in range(4)]
     for thread in threads:
@@ -308,6 +311,7 @@ def test_a_kill_before_any_file_operation_costs_and_doubles_nothing(
         monkeypatch.undo()
         do_batch(again, 2, files=4)
         again.merge(1 << 20, LATER)
+        again.close()
         assert by_manifest(root) == by_listing(root) == list(range(3 * PER_BATCH))
         assert list(again.staging.iterdir()) == []
         assert list((root / "_manifest" / "pending").iterdir()) == []

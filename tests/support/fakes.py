@@ -15,7 +15,7 @@ from typing import Any, TypeVar
 
 from flintmq.broker.daemon import Broker
 from flintmq.broker.delivery.channel import Channel
-from flintmq.broker.net.commands import Commands
+from flintmq.broker.net.session import Session
 from flintmq.broker.storage.disk import BACKGROUND, Disk
 from flintmq.protocol.wire import (
     FRAME_ERROR,
@@ -210,7 +210,7 @@ class Client:
 
     def __init__(self, broker: Broker, *, magic: bool = True, peer: tuple[str, int] | str = ("127.0.0.1", 4)) -> None:
         self.broker = broker
-        self.session = Commands(broker)
+        self.session = Session(broker)
         self.transport = FakeTransport(self, peer)
         self._unread = bytearray()
         self._decoder = FrameDecoder()
@@ -392,5 +392,5 @@ def places(channel: Channel, seq: int) -> list[str]:
     if seq in channel.leaving:
         found.append("leaving")
     found += ["requeued"] * list(channel.requeued).count(seq)
-    found += ["deferred"] * [number for _, number in channel.deferred.items()].count(seq)
+    found += ["deferred"] * channel.deferred.columns()[1].count(seq)
     return found

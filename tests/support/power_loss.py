@@ -201,7 +201,7 @@ class World:
 
     async def sync(self) -> None:
         """What the timer does: logs, journal, then files that may go."""
-        self.broker._sync()
+        self.broker.upkeep.sync()
         await self.settle()
         self.ledger.synced()
 
@@ -234,7 +234,7 @@ def _seqs(channel: Channel) -> list[int]:
     seqs = [seq for first, stop in channel.waiting for seq in range(first, stop)]
     seqs += range(channel.seen, channel.topic.pumped)
     seqs += channel.requeued
-    seqs += [seq for _, seq in channel.deferred.items()]
+    seqs += channel.deferred.columns()[1]
     seqs += [seq for seq, _ in channel.ring.held(channel.ring.lo, channel.ring.hi)]
     seqs += channel.unusual
     assert len(seqs) == len(set(seqs)), "a message is in two places"
@@ -343,7 +343,7 @@ async def busy_run(world: World) -> None:
     # All but the deferred ones are finished: segments go. Meanwhile the journal rolls.
     while messages := await world.receive(a, "t", 40):
         await world.finish(a, "t", "a", messages)
-        broker._housekeeping()
+        broker.turns.housekeeping()
     await world.sync()
     await world.sync()
     await publish("t", 2)

@@ -2,19 +2,17 @@
 
 A Broker owns everything that lives as long as the process: the data path, the journal, the topics, the table of
 sessions, the listeners. Messages are its topics' business. Beside it stand the parts that it hands work to: the end of
-a loop turn (turn.py), syncing and deleting files (upkeep.py), the data path (data_path.py) and bringing topics back
-from it (opening.py).
+a loop turn (turn.py), syncing and deleting files (upkeep.py), the ports (listeners.py), the data path (data_path.py)
+and bringing topics back from it (opening.py).
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import dataclasses
 import functools
 import logging
 import os
-import socket
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import TracebackType
@@ -29,11 +27,11 @@ from flintmq.broker.delivery.scan import Scan
 from flintmq.broker.delivery.topic import RESERVE, Topic
 from flintmq.broker.drain import REASON, DrainReport, drain
 from flintmq.broker.limits import Connections
+from flintmq.broker.listeners import Listeners
 from flintmq.broker.net import sockets
-from flintmq.broker.net.commands import Commands
 from flintmq.broker.net.lanes import FinishLane, PublishLane
 from flintmq.broker.net.session import Session
-from flintmq.broker.observe import stats
+from flintmq.broker.observe.counters import Counters
 from flintmq.broker.observe.statsd import Statsd
 from flintmq.broker.opening import Opening
 from flintmq.broker.peers import Peers
@@ -45,14 +43,11 @@ from flintmq.broker.storage.journal import SIDE, Journal, State
 from flintmq.broker.storage.store import Store
 from flintmq.broker.turn import Turn
 from flintmq.broker.upkeep import SPACE_INTERVAL, Upkeep
-from flintmq.errors import FlintError, NotFoundError, OptionError, PublishError, StartError, StorageError
+from flintmq.errors import FlintError, NotFoundError, PublishError, StartError, StorageError
 from flintmq.options import NsqdOptions
 from flintmq.protocol.wire import valid_name
 
 if TYPE_CHECKING:
-    import ssl
-
-    from flintmq.broker.http.api import Api
     from flintmq.broker.net.auth import AuthServers
 
 __all__ = ["Broker"]
@@ -63,8 +58,45 @@ logger = logging.getLogger(__name__)
 RECEIVE_BYTES = 256 << 10
 
 
+@dataclasses.dataclass
+class _Numbers:
+    """The numbers that topics, channels and sessions get. None is given twice to what can be mistaken."""
+
+    #: Seqs of new topics begin above it.
+    floor: int = 0
+    next_incarnation: int = 1
+    next_channel: int = 1
+    last_session: int = 0
+
+    def incarnation(self) -> int:
+        self.next_incarnation += 1
+        return self.next_incarnation - 1
+
+    def channel(self) -> int:
+        self.next_channel += 1
+        return self.next_channel - 1
+
+    def session(self) -> int:
+        """Return the next one of 32 bits; 0 is nobody."""
+        self.last_session = self.last_session % 0xFFFF_FFFE + 1
+        return self.last_session
+
+    def raise_floor(self, seq: int) -> int:
+        self.floor = max(self.floor, seq)
+        return self.floor
+
+    def noted(self) -> tuple[int, int, int]:
+        """Return what the journal keeps of them."""
+        return self.floor, self.next_incarnation, self.next_channel
+
+
 class Broker:
-    """``async with Broker(data_path=…) as broker`` runs an nsqd in this process; ``tcp_address`` says where."""
+    """``async with Broker(data_path=…) as broker`` runs an nsqd in this process; ``tcp_address`` says where.
+
+    Size: it is where the parts of a process meet, and each of them is reached through it: most attributes are parts.
+    ``turn``, ``soon``, ``answered``, ``later`` and ``now`` are borrowed from parts, and ``refusing`` and the receive
+    buffer are in none, because every publish, run or read uses them.
+    """
 
     def __init__(
         self,
@@ -86,19 +118,15 @@ class Broker:
         #: Called after ``options`` was replaced.
         self.options_changed: list[Callable[[], None]] = [self._options_changed]
         #: Called by ``reload``: each reads again what it keeps in memory of a file, such as certificates.
-        self.reloaders: list[Callable[[], None]] = [self.reload_certificates]
+        self.reloaders: list[Callable[[], None]] = []
         self.disk = disk or Disk()
-        self.system = self.disk.system
-        self.clock: Clock = clock or self.system.clock
+        self.clock: Clock = clock or self.disk.system.clock
         self.path = Path(options.data_path or os.getcwd())
         self.topology_aware = "topology-aware-consumption" in options.enable_experiment
-        # Parts. Others call some of their methods straight, as if they were the broker's own.
+        # Parts. What is called for every publish or run is borrowed from them.
         turns = self.turns = Turn(self)
-        upkeep = self.upkeep = Upkeep(self)
-        self.turn, self.flush, self.soon, self.answered = turns.add, turns.flush, turns.soon, turns.answered
-        self.pump_later, self.when_relieved = turns.pump_later, turns.when_relieved
-        self.structure_changed, self.look_at_space = upkeep.structure_changed, upkeep.look_at_space
-        self._housekeeping, self._sync = turns.housekeeping, upkeep.sync
+        self.turn, self.soon, self.answered = turns.add, turns.soon, turns.answered
+        self.upkeep = Upkeep(self)
         self.store = Store(
             self.disk,
             self.clock,
@@ -110,35 +138,24 @@ class Broker:
         )
         self._data_path = DataPath(self.path, self.disk)
         self.node_ids = NodeIds(self.store, options.id)
+        self.listeners = Listeners(self)
         self.peers = Peers(self)
-        self.reloaders.append(self.peers.load_token)
+        self.reloaders += [self.listeners.reload_certificates, self.peers.load_token]
         #: What single topics and channels do differently.
         self.settings = Settings(self)
         #: Publishes that nobody sees until they are decided.
         self.stage = Staging(self)
         #: Whether one more may connect; None: as many as like to.
         self.connections = Connections.of(options, self.clock)
-        # Set at the start, by the options.
-        self.tls: ssl.SSLContext | None = None
+        #: Set at the start, if the options name any.
         self.auth: AuthServers | None = None
-        # Topics, and the numbers that the next ones get.
         self.topics: dict[str, Topic] = {}
-        self._next_incarnation = 1
-        self._next_channel = 1
-        self._floor = 0
-        #: The random identity of the data path.
-        self.node = b""
+        self._numbers = _Numbers()
         # Sessions, the buffer that each receives into in its turn, and the lanes that they share.
         self.sessions: dict[int, Session] = {}
-        self._last_ident = 0
         self.receive_buffer = bytearray(RECEIVE_BYTES)
         self.receive_view = memoryview(self.receive_buffer)
         self._lanes: dict[tuple[Topic, str], PublishLane] = {}
-        # Where it listens, and what is bound there.
-        self._server: asyncio.Server | None = None
-        self._poller: sockets.Poller | None = None
-        self._api: Api | None = None
-        self._bound = self._http_bound = self._https_bound = ""
         self._timers: dict[str, asyncio.TimerHandle] = {}
         # Health. ``refusing`` says why publishes are refused; it is empty when they are not.
         self.refusing = ""
@@ -149,14 +166,7 @@ class Broker:
         self._failure: BaseException | None = None
         self._closed: asyncio.Future[None] | None = None
         # For the statistics.
-        self.start_time = 0
-        self.started = 0
-        self.connection_count = 0
-        self.refused_count = 0
-        #: Messages published, and finished, through lanes.
-        self.lane_published = self.lane_finished = 0
-        self.free_bytes = 0
-        self.pauses = stats.Pauses()
+        self.counters = Counters()
         self._statsd = Statsd(self)
 
     # --- Start and stop --------------------------------------------------------------------------------------------
@@ -188,7 +198,11 @@ class Broker:
             snapshot=self._snapshot,
         )
         self.scan = Scan(lambda: self.options, self.later)
-        self._set_up_security()
+        self.listeners.load_certificates()
+        if self.options.auth_http_addresses:
+            from flintmq.broker.net.auth import AuthServers
+
+            self.auth = AuthServers(self.options)
         self._data_path.lock()
         try:
             self._open()
@@ -200,7 +214,7 @@ class Broker:
             for topic in declared if self.options.nsqlookupd_tcp_addresses else ():
                 topic.gate(True)
             opened()
-            await self._listen()
+            await self.listeners.open(self._new_session)
         except (OSError, FlintError) as exc:
             await self._abandon()
             if isinstance(exc, FlintError):
@@ -210,23 +224,21 @@ class Broker:
                     f"no room in {self.path}: {exc.strerror}. Nothing is lost: free some space, then start again"
                 ) from exc
             raise StartError(f"{exc}") from exc
-        self.start_time = self.clock.wall() // 1_000_000_000
-        self.started = self.clock.now()
-        self.pauses.start()
+        self.counters.start(self.clock)
         self._statsd.start()
         self._every("scan", self.options.queue_scan_interval / 1e9, lambda: self.scan.tick(self.clock.now))
-        self._every("sync", self.options.sync_timeout / 1e9, self._sync)
-        self._every("space", SPACE_INTERVAL, self.look_at_space)
-        self.look_at_space()
+        self._every("sync", self.options.sync_timeout / 1e9, self.upkeep.sync)
+        self._every("space", SPACE_INTERVAL, self.upkeep.look_at_space)
+        self.upkeep.look_at_space()
         self.stage.start()
-        self.structure_changed(False)
+        self.upkeep.structure_changed(False)
         self.peers.start()
         for topic in declared:
             self.peers.ask_for_channels(topic)
 
     def _open(self) -> None:
         """Open the data path: everything in it is back when this returns."""
-        self.node = self._data_path.open(self.options, self.clock)
+        self._data_path.open(self.options, self.clock)
         state = self.journal.recover(accept=self.options.accept_damaged_journal)
         self.settings.restore(state)
         self.stage.read()
@@ -234,86 +246,19 @@ class Broker:
 
     def resume(self, state: State, next_incarnation: int, next_channel: int) -> None:
         """Go on with these numbers; called by the opening, before the journal is begun."""
-        self._floor = state.floor
-        self._next_incarnation = next_incarnation
-        self._next_channel = next_channel
-
-    def _set_up_security(self) -> None:
-        if self.options.tls_cert:
-            from flintmq.broker.net import tls
-
-            try:
-                self.tls = tls.server_context(self.options)
-            except OptionError as exc:
-                raise StartError(str(exc)) from exc
-        if self.options.auth_http_addresses:
-            from flintmq.broker.net.auth import AuthServers
-
-            self.auth = AuthServers(self.options)
-
-    def reload_certificates(self) -> None:
-        """Connections that come from now on get what is in the files. If that is no good, all stays as it was."""
-        if self.tls is None or self.stopping:
-            return
-        from flintmq.broker.net import tls
-
-        def done(context: Any, error: BaseException | None) -> None:
-            if error is not None:
-                logger.error("TLS: the certificates are not replaced - %s", error)
-            else:
-                self.tls = context
-                logger.info("TLS: the certificates were read again")
-
-        self.disk.submit(lambda: tls.server_context(self.options), done)
-
-    def _connection_count(self) -> int:
-        return len(self.sessions) + (0 if self._api is None else self._api.connection_count())
-
-    async def _listen(self) -> None:
-        self.descriptors = sockets.Descriptors(self._loop.time, self._connection_count)
-        if sockets.available():
-            self._poller = sockets.Poller(self._loop, self.turns.end, self.system, self.descriptors)
-            self.turns.follow(self._poller)
-        sock, self._bound = self._bind(self.options.tcp_address)
-        if self._poller is not None:
-            self._poller.listen(sock, self._new_session)
-        elif sock.family == socket.AF_UNIX:
-            self._server = await self._loop.create_unix_server(self._new_session, sock=sock, backlog=1024)
-        else:
-            self._server = await self._loop.create_server(self._new_session, sock=sock, backlog=1024)
-        logger.info("TCP: listening on %s", self.tcp_address)
-        await self._listen_http()
-
-    async def _listen_http(self) -> None:
-        secure = self.options.https_address if self.options.tls_cert else ""
-        if not self.options.http_address and not secure:
-            return
-        # Late: what only speaks TCP need not pay for it.
-        from flintmq.broker.http.api import Api
-
-        self._api = Api(self)
-        if secure:
-            # First: what the plain port may have to say is where this one is.
-            sock, self._https_bound = self._bind(secure)
-            await self._api.listen_tls(sock)
-        if self.options.http_address:
-            sock, self._http_bound = self._bind(self.options.http_address)
-            await self._api.listen(sock, self._poller)
-            logger.info("HTTP: listening on %s", self._http_bound)
-        if secure:
-            logger.info("HTTPS: listening on %s", self._https_bound)
-
-    def _bind(self, address: str) -> tuple[socket.socket, str]:
-        """A listening socket, and where it really is."""
-        sock = addresses.bind(address)
-        return sock, addresses.text_of(sock.getsockname())
+        self._numbers = _Numbers(state.floor, next_incarnation, next_channel)
 
     def _new_session(self) -> Session:
-        return Commands(self)
+        return Session(self)
 
     def about(self) -> dict[str, Any]:
         """What a client is told that asks for more than NSQ says."""
         return {"version": flintmq.__version__, "node": self.node.hex(), "log": True, "keys": True, "stage": 1}
+
+    @property
+    def node(self) -> bytes:
+        """The random identity of the data path."""
+        return self._data_path.node
 
     @property
     def http_port(self) -> int:
@@ -323,16 +268,16 @@ class Broker:
     @property
     def tcp_address(self) -> str:
         """Where clients connect: ``host:port`` as really bound, or the path of a unix socket."""
-        return self._bound or self.options.tcp_address
+        return self.listeners.tcp or self.options.tcp_address
 
     @property
     def http_address(self) -> str:
         """The same for HTTP; empty if it is not served."""
-        return self._http_bound
+        return self.listeners.http
 
     @property
     def https_address(self) -> str:
-        return self._https_bound
+        return self.listeners.https
 
     def change_options(self, **changes: Any) -> None:
         """Replace the options by a copy with these changes, and tell who asked to know."""
@@ -359,10 +304,10 @@ class Broker:
         logger.info("NSQ: stopping subsystems")
         await self._statsd.stop()
         # What was taken is written and answered; then nothing more is taken.
-        self.flush()
+        self.turns.flush()
         self.stage.stop()
         await self._close_listeners()
-        self.flush()
+        self.turns.flush()
         # What threads still do must end before the files are closed; their answers arrive in the next turns.
         for topic in self.topics.values():
             for channel in topic.channels.values():
@@ -435,38 +380,22 @@ class Broker:
     async def _close_listeners(self) -> None:
         await self.peers.stop()
         self._cancel_timers()
-        if self._poller is not None:
-            self._poller.stop_listening()
-        if self._api is not None:
-            await self._api.close()
+        self.listeners.stop_accepting()
+        await self.listeners.end_requests()
         self._disconnect()
         # Let the transports notice, so that no socket outlives the broker.
         for _ in range(3):
             await asyncio.sleep(0)
-        self._close_poller()
-        for bound in (self._bound, self._http_bound):
-            if bound and addresses.split(bound, listening=True).path:
-                with contextlib.suppress(OSError):
-                    os.unlink(bound)
+        self.listeners.close_poller()
+        self.listeners.remove_sockets()
 
     def _disconnect(self) -> None:
-        if self._server is not None:
-            self._server.close()
-            self._server = None
-        if self._poller is not None:
-            self._poller.stop_listening()
-        if self._api is not None:
-            self._api.drop()
+        self.listeners.drop()
         for session in list(self.sessions.values()):
             try:
                 session.drop()
             except Exception:
                 logger.exception("client(%s): unexpected error", session.remote_address)
-
-    def _close_poller(self) -> None:
-        if self._poller is not None:
-            self._poller.close()
-            self._poller = None
 
     def _cancel_timers(self) -> None:
         for timer in self._timers.values():
@@ -511,13 +440,13 @@ class Broker:
 
     def _tear_down(self) -> None:
         """The last thing that every way to stop does: give back threads, files and the lock, and say how it ended."""
-        self._close_poller()
+        self.listeners.close_poller()
         self.disk.close()
         for topic in self.topics.values():
             topic.abandon()
         self.store.close()
         self.journal.close()
-        self.pauses.stop()
+        self.counters.stop()
         self._data_path.unlock()
         if self._closed is None or self._closed.done():
             return
@@ -559,10 +488,9 @@ class Broker:
     def _create_topic(self, name: str) -> Topic:
         if not valid_name(name):
             raise ValueError(f"not a topic name: {name!r}")
-        incarnation = self._next_incarnation
-        self._next_incarnation += 1
+        incarnation = self._numbers.incarnation()
         # Seqs must never repeat: not those of a topic of this name that was deleted, not those lost in a crash.
-        base = max(self.clock.wall() // 1000, self._floor)
+        base = max(self.clock.wall() // 1000, self._numbers.floor)
         folder = None
         topic_is_ephemeral = name.endswith("#ephemeral")
         if not topic_is_ephemeral:
@@ -580,7 +508,7 @@ class Broker:
             position = self.journal.note("topic", incarnation, name, base, base + RESERVE)
             topic.grant(base + RESERVE, position)
         logger.info("TOPIC(%s): created", name)
-        self.structure_changed(topic_is_ephemeral)
+        self.upkeep.structure_changed(topic_is_ephemeral)
         self.peers.made(name)
         self.peers.ask_for_channels(topic)
         return topic
@@ -602,12 +530,12 @@ class Broker:
         self.turns.forget(topic)
         for verb in ("PUB", "MPUB"):
             self._lanes.pop((topic, verb), None)
-        self._floor = max(self._floor, topic.ceiling, topic.log.end)
+        floor = self._numbers.raise_floor(max(topic.ceiling, topic.log.end))
         if not topic.ephemeral:
-            position = self.journal.note("untopic", topic.incarnation, self._floor)
+            position = self.journal.note("untopic", topic.incarnation, floor)
             # Its files go only when it is certain that it is gone.
             self.journal.when_synced(position, functools.partial(self._discard, topic))
-        self.structure_changed(topic.ephemeral)
+        self.upkeep.structure_changed(topic.ephemeral)
         self.peers.deleted(name)
 
     def _discard(self, topic: Topic) -> None:
@@ -625,21 +553,19 @@ class Broker:
             logger.error("TOPIC(%s): cannot delete %s - %s", topic.name, topic.folder, error)
 
     def next_channel_id(self) -> int:
-        self._next_channel += 1
-        return self._next_channel - 1
+        return self._numbers.channel()
 
     # --- Sessions --------------------------------------------------------------------------------------------------
 
     def next_ident(self) -> int:
         """A number for a session that no other connected one has; 0 is nobody."""
-        while True:
-            self._last_ident = self._last_ident % 0xFFFF_FFFE + 1
-            if self._last_ident not in self.sessions:
-                return self._last_ident
+        while (ident := self._numbers.session()) in self.sessions:
+            pass
+        return ident
 
     def lane(self, topic: Topic, verb: str) -> PublishLane | None:
-        """The short way for publishes, where sockets are read without asyncio's help."""
-        if self._poller is None:
+        """Return the lane for such publishes to a topic; None where there is no poller."""
+        if self.listeners.poller is None:
             return None
         lane = self._lanes.get((topic, verb))
         if lane is None:
@@ -647,19 +573,19 @@ class Broker:
         return lane
 
     def finish_lane(self, channel: Channel) -> FinishLane:
-        """The short way for FINs; all of a channel's consumers share it."""
+        """Return the lane for FINs; all of a channel's consumers share it."""
         if channel.lane is None:
             channel.lane = FinishLane(self, channel)
         return channel.lane
 
     def connected(self, session: Session) -> None:
-        self.connection_count += 1
+        self.counters.connection_count += 1
         self.sessions[session.ident] = session
         if self.stopping:
             session.drop()
         elif self.connections is not None:
             # Before IDENTIFY the host name is the address.
-            why = self.connections.admit(session.ident, session.hostname)
+            why = self.connections.admit(session.ident, session.identity.hostname)
             if why:
                 session.turn_away(why)
 
@@ -697,7 +623,7 @@ class Broker:
 
     def _snapshot(self) -> Iterator[tuple[Any, ...]]:
         """The whole state as notes, for the journal. Taken in slices: topics may come and go in between."""
-        yield ("floor", self._floor, self._next_incarnation, self._next_channel)
+        yield ("floor", *self._numbers.noted())
         yield from self.settings.notes()
         for topic in list(self.topics.values()):
             if topic.ephemeral or topic.exiting:

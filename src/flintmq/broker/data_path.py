@@ -52,6 +52,8 @@ class DataPath:
         self.root = path / "flintmq"
         self._disk = disk
         self._lock = -1
+        #: The node's random identity, once it is open.
+        self.node = b""
 
     def lock(self) -> None:
         """Keep others out. StartError if somebody is in."""
@@ -74,8 +76,8 @@ class DataPath:
             self._disk.system.close(self._lock)
             self._lock = -1
 
-    def open(self, options: NsqdOptions, clock: Clock) -> bytes:
-        """Make the folder, from the files of a Go nsqd if there are any, or check it; the node's identity."""
+    def open(self, options: NsqdOptions, clock: Clock) -> None:
+        """Create the folder, from the files of a Go nsqd if there are any, or check it."""
         disk, root = self._disk, self.root
         pending = self.path / "flintmq.tmp"
         moving = root / "takeover-pending"
@@ -98,7 +100,7 @@ class DataPath:
                 logger.info("NSQ: the files of the old nsqd were moved to %s", aside)
             disk.remove(moving)
             disk.sync_folder(root)
-        return self._read_identity(root / "format.json")
+        self.node = self._read_identity(root / "format.json")
 
     def _read_identity(self, path: Path) -> bytes:
         fd = self._disk.open(path)

@@ -216,7 +216,7 @@ class TopicLimits:
             self._find_marks()
         oldest = self._topic.pumped
         for channel in self._topic.channels.values():
-            oldest = min(oldest, channel.first_needed())
+            oldest = min(oldest, channel.needed.first())
         while len(self._marks) > 1 and self._marks[1][0] <= oldest:
             self._marks.popleft()
         if self._topic.log.end <= oldest or not self._marks:

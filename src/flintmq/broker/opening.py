@@ -209,12 +209,13 @@ class Opening:
                 if due == ANOTHER_BOOT or (due and not same_boot):
                     back[seq] = (attempts, now + due_wall - wall, due_wall)
             topic.channels[channel.name] = channel
-            # Gone through anew for each: a list of a million of them would take more memory than all else.
+            # Gone through anew for each: all of them together might take more memory than all else.
             channel.restore(channel_state.outstanding.within(mine), back, topic.log.deferrals(topic.pumped))
         if topic.pumped == end:
             return
-        deferrals = topic.log.deferrals(topic.pumped)
-        topic.log.deferred.extend((seq, due) for seq, due in deferrals if seq >= topic.pumped)
+        for seqs, dues in topic.log.deferrals(topic.pumped):
+            pairs = zip(seqs, dues, strict=True)
+            topic.log.deferred.extend((seq, due) for seq, due in pairs if seq >= topic.pumped)
 
 
 def _incarnation(name: str) -> int:

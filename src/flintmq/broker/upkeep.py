@@ -127,7 +127,7 @@ class Upkeep:
             logger.error("NSQ: cannot look at the disk - %s", exc.strerror or exc)
             return
         reserve = broker.options.disk_reserve
-        broker.free_bytes = free
+        broker.counters.free_bytes = free
         if free < 2 * reserve:
             self._make_room(2 * reserve - free)
         if free < reserve:

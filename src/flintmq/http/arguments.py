@@ -20,6 +20,10 @@ _BAD_ESCAPE = re.compile(r"%(?![0-9A-Fa-f]{2})")
 ORIGIN = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^/?]*")
 
 
+#: Arguments that a query may have. Go has no limit; no client of NSQ sends more than a dozen.
+MOST_ARGUMENTS = 1000
+
+
 def split_target(target: str) -> tuple[str, str]:
     """The path, decoded, and the query, as it came, of a request line. HttpError if it is no path at all."""
     if not target.startswith("/"):
@@ -37,11 +41,14 @@ def split_target(target: str) -> tuple[str, str]:
 
 
 def parse_query(query: str) -> Arguments:
-    """The arguments of a query, of a repeated one the first. HttpError for what Go cannot parse: ``%zz``, a ``;``."""
+    """Return the arguments of a query, of a repeated one the first.
+
+    HttpError for what Go cannot parse, ``%zz`` and a ``;``, and for more than MOST_ARGUMENTS.
+    """
     arguments = Arguments()
     if not query:
         return arguments
-    if ";" in query or _BAD_ESCAPE.search(query):
+    if query.count("&") >= MOST_ARGUMENTS or ";" in query or _BAD_ESCAPE.search(query):
         raise HttpError(400, "INVALID_REQUEST")
     for pair in query.split("&"):
         if pair:

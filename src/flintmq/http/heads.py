@@ -1,8 +1,13 @@
 """The head of an HTTP request, before a parser sees it: where it ends, and whether it can be one at all.
 
 Bytes that are no HTTP (an NSQ client on the wrong port, a TLS hello) are known by the first of them, so they are
-refused at once, in the words of Go's server. Lines may end with a line feed alone, as Go's server takes them; a parser
-that insists on CRLF gets them so. Only what Go refuses and parsers disagree about is checked here.
+refused at once, in the words of Go's server. Heads that Go's server takes and our parsers do not are brought into the
+form that they take: lines that end with a line feed alone, HTTP/1.2, bytes in the target that are no ASCII, methods
+that nobody has heard of. What Go refuses is refused here, with its answer.
+
+Stricter than Go's server: a proxy in front may read these requests in another way, so they are refused: a length
+together with a transfer encoding, two lengths (also the same one twice), a transfer encoding in HTTP/1.0, folded lines,
+line ends of both kinds in one head. So is ``*``, but for OPTIONS.
 """
 
 from __future__ import annotations
@@ -11,7 +16,7 @@ import re
 
 from flintmq.errors import FlintError
 
-__all__ = ["LONGEST_HEAD", "BadHead", "end_of_head", "tidy"]
+__all__ = ["LONGEST_HEAD", "MOST_DIGITS", "BadHead", "end_of_head", "length_with_end", "tidy"]
 
 #: Bytes of a request line with all its headers.
 LONGEST_HEAD = 64 << 10
@@ -28,19 +33,25 @@ _BEGINNING = re.compile(
     % _LONGEST_METHOD
 )
 _REQUEST_LINE = re.compile(_TOKEN + rb"{1,%d} [^\x00-\x20\x7f]+ HTTP/([0-9])\.([0-9])" % _LONGEST_METHOD)
-_HEADER = re.compile(_TOKEN + rb"+[ \t]*:")
+_NAME = re.compile(_TOKEN + rb"+")
+_CONTROL = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
+_HOST = re.compile(rb"[0-9A-Za-z!$%&()*+,\-.:;='\[\]_~]*")
+_BEYOND_ASCII = re.compile(rb"[\x80-\xff]")
+_BAD_ESCAPE = re.compile(rb"%(?![0-9A-Fa-f]{2})")
+_ORIGIN = re.compile(rb"[A-Za-z][A-Za-z0-9+.\-]*://")
 _DIGITS = re.compile(rb"[0-9]{1,%d}" % MOST_DIGITS)
+#: Methods that reach the routes under their own name. Others have no route, but may be unknown to a parser.
+_METHODS = frozenset((b"GET", b"HEAD", b"POST", b"PUT", b"DELETE", b"OPTIONS", b"TRACE", b"PATCH"))
 
 
 class BadHead(FlintError):
     """Bytes that are no request. ``answer`` is all that is to be sent before the connection is closed."""
 
-    def __init__(self, status: str = "400 Bad Request") -> None:
+    def __init__(self, status: str = "400 Bad Request", body: str = "") -> None:
         super().__init__(status)
         # As Go's server writes it: no date, no length, the connection's end is the body's.
-        self.answer = (
-            f"HTTP/1.1 {status}\r\nContent-Type: text/plain; charset=utf-8\r\nConnection: close\r\n\r\n{status}"
-        ).encode()
+        head = f"HTTP/1.1 {status}\r\nContent-Type: text/plain; charset=utf-8\r\nConnection: close\r\n\r\n"
+        self.answer = (head + (body or status)).encode()
 
 
 def end_of_head(data: bytearray | bytes, pos: int, stop: int) -> int:
@@ -71,26 +82,85 @@ def end_of_head(data: bytearray | bytes, pos: int, stop: int) -> int:
 
 
 def tidy(head: bytes) -> bytes:
-    """Return a whole head with CRLF at the end of every line. BadHead if its headers are none.
+    """Return a whole head in the form that every parser takes. BadHead if it is none.
 
     Lines may end in LF alone, but then all of them do: a proxy in front that knows CRLF only would see other headers
     in a head with both, and so another request.
     """
     if head.count(b"\r\n") not in (0, head.count(b"\n")):
         raise BadHead
-    lines = [line.removesuffix(b"\r") for line in head.split(b"\n")]
-    has_host = False
-    for line in lines[1:-2]:
-        if _HEADER.match(line) is None:
-            # A line that continues the one before is for the parser to judge.
-            if line[:1] in (b" ", b"\t") and line is not lines[1]:
-                continue
+    request_line, *lines = [line.removesuffix(b"\r") for line in head.split(b"\n")[:-2]]
+    method, target, version = request_line.split(b" ")
+    is_old = version == b"HTTP/1.0"
+    kept = [_request_line(method, target, is_old)]
+    hosts, connections = [], []
+    length = encoding = b""
+    is_named = True
+    unfit: BadHead | None = None
+    for line in lines:
+        name, colon, value = line.partition(b":")
+        if not colon or not name or _CONTROL.search(value) is not None:
             raise BadHead
-        name, _, value = line.partition(b":")
+        if _NAME.fullmatch(name) is None:
+            if _NAME.fullmatch(name.rstrip(b" ")) is None:
+                raise BadHead
+            is_named = False
         name = name.lower()
-        if name == b"content-length" and _DIGITS.fullmatch(value.strip(b" \t")) is None:
-            raise BadHead
-        has_host = has_host or name == b"host"
-    if not has_host and lines[0].endswith(b"HTTP/1.1"):
+        value = value.strip(b" \t")
+        if name == b"host":
+            hosts.append(value)
+        elif name == b"content-length":
+            if length or _DIGITS.fullmatch(value) is None:
+                unfit = unfit or BadHead()
+            length = value
+        elif name == b"transfer-encoding":
+            if encoding or value.lower() != b"chunked":
+                unfit = BadHead("501 Not Implemented", "Unsupported transfer encoding")
+            encoding = value
+        elif name == b"connection":
+            connections.append(line)
+        elif name == b"upgrade":
+            # There is no other protocol here.
+            continue
+        kept.append(line)
+    # In the order in which Go's server looks at them.
+    if len(hosts) > 1:
+        raise BadHead
+    if unfit is not None:
+        raise unfit
+    if encoding and (length or is_old):
+        raise BadHead
+    if not hosts and not is_old:
         raise BadHead("400 Bad Request: missing required Host header")
-    return b"\r\n".join(lines)
+    if hosts and _HOST.fullmatch(hosts[0]) is None:
+        raise BadHead("400 Bad Request: malformed Host header")
+    if not is_named:
+        raise BadHead("400 Bad Request: invalid header name")
+    if len(connections) > 1:
+        # Any of them may say it.
+        wish = b"keep-alive" if is_old else b"close"
+        says = any(wish in line.lower() for line in connections)
+        kept = [line for line in kept if line not in connections] + [b"Connection: " + wish] * says
+    return b"\r\n".join([*kept, b"", b""])
+
+
+def _request_line(method: bytes, target: bytes, is_old: bool) -> bytes:
+    if method == b"CONNECT" and not target.startswith(b"/"):
+        # A proxy's request, for a host: there is no such path.
+        target = b"/"
+    elif not target.startswith(b"/") and _ORIGIN.match(target) is None and (method, target) != (b"OPTIONS", b"*"):
+        raise BadHead
+    if _BAD_ESCAPE.search(target.partition(b"?")[0]) is not None:
+        raise BadHead
+    if method not in _METHODS:
+        method = b"PATCH"
+    target = _BEYOND_ASCII.sub(lambda found: b"%%%02X" % ord(found[0]), target)
+    return b"%s %s HTTP/1.%d" % (method, target, 0 if is_old else 1)
+
+
+def length_with_end(head: bytes) -> int | None:
+    """Return how many bytes of body follow a tidy head, if it asks for the connection's end and they are known."""
+    fields = dict(line.lower().partition(b":")[::2] for line in head.split(b"\r\n")[1:])
+    connection = fields.get(b"connection", b"")
+    ends = b"keep-alive" not in connection if head.partition(b"\r\n")[0].endswith(b"1.0") else b"close" in connection
+    return int(fields.get(b"content-length", 0)) if ends and b"transfer-encoding" not in fields else None

@@ -43,6 +43,7 @@ __all__ = [
     "Site",
     "envelope",
     "json_bytes",
+    "log_request",
     "metric_head",
     "parse_query",
     "render",
@@ -145,15 +146,18 @@ def envelope(result: Any, *, plain: bool = False) -> Answer:
     return Answer(json_bytes(result), JSON, headers=headers)
 
 
-def render(answer: Answer, date: str) -> bytes:
-    """An answer as the bytes that go out, for those who speak HTTP/1.1 without aiohttp."""
-    lines = [f"HTTP/1.1 {answer.status} {HTTPStatus(answer.status).phrase}"]
+def render(answer: Answer, date: str, *, old: bool = False) -> bytes:
+    """Return an answer as the bytes that go out, for those who speak HTTP without aiohttp: the same as it sends.
+
+    ``old`` is for a client that speaks HTTP/1.0: it closes unless it is told not to.
+    """
+    lines = [f"HTTP/1.{0 if old else 1} {answer.status} {HTTPStatus(answer.status).phrase}"]
+    lines += (f"{name}: {value}" for name, value in answer.headers.items())
     if answer.content_type:
         lines.append(f"Content-Type: {answer.content_type}")
-    lines += (f"{name}: {value}" for name, value in answer.headers.items())
-    lines += (f"Date: {date}", f"Content-Length: {len(answer.body)}")
-    if answer.close:
-        lines.append("Connection: close")
+    lines += (f"Content-Length: {len(answer.body)}", f"Date: {date}")
+    if answer.close != old:
+        lines.append("Connection: keep-alive" if old else "Connection: close")
     return "\r\n".join([*lines, "", ""]).encode("latin-1") + answer.body
 
 
@@ -189,6 +193,8 @@ class Request:
         self._read = read
         self._length = length
         self._body_seconds = body_seconds
+        #: The body was read to its end.
+        self.is_read = False
 
     def arguments(self) -> Arguments:
         """Return the arguments of the query. HttpError ``INVALID_REQUEST`` if there is no making sense of it."""
@@ -207,6 +213,7 @@ class Request:
                         raise HttpError(413, too_big)
         except (TimeoutError, OSError) as exc:
             raise HttpError(500, "INTERNAL_ERROR") from exc
+        self.is_read = True
         return body
 
 
@@ -299,6 +306,8 @@ class Site:
             logger.exception("panic in HTTP handler - %s %s", request.method, request.target)
             result = HttpError(500, "INTERNAL_ERROR")
         answer = envelope(result, plain=route.plain)
+        if isinstance(result, HttpError) and answer.close and request.is_read:
+            answer = replace(answer, close=False)
         if not route.unlogged:
             log_request(answer.status, request.method, request.target, request.remote, started)
         return answer

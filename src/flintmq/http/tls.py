@@ -1,20 +1,126 @@
-"""The server side of TLS, for every listener that speaks it."""
+"""The server side of TLS, for every listener that speaks it.
+
+``server_tls`` makes the context, a ``TlsListener`` accepts connections. asyncio's own listeners keep a connection whose
+handshake has failed until their timeout, and lose the alert.
+"""
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import logging
+import socket
 import warnings
-from functools import cache
+from collections.abc import Callable
+from contextvars import ContextVar
+from functools import cache, partial
 from typing import TYPE_CHECKING
 
+from flintmq.addresses import BACKLOG
 from flintmq.errors import OptionError
 
 if TYPE_CHECKING:
     import ssl
 
-__all__ = ["reload_tls", "server_tls"]
+__all__ = ["TlsListener", "reload_tls", "server_tls"]
 
 logger = logging.getLogger(__name__)
+
+#: Connections that are accepted before the loop is handed back.
+ACCEPT_AT_ONCE = 64
+#: Seconds before the next attempt to accept, when there are no descriptors.
+ACCEPT_AGAIN = 1.0
+#: Seconds that a client has to read why its handshake failed.
+LINGER_SECONDS = 2.0
+#: What Go's server says, in the clear, to a client that speaks HTTP without TLS.
+NO_TLS = b"HTTP/1.0 400 Bad Request\r\n\r\nClient sent an HTTP request to an HTTPS server.\n"
+
+#: What to do when the handshake of this connection fails.
+_failed: ContextVar[Callable[[ssl.SSLError], None] | None] = ContextVar("_failed", default=None)
+
+
+class TlsListener:
+    """Connections with TLS on a bound socket. ``factory`` makes the protocol of one, whose handshake has succeeded.
+
+    A handshake that fails ends the connection at once: the client gets the alert, or Go's words if it speaks plain
+    HTTP, and then the end of the stream.
+    """
+
+    def __init__(
+        self, factory: Callable[[], asyncio.BaseProtocol], sock: socket.socket, context: ssl.SSLContext, seconds: float
+    ) -> None:
+        self._factory = factory
+        self._sock = sock
+        self._context = context
+        self._seconds = seconds
+        self._loop = asyncio.get_running_loop()
+        self._shaking: set[asyncio.Task[None]] = set()
+        self._timer: asyncio.TimerHandle | None = None
+        sock.setblocking(False)
+        sock.listen(BACKLOG)
+        self._loop.add_reader(sock.fileno(), self._accept)
+
+    def close(self) -> None:
+        """Accept no more, and drop the connections whose handshake is not over."""
+        if self._sock.fileno() < 0:
+            return
+        if self._timer is not None:
+            self._timer.cancel()
+        self._loop.remove_reader(self._sock.fileno())
+        self._sock.close()
+        for task in self._shaking:
+            task.cancel()
+
+    def _accept(self) -> None:
+        for _ in range(ACCEPT_AT_ONCE):
+            try:
+                connection, _ = self._sock.accept()
+            except (BlockingIOError, InterruptedError, ConnectionAbortedError):
+                return
+            except OSError as exc:
+                logger.error("HTTPS: cannot accept a connection - %s", exc)
+                self._loop.remove_reader(self._sock.fileno())
+                self._timer = self._loop.call_later(ACCEPT_AGAIN, self._accept_again)
+                return
+            connection.setblocking(False)
+            task = self._loop.create_task(self._shake_hands(connection))
+            self._shaking.add(task)
+            task.add_done_callback(self._shaking.discard)
+
+    def _accept_again(self) -> None:
+        self._timer = None
+        self._loop.add_reader(self._sock.fileno(), self._accept)
+
+    async def _shake_hands(self, connection: socket.socket) -> None:
+        # Each connection has a task, and so a context, of its own.
+        _failed.set(lambda error: self._end(connection, error))
+        try:
+            await self._loop.connect_accepted_socket(
+                self._factory, connection, ssl=self._context, ssl_handshake_timeout=self._seconds
+            )
+        except OSError as exc:
+            # Also an SSLError, and a handshake that took too long.
+            logger.debug("HTTPS: a handshake failed - %s", exc)
+        except Exception:
+            logger.exception("HTTPS: unexpected error, the connection is closed")
+            connection.close()
+
+    def _end(self, connection: socket.socket, error: ssl.SSLError) -> None:
+        """End a connection whose handshake has failed, when asyncio has sent the alert."""
+        self._loop.call_soon(self._say_goodbye, connection, NO_TLS if error.reason == "HTTP_REQUEST" else b"")
+
+    def _say_goodbye(self, connection: socket.socket, last: bytes) -> None:
+        # The socket is asyncio's. It closes it when it reads the end, which is the client's, or ours after a while.
+        with contextlib.suppress(OSError):
+            if last:
+                connection.send(last)
+            connection.shutdown(socket.SHUT_WR)
+        self._loop.call_later(LINGER_SECONDS, partial(_shut, connection))
+
+
+def _shut(connection: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        connection.shutdown(socket.SHUT_RDWR)
 
 
 def server_tls(
@@ -75,8 +181,8 @@ def _outspoken() -> type[ssl.SSLObject]:
     """Return asyncio's side of a connection, which says why a handshake failed: to the log, and to the peer.
 
     asyncio drops such a connection without a word, with the alert that OpenSSL made for the peer still unsent. It sends
-    what there is to send when the handshake wants more input. So that is what it is told first; the error follows with
-    the next bytes, if the peer does not close by itself.
+    what there is to send when the handshake wants more input. So that is what it is told first, and the listener is
+    told to end the connection; the error follows with the next bytes.
     """
     import ssl
 
@@ -93,6 +199,9 @@ def _outspoken() -> type[ssl.SSLObject]:
             except ssl.SSLError as exc:
                 logger.error("TLS: a handshake failed - %s", exc)
                 self._failure = exc
+                failed = _failed.get()
+                if failed is not None:
+                    failed(exc)
                 raise ssl.SSLWantReadError from exc
 
     return Outspoken

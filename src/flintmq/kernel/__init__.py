@@ -7,6 +7,7 @@ files. Bounds checks are dropped in single functions, after their inputs were ch
     layout   where things stand in a frame          frames    publishes and received messages as bytes
     lane     blocks, sockets, first deliveries      heap      deadlines
     records  records of segment files               columns   frames as columns
+    spans    sets of seqs as ranges
 
 Only ``lane`` makes system calls. ``FLINTMQ_PURE=1`` asks for the interpreted form.
 """
@@ -18,7 +19,7 @@ import importlib.util
 import os
 import sys
 
-_MODULES = ("lane", "frames", "heap", "columns", "records")
+_MODULES = ("lane", "frames", "heap", "columns", "records", "spans")
 
 
 def _is_compiled(name: str) -> bool:
@@ -84,6 +85,7 @@ from flintmq.kernel.lane import (
 )
 from flintmq.kernel.layout import FRAME_OVERHEAD
 from flintmq.kernel.records import RecordParser, gather
+from flintmq.kernel.spans import spans_hold, spans_of, spans_total, spans_union, spans_without
 
 __all__ = [
     "ALL",
@@ -112,6 +114,11 @@ __all__ = [
     "populate",
     "replace_calls",
     "send_each",
+    "spans_hold",
+    "spans_of",
+    "spans_total",
+    "spans_union",
+    "spans_without",
     "split_frames",
     "sum_records",
     "total_size",

@@ -28,9 +28,9 @@ class Heap:
         """When the earliest is due; raises IndexError if there is none."""
         return self._due[0]
 
-    def items(self) -> object:
-        """All pairs as they are now, in no order; one after the other, because there may be a million."""
-        return zip(self._due[:], self._seq[:], strict=True)
+    def columns(self) -> tuple:
+        """Copies of all due times and of their seqs, in no order."""
+        return self._due[:], self._seq[:]
 
     def first_seq(self, start: cython.longlong = 0) -> int:
         """The lowest seq from ``start`` on; -1 if there is none."""

@@ -4,7 +4,7 @@
 The only kernel module that does: recv, send and pwritev, through the table in ``calls.h`` (interpreted: a ``Calls``),
 which tests and simulations replace with ``replace_calls``.
 
-It is large because a Block's bytes are shared at the level of C: an Intake frames into them and writes them, a Ring
+Size: a Block's bytes are shared at the level of C: an Intake frames into them and writes them, a Ring
 sends them, and none of it may cost a call between modules.
 """
 
@@ -1217,6 +1217,22 @@ class Ring:
         if used > 4096:
             self._done = None
         return data
+
+    def holds(self, first: cython.longlong, stop: cython.longlong) -> bool:
+        """Is any first delivery in ``first`` … ``stop - 1`` still held?"""
+        if first < self.lo:
+            first = self.lo
+        if stop > self.hi:
+            stop = self.hi
+        if first >= stop:
+            return False
+        seq: cython.longlong
+        mask: cython.longlong = self._mask
+        owners: cython.uint[::1] = self._owners
+        for seq in range(first, stop):
+            if owners[seq & mask]:
+                return True
+        return False
 
     def held(self, first: int, stop: int) -> list:
         """``(seq, owner)`` of each first delivery still held in ``first`` … ``stop - 1``."""

@@ -51,6 +51,10 @@ SECONDS_AT_ONCE = 0.002
 LOOK_EVERY = 8
 #: After so many entries of a large answer the loop gets its turn.
 SLICE = 2_000
+#: After so many lines of the log, likewise.
+LOGGED_AT_ONCE = 64
+#: See ``Lookupd.when_grown``.
+GROWTH = 4_096
 #: A half-dead connection is found out within a minute, so that an nsqd that came back is not listed twice for long.
 KEEPALIVE = (("TCP_KEEPIDLE", 15), ("TCP_KEEPINTVL", 15), ("TCP_KEEPCNT", 3))
 
@@ -94,6 +98,10 @@ class Lookupd:
         )
         self.now = now
         self.sessions: dict[Session, None] = {}
+        self._settling = False
+        #: Called whenever GROWTH more names are known than at the last time.
+        self.when_grown: Callable[[], None] = lambda: None
+        self._grown = GROWTH
         self._tcp_bound = self._http_bound = ""
         self._tcp: asyncio.Server | None = None
         self._http: Server | None = None
@@ -193,6 +201,22 @@ class Lookupd:
         """Where everyone else asks: ``host:port`` as really bound."""
         return self._http_bound or self.options.http_address
 
+    def settle(self) -> None:
+        """Go on with what nsqds have left, a slice in each turn of the loop."""
+        if not self._settling and self.registry.settle():
+            self._settling = True
+            asyncio.get_running_loop().call_soon(self._settle_on)
+
+    def _settle_on(self) -> None:
+        self._settling = False
+        self.settle()
+
+    def registered(self) -> None:
+        """Notice how many names there are."""
+        if self.registry.name_count >= self._grown:
+            self._grown = self.registry.name_count + GROWTH
+            self.when_grown()
+
     def identity(self) -> bytes:
         """What an nsqd is told about us."""
         return msgspec.json.encode(
@@ -286,11 +310,14 @@ class Lookupd:
         # A * means everything to NSQ's own daemon: one letter would empty the registry. Here it is no name.
         topic = request.arguments().name("topic")
         await request.body()
-        for channel in self.registry.channels(topic):
-            logger.info("DB: removing channel(%s) from topic(%s)", channel, topic)
-        if topic in self.registry.topics:
-            logger.info("DB: removing topic(%s)", topic)
+        channels, known = self.registry.channels(topic), topic in self.registry.topics
         self.registry.delete_topic(topic)
+        for number, channel in enumerate(channels, 1):
+            logger.info("DB: removing channel(%s) from topic(%s)", channel, topic)
+            if not number % LOGGED_AT_ONCE:
+                await asyncio.sleep(0)
+        if known:
+            logger.info("DB: removing topic(%s)", topic)
 
     async def _tombstone(self, request: web.Request) -> None:
         arguments = request.arguments()
@@ -435,6 +462,7 @@ class Session(asyncio.Protocol):
             logger.info("PROTOCOL(V1): [%s] exiting ioloop", self._address)
         if self._producer is not None:
             self._lookupd.registry.remove(self._producer)
+            self._lookupd.settle()
         logger.info("client(%s) - %s", self._address, exc or "EOF")
 
     # --- Commands --------------------------------------------------------------------------------------------------
@@ -524,6 +552,7 @@ class Session(asyncio.Protocol):
         registry = self._lookupd.registry
         if verb == "UNREGISTER":
             registry.unregister(self._producer, topic.decode(), channel.decode())
+            self._lookupd.settle()
             return b"OK"
         try:
             registry.register(self._producer, topic.decode(), channel.decode())
@@ -531,6 +560,7 @@ class Session(asyncio.Protocol):
             # Not fatal: closing would make the nsqd connect again and say it all once more, for ever.
             logger.error("[%s] - REGISTER %s %s - %s", self._address, topic.decode(), channel.decode(), exc)
             return f"E_INVALID REGISTER {exc}".encode()
+        self._lookupd.registered()
         return b"OK"
 
     def _ping(self) -> None:

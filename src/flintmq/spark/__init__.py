@@ -14,13 +14,15 @@ from flintmq.spark.session import session as session
 
 if TYPE_CHECKING:
     from flintmq.spark.draining import drain as drain
+    from flintmq.spark.registration import given_up as given_up
     from flintmq.spark.registration import lag as lag
     from flintmq.spark.registration import register as register
 
-__all__ = ["drain", "lag", "register", "session"]
+__all__ = ["drain", "given_up", "lag", "register", "session"]
 
 _PUBLIC = {
     "drain": "flintmq.spark.draining",
+    "given_up": "flintmq.spark.registration",
     "lag": "flintmq.spark.registration",
     "register": "flintmq.spark.registration",
 }

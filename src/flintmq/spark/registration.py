@@ -10,7 +10,7 @@ from flintmq.spark.shipped.offsets import log_offset
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-__all__ = ["lag", "register"]
+__all__ = ["given_up", "lag", "register"]
 
 
 def register(spark: SparkSession, *, ship: bool = False) -> None:
@@ -62,6 +62,11 @@ def lag(progress: Any) -> dict[tuple[str, str], int]:
             if at is not None and at.epoch == mark.epoch:
                 found[key] = max(0, mark.seq - at.seq)
     return found
+
+
+def given_up(progress: Any) -> int:
+    """How many messages, at most, this run of a query left out because their nodes are gone (failOnDataLoss=false)."""
+    return sum((_offset(source.latestOffset) or {}).get("given_up", 0) for source in progress.sources)
 
 
 def _offset(text: Any) -> dict[str, Any] | None:

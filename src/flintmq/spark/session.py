@@ -4,7 +4,8 @@
 same Python for driver and workers, times in UTC and in microseconds, task retries also in local mode, few shuffle
 partitions where there are few cores. It finds Java first, and says in one sentence what is missing.
 
-What the caller sets wins over all of it. Nothing here uses `sparkContext`, which Spark Connect does not have.
+What the caller sets wins over all of it, and a session that runs already keeps what it has, its time zone too. No
+session is asked for its `sparkContext`, which Spark Connect does not have.
 """
 
 from __future__ import annotations
@@ -79,11 +80,12 @@ def session(
     os.environ.setdefault("PYSPARK_DRIVER_PYTHON", sys.executable)
     remote = remote or (None if master else os.environ.get("SPARK_REMOTE"))
     builder = SparkSession.builder.appName(app)
-    settings = _settings()
+    settings: dict[str, str] = {}
+    is_ours = not _is_running(remote)
     if remote:
         builder = builder.remote(remote)
         where = remote
-    elif "PYSPARK_GATEWAY_PORT" in os.environ or SparkSession.getActiveSession() is not None:
+    elif "PYSPARK_GATEWAY_PORT" in os.environ or not is_ours:
         # Inside spark-submit, or in a notebook that has a session: Java runs, and has its master.
         if master:
             builder = builder.master(master)
@@ -104,13 +106,38 @@ def session(
             spark = builder.getOrCreate()
         except Exception as exc:
             raise PipelineError(f"Spark did not start on {where}: {_first_line(exc)}") from exc
+        _complete(spark, is_ours)
     return spark
 
 
+def _is_running(remote: str | None) -> bool:
+    """Is there a session already, of this thread or another, that a builder would return?"""
+    if remote:
+        try:
+            from pyspark.sql.connect.session import SparkSession as Remote
+        except Exception:  # a part of Spark Connect is missing, and starting it will say which
+            return False
+        return Remote.getActiveSession() is not None or Remote._get_default_session() is not None
+    from pyspark import SparkContext
+    from pyspark.sql import SparkSession
+
+    return SparkContext._active_spark_context is not None or SparkSession.getActiveSession() is not None
+
+
+def _complete(spark: SparkSession, is_ours: bool) -> None:
+    """Set what nobody has set: not here, not on the command line of spark-submit, not in spark-defaults.conf."""
+    is_set = spark.conf.getAll
+    settings = _settings()
+    if is_ours:
+        settings |= {"spark.sql.session.timeZone": "UTC"}
+    for key, value in settings.items():
+        if key not in is_set:
+            spark.conf.set(key, value)
+
+
 def _settings() -> dict[str, str]:
-    """What a session may set at any time."""
+    """What a session may set at any time; the time zone is that of a session's owner, and only set in a new one."""
     return {
-        "spark.sql.session.timeZone": "UTC",
         # The default, INT96, is read as nanoseconds by others, and is refused by Iceberg.
         "spark.sql.parquet.outputTimestampType": "TIMESTAMP_MICROS",
         "spark.sql.python.filterPushdown.enabled": "true",

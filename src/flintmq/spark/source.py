@@ -26,13 +26,21 @@ from pyspark.sql.streaming.datasource import (
 )
 
 from flintmq.errors import OptionError, SpoolError
-from flintmq.spark.log_mode.topic_log import Limits, Planner, fetch
+from flintmq.spark.log_mode.topic_log import Limits, Planner, fetch, reads_from
 from flintmq.spark.shipped.columns import SCHEMA
 from flintmq.spark.shipped.net import Cluster, Web
 from flintmq.spark.shipped.offsets import Range, cut, read_offset
 from flintmq.spark.shipped.options import SourceOptions, check_names, read_sink_options, read_source_options
 from flintmq.spark.sink import BatchWriter, StreamWriter
-from flintmq.spark.spool_mode.spool import Spool, Spooler, default_location, plan_rows, read_pieces, spool_rows
+from flintmq.spark.spool_mode.spool import (
+    Spool,
+    Spooler,
+    default_location,
+    plan_rows,
+    read_pieces,
+    spool_id,
+    spool_rows,
+)
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -124,14 +132,16 @@ def _spool_partitions(location: str, first: int, stop: int, options: SourceOptio
 
 
 def _find_mode(options: SourceOptions) -> str:
-    """``mode=auto``: log, if every broker has one."""
+    """``mode=auto``: log, if every broker has one. Where lookupds tell the topics, brokers with others do not count."""
     if options.mode != "auto":
         return options.mode
     web = Web(options.network)
     try:
-        plain = [broker for broker in Cluster(options.network, web).brokers() if not broker.has_log]
+        brokers = Cluster(options.network, web).brokers()
     finally:
         web.close()
+    concerned = [broker for broker in brokers if reads_from(options, broker)] or brokers
+    plain = [broker for broker in concerned if not broker.has_log]
     if not plain:
         return "log"
     if not options.channel:
@@ -170,33 +180,51 @@ class BatchReader(DataSourceReader):
 
 
 class SpoolReader:
-    """The stream of a spool, in the process that fills it."""
+    """The stream of a spool, in the process that fills it.
 
-    def __init__(self, options: SourceOptions) -> None:
+    Nothing is consumed before the spool is known to be the checkpoint's. Spark shows its checkpoint late: where a
+    query begins is asked before, of one that has not finished its first batch. So consuming begins when the end of a
+    batch is asked for, with a start that is an offset of this spool.
+    """
+
+    def __init__(self, options: SourceOptions, offset: Mapping[str, Any] | None = None) -> None:
         if not options.channel:
             raise OptionError("spool mode consumes a channel: name it by the option channel")
         if options.starting is not None and options.starting.kind != "earliest":
             raise OptionError("spool mode has no startingOffsets but earliest: a channel knows where it stands")
         self._options = options
         self._location = options.spool_location or default_location(options)
+        if offset is not None and spool_id(self._location) != (wanted := read_offset(offset, "spool")["spool"]):
+            # Told before the folder is made, if it is not there.
+            raise self._another(wanted)
         self._spool = Spool(self._location)
         self._spooler = Spooler(options, self._spool)
-        self._spooler.start()
+        self._started = False
+        # With trigger AvailableNow: to be found out, and what it is.
+        self._wants_target = False
         self._target: int | None = None
         self._last_batch = time.monotonic()
 
     def initial_offset(self) -> dict[str, Any]:
-        self._spooler.wait_connected(self._options.network.timeout)
         return self._offset(self._spool.done)
 
     def fix_target(self) -> None:
-        if self._target is None:
+        self._wants_target = True
+
+    def _consume(self) -> None:
+        """Begin to fill the spool, if that was not done; with a target, until it has all there is."""
+        if not self._started:
+            self._started = True
+            self._spooler.start()
             self._spooler.wait_connected(self._options.network.timeout)
+        if self._wants_target:
+            self._wants_target = False
             self._spooler.wait_idle(max(_IDLE_SECONDS, 2 * self._options.spool_flush_interval), _DRAIN_SECONDS)
             self._target = self._spool.end
 
     def latest_offset(self, start: dict[str, Any], limits: Limits | None) -> dict[str, Any]:
         at = self._row(start)
+        self._consume()
         self._spooler.check()
         end = self._spool.end if self._target is None else min(self._spool.end, self._target)
         if self._spooler.is_full and at == end:
@@ -236,11 +264,14 @@ class SpoolReader:
     def _row(self, offset: Mapping[str, Any]) -> int:
         read = read_offset(offset, "spool")
         if read["spool"] != self._spool.id:
-            raise SpoolError(
-                f"the checkpoint belongs to another spool than the one in {self._location}: set spoolLocation to that "
-                "one, or start with a new checkpoint"
-            )
+            raise self._another(read["spool"])
         return int(read["o"])
+
+    def _another(self, wanted: str) -> SpoolError:
+        return SpoolError(
+            f"the checkpoint belongs to another spool than the one in {self._location}: set spoolLocation to the "
+            f"folder of spool {wanted}, or start with a new checkpoint"
+        )
 
 
 class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
@@ -305,7 +336,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         """What answers for this query, opened at the first question; its kind is the checkpoint's, if there is one."""
         if self._engine is None:
             mode = str(offset.get("mode")) if offset and self._options.mode == "auto" else _find_mode(self._options)
-            self._engine = SpoolReader(self._options) if mode == "spool" else Planner(self._options)
+            self._engine = SpoolReader(self._options, offset) if mode == "spool" else Planner(self._options)
         if self._available_now:
             self._available_now = False
             self._engine.fix_target()

@@ -328,7 +328,7 @@ class NsqBroker(_Node):
     def _set_full(self, is_full: bool) -> None:
         self._full = is_full
         if self._broker is not None:
-            self.call(lambda broker: broker.look_at_space())
+            self.call(lambda broker: broker.upkeep.look_at_space())
 
     def _clock_moved(self) -> None:
         if self._broker is not None:

@@ -136,6 +136,15 @@ class Link:
         """The highest RDY that the broker takes."""
         return self._connection.max_ready
 
+    @property
+    def message_seconds(self) -> float:
+        """How long a message may be kept before the broker gives it to somebody else."""
+        return self._connection.msg_timeout
+
+    def waiting(self) -> list[Message]:
+        """Messages that have arrived and are still to be seen in ``news``."""
+        return [each for each in self._came if isinstance(each, Message)]
+
     def send(self, command: bytes) -> None:
         self._connection.write(command)
 

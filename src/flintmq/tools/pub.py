@@ -34,6 +34,8 @@ _BATCH_MESSAGES = 500
 _MESSAGES_UNDER_WAY = 8 * _BATCH_MESSAGES
 _BYTES_UNDER_WAY = 8 * _BATCH_BYTES
 _CHUNK_BYTES = 256 * 1024
+# With --rate: how far sending may lag behind and be made up for.
+_CATCH_UP_SECONDS = 0.1
 
 
 def main(argv: Sequence[str]) -> int:
@@ -167,7 +169,8 @@ class _Publisher:
         if rate:
             # Small batches look like an even flow: ten a second, at least.
             self._batch_messages = max(1, min(_BATCH_MESSAGES, int(rate / 10)))
-        self._sent = 0
+        #: When the next batch may go.
+        self._due = self.started
         # Messages and bytes of each command whose answer is still to come.
         self._under_way: deque[tuple[int, int]] = deque()
         self.unconfirmed = 0
@@ -180,10 +183,12 @@ class _Publisher:
     async def _send(self, batch: Sequence[bytes]) -> None:
         assert self.link is not None
         if self._rate:
-            wait = self.started + self._sent / self._rate - time.monotonic()
+            wait = self._due - time.monotonic()
             if wait > 0:
                 await self.settle()
                 await asyncio.sleep(wait)
+            # A sleep that was too long is made up for; time in which there was nothing to send is not.
+            self._due = max(self._due, time.monotonic() - _CATCH_UP_SECONDS) + len(batch) / self._rate
         if self._defer:
             # NSQ has no deferred MPUB.
             for body in batch:
@@ -192,7 +197,6 @@ class _Publisher:
         else:
             self.link.send(wire.encode_mpub(self._topic, batch))
             self._note(len(batch), sum(map(len, batch)))
-        self._sent += len(batch)
         await self.settle(_MESSAGES_UNDER_WAY, _BYTES_UNDER_WAY)
 
     def _note(self, messages: int, size: int) -> None:

@@ -1,17 +1,21 @@
 """`flintmq sub`: print the messages of a channel, and finish each after it was printed.
 
 A message is finished only once its line has left this process, so `flintmq sub … | something` loses nothing when the
-reader goes away: what was not written is given back to the channel. Ctrl-C stops the flow (CLS), prints what is already
-here and ends.
+reader goes away or the disk is full: what was not written is given back to the channel. Lines are written in a thread:
+a reader that waits (`| less`) holds up neither heartbeats nor ctrl-C, and its messages are TOUCHed meanwhile. Ctrl-C
+stops the flow (CLS), prints what is already here and ends.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
+import errno
 import os
 import signal
 import sys
+import threading
 from collections.abc import Sequence
 from typing import Any
 
@@ -76,6 +80,8 @@ def _seconds(text: str) -> float:
 
 
 async def _subscribe(topic: str, channel: str, arguments: argparse.Namespace) -> int:
+    if sys.stdout is None:
+        raise OSError(errno.EBADF, "standard output is closed, there is nowhere to print to")
     link = await Link.open(arguments, subscribe=(topic, channel))
     try:
         printer = _Printer(link, arguments)
@@ -85,6 +91,8 @@ async def _subscribe(topic: str, channel: str, arguments: argparse.Namespace) ->
         await printer.run()
     finally:
         await link.close()
+    if printer.failure is not None and not isinstance(printer.failure, BrokenPipeError):
+        raise OSError(f"cannot print - {printer.failure}; what was not printed was given back to {topic}/{channel}")
     if arguments.count and printer.printed < arguments.count and printer.timed_out:
         sys.stderr.write(f"flintmq sub: timed out after {printer.printed} of {arguments.count} messages\n")
         return 1
@@ -106,7 +114,8 @@ class _Printer:
             self._ready = min(self._ready, self._count)
         self._stopping = False
         self._closed = False
-        self._reader_is_gone = False
+        #: Why nothing can be printed any more. After a broken pipe (`| head`) all is well.
+        self.failure: OSError | None = None
         self._limit: asyncio.Timeout | None = None
 
     def stop(self) -> None:
@@ -122,6 +131,8 @@ class _Printer:
         try:
             await self._receive(self._timeout)
         except TimeoutError:
+            if self.failure is not None:
+                return
             if self._stopping:
                 raise ConnectError(f"{self._link.address} does not answer") from None
             self.timed_out = True
@@ -132,7 +143,7 @@ class _Printer:
         try:
             async with asyncio.timeout(seconds) as self._limit:
                 while not self._closed:
-                    self._take(await self._link.news())
+                    await self._take(await self._link.news())
         finally:
             self._limit = None
 
@@ -140,7 +151,7 @@ class _Printer:
         if self._limit is not None and not self._limit.expired():
             self._limit.reschedule(asyncio.get_running_loop().time() + seconds)
 
-    def _take(self, news: list[Message | bytes | ProtocolError]) -> None:
+    async def _take(self, news: list[Message | bytes | ProtocolError]) -> None:
         messages: list[Message] = []
         for each in news:
             if isinstance(each, Message):
@@ -154,18 +165,45 @@ class _Printer:
                 self._closed = True
         if not messages:
             return
-        line = _json_line if self._as_json else _line
-        self._reader_is_gone = self._reader_is_gone or not _write(b"".join(map(line, messages)))
-        if self._reader_is_gone:
-            # Given back, or the broker would wait for their timeout. After CLS, or it would send them here again.
-            self.stop()
-            for message in messages:
-                message.requeue(0)
+        if self.failure is None:
+            try:
+                self.failure = await self._print(messages)
+            except asyncio.CancelledError:
+                # Asked to end, and whoever reads our output does not.
+                self.failure = TimeoutError(errno.ETIMEDOUT, "nobody reads the output")
+                self._give_back(messages + self._link.waiting())
+                raise
+        if self.failure is not None:
+            self._give_back(messages)
             return
         self.printed += len(messages)
+        self._finish(messages)
+
+    def _give_back(self, messages: list[Message]) -> None:
+        """Or the broker would wait for their timeout. After CLS, or it would send them here again."""
+        self.stop()
+        for message in messages:
+            message.requeue(0)
+
+    async def _print(self, messages: list[Message]) -> OSError | None:
+        """Write the messages; return the error if that is impossible."""
+        line = _json_line if self._as_json else _line
+        loop = asyncio.get_running_loop()
+        written: asyncio.Future[OSError | None] = loop.create_future()
+        # A daemon thread: when nobody reads, it must not keep the program from ending.
+        arguments = (b"".join(map(line, messages)), loop, written)
+        threading.Thread(target=_write, args=arguments, name="output", daemon=True).start()
+        if self._limit is not None and not self._stopping:
+            # Only the broker's silence counts.
+            self._limit.reschedule(None)
+        while not written.done():
+            await asyncio.wait([written], timeout=self._link.message_seconds / 3)
+            if not written.done():
+                for message in messages + self._link.waiting():
+                    message.touch()
         if self._timeout is not None and not self._stopping:
             self._set_limit(self._timeout)
-        self._finish(messages)
+        return written.result()
 
     def _finish(self, messages: list[Message]) -> None:
         if self._count:
@@ -193,13 +231,20 @@ def _json_line(message: Message) -> bytes:
     return msgspec.json.encode(line | body_fields(message.body)) + b"\n"
 
 
-def _write(data: bytes) -> bool:
-    """Whether all of it reached whoever reads our output."""
+def _write(data: bytes, loop: asyncio.AbstractEventLoop, written: asyncio.Future[OSError | None]) -> None:
+    """Write all of it to standard output, then tell; runs in a thread."""
+    failure: OSError | None = None
     # Not through sys.stdout, which writes only a part, and says nothing, where PYTHONUNBUFFERED is set.
     rest = memoryview(data)
     try:
         while rest:
             rest = rest[os.write(sys.stdout.fileno(), rest) :]
-    except BrokenPipeError:  # `| head` has seen enough
-        return False
-    return True
+    except OSError as exc:
+        failure = exc
+
+    def tell() -> None:
+        if not written.done():
+            written.set_result(failure)
+
+    with contextlib.suppress(RuntimeError):  # The loop has ended, and nobody waits any more.
+        loop.call_soon_threadsafe(tell)

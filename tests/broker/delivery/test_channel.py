@@ -10,6 +10,7 @@ from conftest import StartBroker
 
 from flintmq.broker.daemon import Broker
 from flintmq.broker.delivery import channel as channel_module
+from flintmq.broker.delivery import needed
 from flintmq.broker.delivery.channel import QUANTUM, Channel
 from flintmq.protocol.seqs import SEQ_MASK
 from flintmq.protocol.wire import Message
@@ -517,20 +518,20 @@ async def test_many_deferred_messages_are_not_looked_through_again_and_again(
     start_broker: StartBroker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A hundred thousand of them would stop the loop each time memory is looked after; and memory is freed anyway."""
-    monkeypatch.setattr(channel_module, "LOOK_THROUGH", 50)
+    monkeypatch.setattr(needed, "LOOK_THROUGH", 50)
     broker = await start_broker(mem_queue_size=100)
     producer, consumer = Client(broker), await consumer_of(broker, 100)
     producer.send(b"".join(dpub("t", 3_600_000, b"%d" % number) for number in range(60)))
     await quiet(broker)
     topic, channel = broker.topics["t"], channel_of(broker)
     assert len(channel.deferred) == 60
-    monkeypatch.setattr(channel, "_has", lambda first, stop: pytest.fail("looked through"))
+    monkeypatch.setattr(channel.needed, "_has", lambda first, stop: pytest.fail("looked through"))
     for _ in range(30):
         await producer.publish_many("t", bodies(100))
         await until(lambda: len(consumer.messages) == 100)
         consumer.finish(*consumer.messages)
         consumer.take()
-        broker._housekeeping()
+        broker.turns.housekeeping()
     assert topic.log.memory_count < 1000
 
 

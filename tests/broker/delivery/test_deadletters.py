@@ -63,7 +63,7 @@ async def received(consumer: Client, count: int = 1) -> list[Message]:
 async def moved(broker: Broker) -> None:
     """All copies are made and on the device, and what they are of is finished."""
     channels = [channel for topic in broker.topics.values() for channel in topic.channels.values()]
-    await until(lambda: not any(channel.leaving or channel.expired for channel in channels))
+    await until(lambda: not any(channel.leaving or channel.leaving.expired for channel in channels))
     await quiet(broker)
 
 
@@ -95,7 +95,7 @@ def outstanding(channel: Channel) -> list[int]:
     seqs = [seq for first, stop in [*channel.waiting, *channel.side] for seq in range(first, stop)]
     seqs += range(channel.seen, channel.topic.pumped)
     seqs += [*channel.requeued, *channel.unusual, *channel.leaving]
-    seqs += [seq for _, seq in channel.deferred.items()]
+    seqs += channel.deferred.columns()[1]
     seqs += [seq for seq, _ in channel.ring.held(channel.ring.lo, channel.ring.hi)]
     assert len(seqs) == len(set(seqs)), "a message is in two places"
     return seqs
@@ -145,7 +145,7 @@ async def test_a_message_goes_to_the_dead_letter_topic_after_its_last_attempt(br
     other = await consumer_of(dead.channel("look")[0])
     [letter] = await received(other)
     assert (letter.body, letter.attempts, letter.timestamp) == (b"poison", 1, clock.wall())
-    assert (channel.requeue_count, channel.dead_lettered_count) == (3, 1)
+    assert (channel.requeue_count, channel.leaving.dead_lettered_count) == (3, 1)
     assert consumer.messages == [] and consumer.errors == []
 
 
@@ -175,14 +175,14 @@ async def test_without_a_limit_a_message_is_put_back_for_ever(broker: Broker) ->
         [message] = await received(consumer)
         assert message.attempts == attempt
         consumer.requeue(message)
-    assert list(broker.topics) == ["t"] and channel.dead_letters is None
+    assert list(broker.topics) == ["t"] and channel.leaving.dead_letters is None
 
 
 async def test_each_channel_has_dead_letters_of_its_own(broker: Broker) -> None:
     a, b = await channel_of(broker, name="a"), await channel_of(broker, name="b", attempts=0)
     await die(a, b"one", b"two")
     assert await contents(broker) == {"t/a": [], "t.a.dead": [b"one", b"two"], "t/b": [b"one", b"two"]}
-    assert b.dead_lettered_count == 0
+    assert b.leaving.dead_lettered_count == 0
 
 
 async def test_the_setting_names_another_topic(broker: Broker) -> None:
@@ -264,10 +264,10 @@ async def test_it_is_finished_only_when_its_copy_is_on_the_device(
     await settled(broker)
     assert len(channel.leaving) == 2 and channel.depth == 0 and channel.in_flight_count == 0
     assert consumer.messages == [], "in no state in which it could be delivered"
-    assert channel.dead_lettered_count == 0
+    assert channel.leaving.dead_lettered_count == 0
     disk.release()
     await until(lambda: not channel.leaving)
-    assert dead.log.durable == dead.log.end and channel.dead_lettered_count == 2
+    assert dead.log.durable == dead.log.end and channel.leaving.dead_lettered_count == 2
 
 
 async def test_a_dead_letter_topic_that_refuses_costs_nothing(
@@ -285,7 +285,7 @@ async def test_a_dead_letter_topic_that_refuses_costs_nothing(
         "CHANNEL(c): a message of topic t cannot go to its dead-letter topic t.c.dead and is requeued "
         "- the disk is nearly full"
     ]
-    assert len(channel.deferred) == 2 and channel.dead_lettered_count == 0
+    assert len(channel.deferred) == 2 and channel.leaving.dead_lettered_count == 0
     broker.refusing = ""
     await pass_time(broker, clock, RETRY_DELAY / SECOND)
     messages = await received(consumer, 2)
@@ -327,7 +327,7 @@ async def test_with_durability_memory_a_write_that_fails_is_tried_again(
     limit(channel, 1)
     disk.fail("write", errno.ENOSPC, path="t.c.dead", times=2)
     await give_up(channel, b"one")
-    await until(lambda: channel.dead_lettered_count)
+    await until(lambda: channel.leaving.dead_lettered_count)
     assert broker.topics["t.c.dead"].depth == 1
 
 
@@ -354,7 +354,7 @@ async def test_the_channel_is_emptied_or_deleted_meanwhile(slow: tuple[Broker, S
     assert outstanding(channel) == []
     disk.release()
     await settled(broker)
-    assert channel.dead_lettered_count == 0 and outstanding(channel) == []
+    assert channel.leaving.dead_lettered_count == 0 and outstanding(channel) == []
     consumer.hang_up()
     await settled(broker)
     disk.hold()
@@ -381,7 +381,7 @@ async def test_the_dead_letter_topic_is_deleted_meanwhile(slow: tuple[Broker, Si
     broker.scan.tick(clock.now)
     [message] = await received(consumer)
     consumer.requeue(message)
-    await until(lambda: channel.dead_lettered_count == 1)
+    await until(lambda: channel.leaving.dead_lettered_count == 1)
     assert (await contents(broker))["t.c.dead"] == [b"one"]
 
 
@@ -417,14 +417,14 @@ async def test_thousands_of_timeouts_are_copied_a_slice_at_a_time(broker: Broker
 
 
 async def test_no_more_are_leaving_than_can_be_kept_in_memory(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("flintmq.broker.delivery.channel.LONGEST_QUEUE", 3)
+    monkeypatch.setattr("flintmq.broker.delivery.leaving.LONGEST_QUEUE", 3)
     channel = await channel_of(broker)
     await Client(broker).publish_many("t", [b"%d" % i for i in range(5)])
     consumer = await consumer_of(channel)
     consumer.send(b"".join(b"REQ %s 0\n" % message.id for message in await received(consumer, 5)))
     assert (len(channel.leaving), len(channel.deferred)) == (3, 2)
     await moved(broker)
-    assert channel.dead_lettered_count == 3
+    assert channel.leaving.dead_lettered_count == 3
 
 
 async def test_messages_that_left_the_memory_are_read_back(start_broker: StartBroker, clock: FakeClock) -> None:
@@ -438,7 +438,7 @@ async def test_messages_that_left_the_memory_are_read_back(start_broker: StartBr
     await moved(broker)
     assert await contents(broker) == {"t/c": [], "t.c.dead": bodies}
     dead = broker.topics["t.c.dead"]
-    broker._housekeeping()
+    broker.turns.housekeeping()
     dead.trim()
     assert not dead.log.in_memory(dead.pumped), "to be read from a file"
     for i in (0, 199, 100):
@@ -515,7 +515,7 @@ async def test_who_it_was_is_known_when_its_segment_is_gone(start_broker: StartB
     for _ in range(12):
         await quiet(broker)
         clock.advance(31)
-        broker._sync()
+        broker.upkeep.sync()
     await quiet(broker)
     assert dead.mover.below > seq
     assert (await about(dead, seq))["dead"]["id"]
@@ -599,7 +599,7 @@ async def dead_and_back(world: World) -> None:
     await world.pass_time(1)
     await world.sync()
     if world.disk.power_off_at is None:
-        assert channel.dead_lettered_count == 6
+        assert channel.leaving.dead_lettered_count == 6
     source, _ = broker.topic("t.c.dead").channel(REDRIVE)
     await world.settle()
     channel.redrive = Redrive(channel, source, 4, 0)
@@ -706,7 +706,7 @@ async def test_dead_letters_go_back_to_their_channel_alone(broker: Broker, clock
     await moved(broker)
     assert consumer.errors == []
     assert (await contents(broker))["t.c.dead/redrive"] == [b"two"], "it may die again"
-    assert channel.dead_lettered_count == 3
+    assert channel.leaving.dead_lettered_count == 3
 
 
 async def test_a_redrive_of_some(broker: Broker) -> None:
@@ -786,7 +786,7 @@ async def test_thousands_come_back_a_slice_at_a_time(start_broker: StartBroker) 
     assert [message.body for message in messages] == bodies
     consumer.finish(*messages)
     await quiet(broker)
-    broker._housekeeping()
+    broker.turns.housekeeping()
     side = channel.topic.side
     assert side is not None and side.memory_count == 0, "nothing of it stays in memory"
 
@@ -827,7 +827,7 @@ async def test_no_number_of_the_side_log_is_used_twice(
     side = broker.topics["t"].side
     assert side is not None
     for _ in range(3):
-        broker._sync()
+        broker.upkeep.sync()
         await quiet(broker)
     assert side.segments == []
     monkeypatch.setattr(journal_module, "ROLL_AT", 200)
@@ -855,7 +855,7 @@ async def test_what_is_ephemeral_comes_back_too(broker: Broker) -> None:
     assert (message.body, message.attempts) == (b"one", 1)
     consumer.finish(message)
     await quiet(broker)
-    broker._housekeeping()
+    broker.turns.housekeeping()
     side = channel.topic.side
     assert side is not None and side.blocks == []
 

@@ -199,8 +199,8 @@ class DeadLetterMachine(RuleBasedStateMachine):
 
     @rule()
     def housekeeping(self) -> None:
-        self.broker._housekeeping()
-        self.broker._sync()
+        self.broker.turns.housekeeping()
+        self.broker.upkeep.sync()
         self.going.clear()
         self.settle()
 

@@ -40,7 +40,7 @@ def expiring(broker: Broker, action: str = "drop", name: str = "t", seconds: int
 async def look(broker: Broker) -> None:
     """What the timer does."""
     await quiet(broker)
-    broker._sync()
+    broker.upkeep.sync()
     await quiet(broker)
 
 
@@ -57,7 +57,7 @@ async def test_what_is_too_old_is_not_delivered(start: Started, clock: FakeClock
     assert message.body == b"young"
     consumer.finish(message)
     await quiet(topic.broker)
-    assert (channel.expired_count, channel.depth, channel.dead_lettered_count) == (2, 0, 0)
+    assert (channel.leaving.expired_count, channel.depth, channel.leaving.dead_lettered_count) == (2, 0, 0)
     assert await contents(topic.broker) == {"t/c": []} and consumer.errors == []
 
 
@@ -66,9 +66,9 @@ async def test_without_a_ttl_everything_is_delivered(start_broker: StartBroker, 
     channel = await channel_of(broker)
     await Client(broker).publish("t", b"as old as you like")
     clock.advance(10**9)
-    broker._sync()
+    broker.upkeep.sync()
     assert len(await received(await consumer_of(channel))) == 1
-    assert channel.expired_count == 0
+    assert channel.leaving.expired_count == 0
 
 
 async def test_what_nobody_wants_goes_as_well(start: Started, clock: FakeClock) -> None:
@@ -89,7 +89,8 @@ async def test_what_nobody_wants_goes_as_well(start: Started, clock: FakeClock) 
     clock.advance(TTL / 2)
     await look(broker)
     assert (idle.depth, paused.depth, lonely.depth) == (3, 3, 3)
-    assert (idle.expired_count, paused.expired_count, topic.expired_count, lonely.expired_count) == (5, 5, 0, 5)
+    assert (idle.leaving.expired_count, paused.leaving.expired_count) == (5, 5)
+    assert (topic.expired_count, lonely.expired_count) == (0, 5)
     channel = await channel_of(broker, "u")
     consumer = await consumer_of(channel)
     assert [message.body for message in await received(consumer, 3)] == [b"young"] * 3
@@ -119,7 +120,7 @@ async def test_very_many_old_messages_on_the_disk(start_broker: StartBroker, clo
 
     disk.read = counted  # type: ignore[method-assign]
     await look(broker)
-    assert channel.expired_count == 4_000 and channel.depth == 1 and reads <= 2
+    assert channel.leaving.expired_count == 4_000 and channel.depth == 1 and reads <= 2
     await look(broker)
     assert len(topic.log.segments) <= 2
     assert [message.body for message in await received(await consumer_of(channel))] == [b"young"]
@@ -134,10 +135,10 @@ async def test_in_flight_stays_with_its_owner_and_expires_when_it_is_put_back(st
     await pass_time(topic.broker, clock, TTL + 1)
     await look(topic.broker)
     consumer.finish(finished)
-    assert consumer.errors == [] and channel.expired_count == 0
+    assert consumer.errors == [] and channel.leaving.expired_count == 0
     consumer.requeue(put_back)
     await quiet(topic.broker)
-    assert consumer.messages == [] and channel.expired_count == 1
+    assert consumer.messages == [] and channel.leaving.expired_count == 1
     assert await contents(topic.broker) == {"t/c": []}
 
 
@@ -163,10 +164,10 @@ async def test_a_deferred_message_lives_from_when_it_is_due(
     consumer = await consumer_of(channel)
     [message] = await received(consumer)
     await quiet(broker)
-    assert (message.body, consumer.messages, channel.expired_count) == (b"later", [], 2)
+    assert (message.body, consumer.messages, channel.leaving.expired_count) == (b"later", [], 2)
     await pass_time(broker, clock, TTL)
     assert channel.timeout_count == 1, "it was put back"
-    assert consumer.messages == [] and channel.expired_count == 3
+    assert consumer.messages == [] and channel.leaving.expired_count == 3
 
 
 async def test_a_deferred_message_holds_up_no_backlog_for_ever(start: Started, clock: FakeClock) -> None:
@@ -196,12 +197,12 @@ async def test_expired_messages_may_become_dead_letters(start: Started, clock: F
     [message] = await received(consumer)
     assert message.body == b"young", "nobody waits for the copies"
     consumer.finish(message)
-    await until(lambda: channel.dead_lettered_count == len(bodies))
+    await until(lambda: channel.leaving.dead_lettered_count == len(bodies))
     assert await contents(broker) == {"t/c": [], "t.c.dead": bodies}
     dead = broker.topics["t.c.dead"]
     found = (await about(dead, dead.pumped))["dead"]
     assert (found["reason"], found["attempts"]) == ("expired", 0)
-    assert channel.expired_count == len(bodies)
+    assert channel.leaving.expired_count == len(bodies)
 
 
 @pytest.mark.parametrize("crash", [False, True])
@@ -214,8 +215,8 @@ async def test_expired_messages_on_their_way_outlive_the_broker(
     bodies = [b"%d" % i for i in range(2 * SLICE)]
     await Client(broker).publish_many("t", bodies)
     clock.advance(TTL)
-    channel.expire_before(channel.topic.log.end)
-    assert channel.depth == 0 and channel.expired.total == len(bodies)
+    channel.leaving.expire_before(channel.topic.log.end)
+    assert channel.depth == 0 and channel.leaving.expired.total == len(bodies)
     broker.journal.take_snapshot()
     await until(lambda: "t.c.dead" in broker.topics and broker.topics["t.c.dead"].log.written > 0)
     if crash:
@@ -251,7 +252,7 @@ async def test_dead_letters_that_get_too_old_are_dropped(start: Started, clock: 
     await look(broker)
     await moved(broker)
     assert await contents(broker) == {"t/c": [], "t.c.dead/look": []}
-    assert (channel.expired_count, channel.dead_lettered_count) == (1, 0)
+    assert (channel.leaving.expired_count, channel.leaving.dead_lettered_count) == (1, 0)
 
 
 async def test_what_was_sent_back_is_delivered_however_old_it_is(start: Started, clock: FakeClock) -> None:
@@ -261,7 +262,7 @@ async def test_what_was_sent_back_is_delivered_however_old_it_is(start: Started,
     await Client(topic.broker).publish("t", b"one")
     clock.advance(TTL)
     consumer = await consumer_of(channel)
-    await until(lambda: channel.dead_lettered_count == 1)
+    await until(lambda: channel.leaving.dead_lettered_count == 1)
     await redriven(channel)
     [message] = await received(consumer)
     assert (message.body, message.timestamp, message.attempts) == (b"one", published, 1)
@@ -276,7 +277,7 @@ async def test_an_ephemeral_topic(start: Started, clock: FakeClock) -> None:
     await pass_time(topic.broker, clock, 2 * TTL)
     consumer = await consumer_of(channel)
     assert [message.body for message in await received(consumer)] == [b"later"]
-    assert channel.expired_count == 1
+    assert channel.leaving.expired_count == 1
 
 
 async def test_expired_messages_are_counted(start: Started, clock: FakeClock) -> None:

@@ -75,9 +75,9 @@ async def consumed(broker: Broker, count: int = 300) -> tuple[Topic, Client, lis
         await producer.publish_many("t", bodies[i : i + 50])
     consumer.finish(*await taken(consumer, count))
     await quiet(broker)
-    broker._housekeeping()
+    broker.turns.housekeeping()
     for _ in range(3):
-        broker._sync()
+        broker.upkeep.sync()
         await quiet(broker)
     assert len(topic.log.segments) > 1 and not topic.log.in_memory(topic.log.first)
     return topic, consumer, bodies
@@ -139,7 +139,7 @@ async def test_seeking_into_a_gap_goes_on_behind_it(start_broker: StartBroker) -
     topic.channel("c")
     await Client(broker).publish_many("t", numbered(10))
     middle = topic.log.end + 1_000
-    broker._sync()
+    broker.upkeep.sync()
     await quiet(broker)
     broker.kill()
     broker = await start_broker(**SMALL)
@@ -259,7 +259,7 @@ async def test_old_messages_of_which_a_copy_is_left_survive_a_way_back(broker: B
     for _ in range(12):
         await quiet(broker)
         clock.advance(31)
-        broker._sync()
+        broker.upkeep.sync()
     await quiet(broker)
     assert topic.mover.below > 0 and topic.log.first >= topic.mover.below
     channel = topic.channels["c"]
@@ -298,7 +298,7 @@ async def test_a_way_back_into_files_whose_messages_were_copied_needs_no_copies(
     [again] = await taken(consumer, 1)
     assert (again.body, again.attempts) == (messages[0].body, 2), "it is read from its file"
     for _ in range(3):
-        broker._sync()
+        broker.upkeep.sync()
         await quiet(broker)
     assert topic.log.first == first
 
@@ -323,7 +323,7 @@ async def test_files_do_not_go_under_a_channel_that_went_back(broker: Broker) ->
     await quiet(broker)
     first = topic.log.first
     # The journal is on its way to the device, then files go.
-    broker._sync()
+    broker.upkeep.sync()
     topic.channels["c"].seek(first)
     await quiet(broker)
     assert topic.log.first == first
@@ -387,7 +387,7 @@ async def send_about(broker: Broker, sure: list[int]) -> None:
         await calm(broker)
     consumer.finish(*consumer.messages)
     await calm(broker)
-    broker._sync()
+    broker.upkeep.sync()
     await calm(broker)
     sure.append(30)
     for start in WHERE:

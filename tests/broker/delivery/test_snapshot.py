@@ -33,7 +33,7 @@ def picture(broker: Broker) -> dict[str, Any]:
     attempts |= {seq: message.attempts - 1 for seq, message in channel.unusual.items() if message.attempts > 1}
     waiting = {seq for first, stop in channel.waiting for seq in range(first, stop)}
     in_flight = {seq for seq, _ in channel.ring.held(channel.ring.lo, channel.ring.hi)}
-    deferred = {seq: due for due, seq in channel.deferred.items()}
+    deferred = {seq: due for due, seq in zip(*channel.deferred.columns(), strict=True)}
     return {
         "outstanding": waiting | in_flight | set(channel.requeued) | set(channel.unusual) | set(deferred),
         "deferred": deferred,
@@ -94,7 +94,7 @@ async def test_scattered_finishes_are_taken_out_together_at_a_start(
     data = bytearray(b"\0\0\0\1x" * 1000)
     for _ in range(20):
         topic.publish(data, 0, len(data), 1000)
-        broker.flush()
+        broker.turns.flush()
     await quiet(broker)
     channel.catch_up(topic.pumped)
     seqs = list(range(topic.log.first, topic.log.end, 2))

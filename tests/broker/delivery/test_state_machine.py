@@ -466,8 +466,8 @@ class BrokerMachine(RuleBasedStateMachine):
     @rule()
     def housekeeping(self) -> None:
         """Syncs, and files that nobody needs any more."""
-        self.broker._housekeeping()
-        self.broker._sync()
+        self.broker.turns.housekeeping()
+        self.broker.upkeep.sync()
         self.settle()
 
     # --- Operators ---------------------------------------------------------------------------------------------------
@@ -757,7 +757,7 @@ class BrokerMachine(RuleBasedStateMachine):
         asked_for = entry.sure[1] if entry.sure == entry.told else 0
         if max(published_for, asked_for) > now:
             assert found == ["deferred"], "early"
-        due = next((due for due, number in channel.deferred.items() if number == seq), 0)
+        due = next((due for due, number in zip(*channel.deferred.columns(), strict=True) if number == seq), 0)
         if due:
             assert due in (entry.due, entry.told[1], entry.sure[1])
         entry.place, entry.attempts, entry.due, entry.owner = (LATER if due else WAITING), attempts, due, None

@@ -273,7 +273,7 @@ async def test_an_ephemeral_topic_keeps_nothing_of_what_went_through_it(broker: 
         consumer.finish(*consumer.messages)
         consumer.take()
         await quiet(broker)
-        broker._housekeeping()
+        broker.turns.housekeeping()
     log = broker.topics["t#ephemeral"].log
     assert (log.blocks, list(log._pending)) == ([], [])
 
@@ -380,16 +380,16 @@ async def test_files_go_when_nobody_needs_them(start_broker: StartBroker, clock:
     topic = broker.topics["t"]
     assert len(topic.log.segments) > 10
     fast.finish(*fast.messages)
-    broker._sync()
+    broker.upkeep.sync()
     await quiet(broker)
     assert len(topic.log.segments) > 10, "the slow one still needs them"
     slow.ready(1000)
     await until(lambda: len(slow.messages) == 200)
     slow.finish(*slow.messages)
     await quiet(broker)
-    broker._sync()
+    broker.upkeep.sync()
     await quiet(broker)
-    broker._sync()
+    broker.upkeep.sync()
     await quiet(broker)
     assert len(topic.log.segments) <= 2
     assert topic.folder is not None
@@ -408,7 +408,7 @@ async def test_a_nearly_full_disk_refuses_publishes_and_recovers_by_itself(start
     await quiet(broker)
     assert broker.health == "OK"
     disk.free_bytes = 4_000
-    broker.look_at_space()
+    broker.upkeep.look_at_space()
     refused = {b"PUB": pub("t", b"x"), b"MPUB": encode_mpub(b"t", [b"x"]), b"DPUB": b"DPUB t 5\n\0\0\0\1x"}
     for verb, command in refused.items():
         client = Client(broker)
@@ -421,7 +421,7 @@ async def test_a_nearly_full_disk_refuses_publishes_and_recovers_by_itself(start
     await quiet(broker)
     assert consumer.bodies == bodies(2)
     disk.free_bytes = 6_000
-    broker.look_at_space()
+    broker.upkeep.look_at_space()
     assert broker.health == "OK"
     await Client(broker).publish("t", b"again")
     assert broker.topics["t"].message_count == 3
@@ -459,7 +459,7 @@ async def test_a_write_that_fails_is_told_to_its_publishers_and_leaves_no_messag
     await quiet(broker)
     assert consumer.bodies == [b"before", b"after"]
     assert broker.topics["t"].depth == 0
-    broker.look_at_space()
+    broker.upkeep.look_at_space()
     assert broker.health == "OK"
 
 

@@ -15,7 +15,7 @@ import pytest
 from conftest import StartBroker
 
 from flintmq.broker.daemon import Broker
-from flintmq.broker.net import session as session_module
+from flintmq.broker.net import heartbeat
 from flintmq.broker.storage import store as store_module
 from flintmq.protocol.compression import Codec, Deflate, Snappy
 from flintmq.protocol.wire import OK_FRAME, FrameDecoder, encode_command, encode_frame
@@ -96,7 +96,7 @@ async def test_a_connection_without_a_magic_does_not_hold_up_a_stop(
     broker: Broker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Not its own deadline closes it here.
-    monkeypatch.setattr(session_module, "MAGIC_TIMEOUT", 3600.0)
+    monkeypatch.setattr(heartbeat, "MAGIC_TIMEOUT", 3600.0)
     host, _, port = broker.tcp_address.rpartition(":")
     reader, writer = await asyncio.open_connection(host, int(port))
     await until(lambda: broker.sessions)
@@ -255,14 +255,14 @@ async def test_sync_every_counts_what_is_written_and_an_idle_timer_syncs_nothing
     await quiet(broker)
     assert log.durable == log.end
     await consumer.subscribe("t", "c")
-    broker._sync()
+    broker.upkeep.sync()
     # nsqd.dat is written, and synced, a moment after the channel was made.
     await until(lambda: not (broker.upkeep._metadata_due or broker.upkeep._metadata_busy))
     await quiet(broker)
     before = disk.count
     consumer.ready(100)
     await until(lambda: len(consumer.messages) == 10)
-    broker._sync()
+    broker.upkeep.sync()
     await quiet(broker)
     assert disk.count == before
 
@@ -279,11 +279,11 @@ async def test_publishers_wait_while_too_much_is_not_synced(
     await quiet(broker)
     assert (producer.frames, other.frames) == ([], [])
     assert not producer.transport.reading
-    broker._sync()
+    broker.upkeep.sync()
     await until(lambda: producer.responses and other.responses)
     await quiet(broker)
     # One of them filled the budget again: whoever still waits goes on after the next sync.
-    broker._sync()
+    broker.upkeep.sync()
     await until(lambda: len(producer.responses) == 2)
     assert producer.transport.reading
     assert (broker.topics["t"].depth, broker.topics["u"].depth) == (3, 1)

@@ -27,6 +27,7 @@ from flintmq.broker.delivery.topic import Topic
 from flintmq.broker.http import api as api_module
 from flintmq.broker.http import debug
 from flintmq.broker.http import lane as http_lane
+from flintmq.broker.http import publish as http_publish
 from flintmq.broker.http.api import Api
 from flintmq.broker.storage.store import PAUSE_AT
 from flintmq.errors import StartError
@@ -245,7 +246,7 @@ async def test_a_publish_waits_for_a_large_batch_to_end(way: Way) -> None:
 
 async def test_lines_as_long_as_the_limit_may_cross_slices(way: Way) -> None:
     broker, connect = await way()
-    bodies = [bytes([65 + number]) * (http_lane.TEXT_SLICE + number) for number in range(5)]
+    bodies = [bytes([65 + number]) * (http_publish.TEXT_SLICE + number) for number in range(5)]
     async with connect() as client:
         assert (await client.post("/mpub?topic=t", b"\n\n".join(bodies))).status == 200
         assert (await client.post("/mpub?topic=t", b"short\n" + b"x" * (1 << 20) + b"y")).message == "MSG_TOO_BIG"
@@ -366,8 +367,8 @@ async def test_words_about_chunks_are_counted_from_the_start_of_their_body(
     first = b"POST /pub?topic=t HTTP/1.1\r\nHost: x\r\nX-Pad: " + b"p" * 2_000 + b"\r\nContent-Length: 0\r\n\r\n"
     head = b"POST /pub?topic=t HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
     data = first * before + head + (b"1;" + b"e" * 4_000 + b"\r\nx\r\n") * 20
-    assert broker._api is not None
-    [connection] = broker._api._lanes[0].connections
+    assert broker.listeners.api is not None
+    [connection] = broker.listeners.api._lanes[0].connections
     view = connection.get_buffer(-1)
     view[: len(data)] = data
     connection.buffer_updated(len(data))
@@ -402,7 +403,7 @@ async def test_a_full_disk_refuses_publishes_and_makes_ping_unwell(way: Way) -> 
     async with connect() as client, connect() as doctor:
         assert (await client.post("/pub?topic=t", b"x")).status == 200
         disk.free_bytes = 10
-        broker.look_at_space()
+        broker.upkeep.look_at_space()
         for target in ("/pub?topic=t", "/mpub?topic=t"):
             answer = await client.post(target, b"x")
             assert (answer.status, answer.message) == (503, "EXITING")
@@ -412,7 +413,7 @@ async def test_a_full_disk_refuses_publishes_and_makes_ping_unwell(way: Way) -> 
         assert sick.headers["content-type"] == "text/plain; charset=utf-8"
         assert "x-nsq-content-type" not in sick.headers
         disk.free_bytes = None
-        broker.look_at_space()
+        broker.upkeep.look_at_space()
         assert (await client.post("/pub?topic=t", b"y")).status == 200
         assert (await doctor.get("/ping")).body == b"OK"
     assert stored(broker) == [b"x", b"y"]
@@ -520,7 +521,7 @@ async def test_a_client_that_does_not_read_its_answers_is_not_read_from(http: tu
     request = request_of("POST", "/pub?topic=t", b"x")
     client.reader._transport.pause_reading()  # type: ignore[attr-defined]
     client.send(request * 200_000)
-    [lane] = broker._api._lanes  # type: ignore[union-attr]
+    [lane] = broker.listeners.api._lanes  # type: ignore[union-attr]
     await until(lambda: lane.connections)
     [connection] = lane.connections
     await until(lambda: not connection._writable or connection._paused)
@@ -542,7 +543,7 @@ async def test_a_head_without_end_is_refused(http: tuple[Broker, HttpClient]) ->
 @pytest.mark.parametrize("data", [b"P", b"POST /pub?topic=t HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\n\r\nhe"])
 async def test_a_request_that_does_not_come_in_is_given_up(http: tuple[Broker, HttpClient], data: bytes) -> None:
     broker, client = http
-    [lane] = broker._api._lanes  # type: ignore[union-attr]
+    [lane] = broker.listeners.api._lanes  # type: ignore[union-attr]
     client.send(data)
     await until(lambda: lane.connections and next(iter(lane.connections))._held is not None)
     now = lane.loop.time()
@@ -557,7 +558,7 @@ async def test_a_request_that_does_not_come_in_is_given_up(http: tuple[Broker, H
 
 async def test_an_idle_connection_is_kept_for_long_and_not_for_ever(http: tuple[Broker, HttpClient]) -> None:
     broker, client = http
-    [lane] = broker._api._lanes  # type: ignore[union-attr]
+    [lane] = broker.listeners.api._lanes  # type: ignore[union-attr]
     assert (await client.post("/pub?topic=t", b"x")).status == 200
     [connection] = lane.connections
     now = lane.loop.time()
@@ -573,7 +574,7 @@ async def test_an_idle_connection_is_kept_for_long_and_not_for_ever(http: tuple[
 
 async def test_what_is_remembered_of_heads_is_bounded(http: tuple[Broker, HttpClient]) -> None:
     broker, client = http
-    [lane] = broker._api._lanes  # type: ignore[union-attr]
+    [lane] = broker.listeners.api._lanes  # type: ignore[union-attr]
     for number in range(2 * http_lane.REMEMBERED + 10):
         client.send(request_of("POST", f"/pub?topic=t&x={number}", b"x"))
         assert (await client.answer()).status == 200
@@ -746,13 +747,13 @@ async def test_a_token_that_was_taken_away_counts_no_more(way: Way, tokens: Path
 
 async def test_every_route_but_ping_needs_a_token(start_broker: StartBroker, tokens: Path) -> None:
     broker = await start_broker(http_address="127.0.0.1:0", http_auth_token_file=str(tokens))
-    assert broker._api is not None
-    for route in broker._api.site.routes:
+    assert broker.listeners.api is not None
+    for route in broker.listeners.api.site.routes:
         async with HttpClient.connect(broker.http_address) as client:
             answer = await client.ask(route.method, route.path.replace(":opt", "log_level"), b"")
             assert answer.status == (200 if route.path == "/ping" else 401), route
     # What changes something is not for those who may only look.
-    for route in broker._api.site.routes:
+    for route in broker.listeners.api.site.routes:
         assert route.method == "GET" or route.right in ("publish", "admin")
 
 
@@ -921,7 +922,7 @@ async def test_a_stop_while_the_general_server_is_made(
     broker = await start_broker(**address)
     async with HttpClient.connect(broker.http_address or broker.https_address, trust if tls else None) as client:
         client.send(request_of("GET", "/info"))
-        [general] = broker._api._general  # type: ignore[union-attr]
+        [general] = broker.listeners.api._general  # type: ignore[union-attr]
         await until(lambda: general._waiting)
         if how == "kill":
             broker.kill()

@@ -437,7 +437,8 @@ async def test_a_client_that_leaves_while_it_waits_leaves_nothing_behind(
         peer.send(auth(b"s"))
         await until(lambda: len(server.questions) == 1)
         [session] = broker.sessions.values()
-        task = session._asked
+        assert session.authorization is not None
+        task = session.authorization.asked
         assert task is not None
         session.drop()
         await until(task.done)
@@ -465,9 +466,9 @@ async def test_who_waits_for_the_server_is_not_taken_for_silent(start_broker: St
         peer.send(auth(b"s"))
         await until(lambda: len(server.questions) == 1)
         [session] = broker.sessions.values()
-        due = session._next_heartbeat
+        due = session.heartbeat.next
         # Two heartbeats without a command end any other connection.
-        await until(lambda: session._next_heartbeat > due + 1.5 or not broker.sessions)
+        await until(lambda: session.heartbeat.next > due + 1.5 or not broker.sessions)
         assert list(broker.sessions.values()) == [session]
 
 

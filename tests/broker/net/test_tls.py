@@ -388,9 +388,9 @@ async def test_no_heartbeat_gets_into_a_handshake(start_broker: StartBroker, cer
     async with Peer.connect(broker.tcp_address) as peer:
         await peer.negotiate(tls_v1=True, heartbeat_interval=1000)
         [session] = broker.sessions.values()
-        due = session._next_heartbeat
+        due = session.heartbeat.next
         # Two intervals without a command would end any other connection.
-        await until(lambda: session._next_heartbeat > due + 1.0)
+        await until(lambda: session.heartbeat.next > due + 1.0)
         await peer.encrypt(certificates.client())
         assert await peer.frame() == (FRAME_RESPONSE, b"OK")
 
@@ -582,14 +582,14 @@ async def test_new_connections_get_a_certificate_that_was_replaced(
     first = await serial()
     async with encrypted(broker, own.client()) as old:
         own.issue()
-        broker.reload_certificates()
+        broker.listeners.reload_certificates()
         await until(lambda: "read again" in caplog.text)
         assert await serial() != first
         # Whoever was there stays.
         assert await old.ask(pub()) == b"OK"
     second = await serial()
     Path(own.cert).write_text("not a certificate")
-    broker.reload_certificates()
+    broker.listeners.reload_certificates()
     await until(lambda: "not replaced" in caplog.text)
     assert await serial() == second
 

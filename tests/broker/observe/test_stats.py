@@ -22,6 +22,7 @@ from prometheus_client.parser import text_string_to_metric_families
 import flintmq
 from flintmq.broker.daemon import Broker
 from flintmq.broker.net.auth import Grant
+from flintmq.broker.net.authorization import Authorization
 from flintmq.broker.net.upgrade import Upgrade
 from flintmq.broker.observe import prometheus, stats, steps
 from flintmq.broker.observe import statsd as statsd_module
@@ -165,7 +166,7 @@ async def test_health_is_told(start_broker: Any) -> None:
     disk = CountingDisk()
     broker = await start_broker(disk=disk, disk_reserve=1000)
     disk.free_bytes = 10
-    broker.look_at_space()
+    broker.upkeep.look_at_space()
     assert stats.document(broker)["health"].startswith("NOK - the disk is nearly full")
     assert "\nHealth: NOK - the disk is nearly full" in stats.text(broker)
 
@@ -223,7 +224,7 @@ async def test_counts_of_publishes_that_failed_are_taken_back(start_broker: Any)
     await producer.publish("t", b"more")
     [topic] = stats.document(broker)["topics"]
     assert (topic["message_count"], topic["message_bytes"], topic["depth"]) == (4, 2104, 4)
-    assert broker.refused_count == 6
+    assert broker.counters.refused_count == 6
 
 
 async def test_counts_of_failed_publishes_from_sockets_are_taken_back(tmp_path: Path) -> None:
@@ -241,7 +242,7 @@ async def test_counts_of_failed_publishes_from_sockets_are_taken_back(tmp_path: 
         disk.failing = False
         [topic] = stats.document(broker)["topics"]
         assert (topic["message_count"], topic["message_bytes"], topic["depth"]) == (3, 2900, 3)
-        assert broker.refused_count == 1
+        assert broker.counters.refused_count == 1
         writer.close()
         await writer.wait_closed()
 
@@ -259,7 +260,9 @@ async def test_clients_with_tls_and_authorization(broker: Broker) -> None:
     upgrade = Upgrade(client.transport, asyncio.get_running_loop(), nothing, nothing, nothing)
     upgrade.tls_info = info
     client.session.upgrade = upgrade
-    client.session._grant = Grant(60, "someone", "http://example.com", ())
+    authorization = Authorization(client.session, nothing, asyncio.get_running_loop())
+    authorization.grant = Grant(60, "someone", "http://example.com", ())
+    client.session.authorization = authorization
     [producer] = stats.document(broker)["producers"]
     keys = list(producer)
     found = {key: producer[key] for key in keys if key.startswith(("tls", "auth"))}
@@ -409,7 +412,7 @@ async def test_metrics_of_the_node(start_broker: Any, clock: FakeClock) -> None:
     assert 3 < value(found, "process_open_fds") < value(found, "process_max_fds")
 
     disk.free_bytes = 10
-    broker.look_at_space()
+    broker.upkeep.look_at_space()
     refused = Client(broker)
     refused.send(encode_mpub(b"t", [b"x"] * 7))
     await until(lambda: refused.errors)
@@ -539,7 +542,7 @@ def test_the_prefix_names_the_node(options: dict[str, Any], prefix: str) -> None
     options = {"broadcast_address": "node.example.com", "http_address": "0.0.0.0:4151", **options}
     broker = Broker(**options)
     # As it is once it listens there.
-    broker._http_bound = options["http_address"]
+    broker.listeners.http = options["http_address"]
     assert statsd_prefix(broker) == prefix
 
 

@@ -301,6 +301,8 @@ async def test_an_operator_drops_a_prepared_set(nodes: Nodes, home: StageClient)
     await home.open()
     prepared = await home.prepare(1, 0, [await home.stage(1, 0, "a", [bodies(0, 5)])])
     [shown] = (await home.ask("GET", "/stage"))["producers"]
+    assert [shown] == (await home.ask("GET", "/stage?producer=query-1"))["producers"]
+    assert (await home.ask("GET", "/stage?producer=other"))["producers"] == []
     [found] = shown["sets"]
     assert (found["txn"], found["state"], found["topics"]) == (0, "prepared", {"t": 5})
     assert await home.ask("DELETE", "/stage?producer=query-1") == {"dropped_rows": 5}

@@ -16,6 +16,7 @@ from flintmq.broker import backup
 from flintmq.broker.daemon import Broker
 from flintmq.broker.delivery.commit import SLICED_FROM
 from flintmq.broker.stage import apply as apply_module
+from flintmq.errors import StageError
 from support.fakes import Client, FakeClock, quiet, until
 from support.http_client import HttpClient
 from support.simdisk import SimDisk
@@ -352,3 +353,72 @@ async def test_puts_of_several_tasks_at_once(broker: Broker) -> None:
         await client.decide(1, 0, {"n": prepared["set"]})
         await client.apply(0, prepared["set"])
     assert broker.topics["t"].message_count == 6_000
+
+
+async def test_an_unexpected_error_while_it_is_applied_repeats_nothing(
+    broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    original = apply_module.read_chunk
+    reads = 0
+
+    def read_chunk(*arguments: Any) -> bytearray:
+        nonlocal reads
+        reads += 1
+        if reads == 9:
+            raise ValueError("nobody expected this")
+        return original(*arguments)
+
+    monkeypatch.setattr(apply_module, "read_chunk", read_chunk)
+    monkeypatch.setattr(apply_module, "READ_AHEAD", 1)
+    rows = [[b"%d" % (number + 10 * chunk) for number in range(10)] for chunk in range(20)]
+    async with StageClient.connect(broker) as client:
+        await client.open(0)
+        prepared = await client.prepare(1, 0, [await client.stage(1, 0, "a", rows)])
+        await client.decide(1, 0, {"n": prepared["set"]})
+        with pytest.raises(Refused, match="500 E_STAGE_FAILED nobody expected this"):
+            await client.apply(0, prepared["set"])
+        assert 0 < broker.topics["t"].message_count < 200
+        assert await client.apply(0, prepared["set"]) == {"topics": {"t": 200}}
+    assert stored(broker) == Counter(body for chunk in rows for body in chunk)
+
+
+async def test_a_stop_while_it_is_applied_is_no_success(start_broker: StartBroker) -> None:
+    broker = await start_broker(http_address="127.0.0.1:0")
+    async with StageClient.connect(broker) as client:
+        await client.open(0)
+        prepared = await client.prepare(1, 0, [await client.stage(1, 0, "a", CHUNKS)])
+        await client.decide(1, 0, {"n": prepared["set"]})
+    producer = broker.stage.producers["query-1"]
+    asking = asyncio.create_task(producer.apply(0, prepared["set"]))
+    await asyncio.sleep(0)
+    stopping = asyncio.create_task(broker.stop())
+    await asyncio.sleep(0)
+    with pytest.raises(StageError, match="E_STAGE_CLOSED"):
+        await asking
+    with pytest.raises(StageError, match="E_STAGE_CLOSED"):
+        await producer.apply(0, prepared["set"])
+    await stopping
+    broker = await start_broker(http_address="127.0.0.1:0")
+    await until(lambda: broker.stage.applied_sets or "t" not in broker.topics)
+    async with StageClient.connect(broker) as client:
+        await client.apply(0, prepared["set"])
+    assert stored(broker) == ROWS
+
+
+async def test_producers_are_forgotten_when_they_are_quiet_for_long(broker: Broker, clock: FakeClock) -> None:
+    day = 24 * 3600
+    async with StageClient.connect(broker, "old") as client:
+        await client.commit(0, CHUNKS, "job-1")
+    async with StageClient.connect(broker, "unfinished") as client:
+        await client.open(0)
+        prepared = await client.prepare(1, 0, [await client.stage(1, 0, "a", [[b"x"]])])
+        await client.decide(1, 0, {"n": prepared["set"]})
+    clock.advance(89 * day)
+    async with StageClient.connect(broker, "new") as client:
+        await client.commit(0, CHUNKS, "job-1")
+    broker.stage._sweep()
+    assert set(broker.stage.producers) == {"old", "unfinished", "new"}
+    clock.advance(2 * day)
+    broker.stage._sweep()
+    assert set(broker.stage.producers) == {"unfinished", "new"}
+    await until(lambda: len(list((broker.path / "flintmq" / "stage").iterdir())) == 2)

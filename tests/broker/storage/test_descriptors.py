@@ -92,13 +92,13 @@ async def test_a_file_that_cannot_be_opened_once_is_synced_later(
     log = broker.topics["t"].log
     assert log.segments[0].fd < 0
     disk.fail("open", error, times=20, path="t@")
-    broker._sync()
+    broker.upkeep.sync()
     await settled(broker)
     assert log.durable < log.end
     disk.heal()
     for _ in range(3):
         clock.advance(2)
-        broker._sync()
+        broker.upkeep.sync()
         await settled(broker)
     assert log.durable == log.end, "it is never synced again"
     assert broker.store.unsynced == 0

@@ -336,7 +336,7 @@ async def test_what_was_let_go_is_gone(broker: Broker, http: HttpClient) -> None
     await until(lambda: len(consumer.messages) == 2_000)
     consumer.finish(*consumer.messages)
     await quiet(broker)
-    broker._sync()
+    broker.upkeep.sync()
     topic = broker.topics["t"]
     await until(lambda: topic.log.first > first)
     answer = await fetch(http, first, topic.durable)
@@ -441,7 +441,7 @@ async def test_what_was_lost_before_the_start_is_no_gap(start_broker: StartBroke
     written = await filled(broker, 1_200)
     topic = broker.topics["t"]
     first, stop = min(written), max(written) + 1
-    broker._sync()
+    broker.upkeep.sync()
     await quiet(broker)
     segment = topic.log.segments[-1] if what in ("a record", "the last record", "everything") else topic.log.segments[1]
     path, base, size = segment.path, segment.base, segment.size
@@ -583,13 +583,13 @@ async def test_files_that_are_being_read_stay(broker: Broker) -> None:
     consumer.finish(*consumer.messages)
     for _ in range(3):
         await quiet(broker)
-        broker._sync()
+        broker.upkeep.sync()
     await quiet(broker)
     assert topic.log.first == min(written)
     body = b"".join([bytes(piece) async for piece in reading])
     assert messages(body) == written
     await reading.aclose()
-    broker._sync()
+    broker.upkeep.sync()
     await until(lambda: topic.log.first > min(written))
 
 
@@ -679,7 +679,7 @@ async def test_a_gap_after_a_removed_file_is_not_gone(
             broker = await start_broker(**SMALL)
         topic = broker.topics["t"]
         for _ in range(2):
-            broker._sync()
+            broker.upkeep.sync()
             await quiet(broker)
         assert not topic.log.segments or topic.log.segments[0].base > stop, "the first file is removed"
         async with HttpClient.connect(broker.http_address) as http:
@@ -707,14 +707,14 @@ async def test_a_mark_of_a_removed_file_does_not_outlive_the_next_one(start_brok
     for body in numbered(3, 90_000):
         await Client(broker).publish("t", body)
         await synced(broker)
-        broker._sync()
+        broker.upkeep.sync()
         await quiet(broker)
     topic = broker.topics["t"]
     assert topic.log.first == stop
     await until(lambda: len(consumer.messages) == 3)
     consumer.finish(*consumer.messages[:2])
     await quiet(broker)
-    broker._sync()
+    broker.upkeep.sync()
     await quiet(broker)
     for end in ("", "kill", "stop"):
         if end:

@@ -743,10 +743,10 @@ async def drain(broker: Broker, channel: Channel) -> None:
         consumer.take()
         consumer.finish(*messages)
     consumer.hang_up()
-    broker._housekeeping()
+    broker.turns.housekeeping()
     for _ in range(3):
         await quiet(broker)
-        broker._sync()
+        broker.upkeep.sync()
         await until(lambda: not broker.upkeep.freeing)
     await quiet(broker)
 
@@ -1094,8 +1094,8 @@ async def test_a_keyed_publish_that_cannot_be_written_is_refused_over_http(start
 
 async def test_heads_with_keys_do_not_push_out_those_that_come_again(start_broker: StartBroker) -> None:
     broker = await start_broker(http_address="127.0.0.1:0")
-    assert broker._api is not None
-    [lane] = broker._api._lanes
+    assert broker.listeners.api is not None
+    [lane] = broker.listeners.api._lanes
     async with HttpClient.connect(broker.http_address) as client:
         await client.post("/pub?topic=t", b"plain")
         for number in range(20):

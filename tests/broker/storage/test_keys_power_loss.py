@@ -77,7 +77,7 @@ async def keyed_run(world: World, book: Book) -> None:
         book.finishing.update(message.body for message in messages)
         consumer.finish(*messages)
         await world.settle()
-        world.broker._housekeeping()
+        world.broker.turns.housekeeping()
         await world.settle()
 
     await world.start()

@@ -480,7 +480,7 @@ def test_a_sealed_segment_is_opened_without_reading_its_records() -> None:
     # The header, the end of the footer, the footer.
     assert [kind for kind, _ in disk.history].count("read") == 3 * segments
     assert not [kind for kind, _ in disk.history if kind in ("write", "truncate", "sync")]
-    assert [seq for seq, _ in again.log.deferrals()] == [BASE + 1_000]
+    assert [seq for seqs, _ in again.log.deferrals() for seq in seqs] == [BASE + 1_000]
     assert len(again.seqs()) == 1_001
 
 
@@ -569,11 +569,13 @@ def test_a_deferral_survives_a_restart_and_is_never_early(sealed: bool, reboot: 
         rig.clock.reboot(10)
     left = (60 if reboot else 70) * SECOND
     again = rig.reopened(durable=BASE + 3 if sealed else BASE)
-    assert list(again.log.deferrals()) == [(BASE + 1, rig.clock.now() + left), (BASE + 2, rig.clock.now() + left)]
+    [(seqs, dues)] = again.log.deferrals()
+    assert (list(seqs), list(dues)) == ([BASE + 1, BASE + 2], [rig.clock.now() + left] * 2)
     if not reboot:
         # Somebody sets the date forward: the clock that the delay counts on does not care.
         rig.clock.step_wall(1_000)
-        assert [due - rig.clock.now() for _, due in rig.reopened(again.disk.after_kill()).log.deferrals()] == [left] * 2
+        [(_, dues)] = rig.reopened(again.disk.after_kill()).log.deferrals()
+        assert [due - rig.clock.now() for due in dues] == [left] * 2
 
 
 # --- A whole broker --------------------------------------------------------------------------------------------------
@@ -591,21 +593,21 @@ async def test_segments_go_only_when_durable_state_says_so(
         await settled(broker)
     folder = broker.topics["t"].folder
     assert folder is not None
-    broker._sync()
+    broker.upkeep.sync()
     await settled(broker)
     assert len(disk.paths(folder)) == 6
     consumer.send(b"RDY 10\n")
     consumer.finish(*consumer.messages[:5])
     await settled(broker)
     disk.hold()
-    broker._sync()
+    broker.upkeep.sync()
     await settled(broker)
     assert len(disk.paths(folder)) == 6, "the journal is not on the device yet"
     disk.release()
     await settled(broker)
     assert len(disk.paths(folder)) == 1
     consumer.finish(consumer.messages[5])
-    broker._sync()
+    broker.upkeep.sync()
     await settled(broker)
     assert len(disk.paths(folder)) == 1, "the one that is being written to stays"
 
@@ -617,9 +619,9 @@ async def test_a_topic_without_a_channel_keeps_its_files(start_broker: StartBrok
     for body in numbered(6, 900):
         client.send(pub("t", body))
         await settled(broker)
-    broker._sync()
+    broker.upkeep.sync()
     await settled(broker)
-    broker._sync()
+    broker.upkeep.sync()
     await settled(broker)
     consumer = Client(broker)
     consumer.send(b"SUB t c\nRDY 10\n")
@@ -761,7 +763,7 @@ async def test_the_backlog_behind_an_ephemeral_channel_outlives_it(start_broker:
     client.send(pub("t", b"for the ephemeral one"))
     await settled(broker)
     # The device knows that messages were handed on at once.
-    broker._sync()
+    broker.upkeep.sync()
     await settled(broker)
     consumer.hang_up()
     await settled(broker)
@@ -805,12 +807,14 @@ async def test_a_put_back_message_is_not_early_after_two_boots(
         broker = await start_broker(disk=disk)
         deferred = broker.topics["t"].channels["c"].deferred
         left = 600 - 60 * clock.boot_id()[-1] + 60
-        assert [(due - clock.now()) // SECOND for due, _ in deferred.items()] == [left]
+        assert [(due - clock.now()) // SECOND for due in deferred.columns()[0]] == [left]
         assert [(due - clock.now()) // SECOND for _, due in broker.topics["u"].log.deferred] == [left]
         broker.kill()
         disk = disk.after_kill()
         broker = await start_broker(disk=disk)
-        assert [(due - clock.now()) // SECOND for due, _ in broker.topics["t"].channels["c"].deferred.items()] == [left]
+        assert [(due - clock.now()) // SECOND for due in broker.topics["t"].channels["c"].deferred.columns()[0]] == [
+            left
+        ]
         await broker.stop()
 
 
@@ -1044,7 +1048,7 @@ async def test_others_are_served_while_files_are_removed(start_broker: StartBrok
     else:
         consumer.finish(*consumer.messages)
         await until(lambda: broker.topics["t"].channels["c"].in_flight_count == 0)
-        broker._sync()
+        broker.upkeep.sync()
     await until(lambda: disk.threads)
     await client.publish("u", b"meanwhile")
     assert threading.get_ident() not in disk.threads, "files are removed on the event loop"

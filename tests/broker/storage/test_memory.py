@@ -243,7 +243,7 @@ async def test_what_left_the_memory_outlives_a_kill_although_its_batch_is_not_wh
     consumer.ready(0)
     consumer.finish(*consumer.messages)
     await quiet(broker)
-    broker._housekeeping()
+    broker.turns.housekeeping()
     await client.publish_many("t", bodies[300:])
     await quiet(broker)
     channel = broker.topics["t"].channels["c"]

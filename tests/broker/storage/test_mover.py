@@ -19,7 +19,7 @@ async def settle(broker: Broker) -> None:
     for _ in range(12):
         await quiet(broker)
         broker.clock.advance(31)  # type: ignore[attr-defined]
-        broker._sync()
+        broker.upkeep.sync()
         await quiet(broker)
 
 
@@ -127,7 +127,7 @@ async def test_a_message_in_flight_is_copied_too_and_can_be_finished(broker: Bro
         holder.touch(message)
         await quiet(broker)
         broker.clock.advance(10)  # type: ignore[attr-defined]
-        broker._sync()
+        broker.upkeep.sync()
         await quiet(broker)
     assert len(segments(tmp_path)) <= 2
     holder.finish(message)
@@ -149,7 +149,7 @@ async def test_a_message_in_flight_whose_segment_is_gone_comes_back_after_a_cras
             holder.touch(message)
         await quiet(broker)
         broker.clock.advance(10)  # type: ignore[attr-defined]
-        broker._sync()
+        broker.upkeep.sync()
         await quiet(broker)
     assert len(segments(tmp_path)) <= 2
     holder.finish(messages[1])

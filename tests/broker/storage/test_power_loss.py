@@ -53,8 +53,8 @@ async def test_most_publishes_and_finishes_of_the_run_go_through_the_lanes(tmp_p
     broker = world.broker
     assert disk.system.kernel_writes > 10 or durability != "os", "the kernel writes by itself"
     assert world.published > 200 and world.finished > 200
-    assert broker.lane_published > world.published / 2
-    assert broker.lane_finished > world.finished / 2
+    assert broker.counters.lane_published > world.published / 2
+    assert broker.counters.lane_finished > world.finished / 2
 
 
 async def test_two_runs_make_the_same_calls(tmp_path: Path) -> None:

@@ -64,8 +64,8 @@ async def tidied(broker: Broker) -> None:
     """What a few seconds of syncing do, in no time."""
     for _ in range(4):
         await quiet(broker)
-        broker._housekeeping()
-        broker._sync()
+        broker.turns.housekeeping()
+        broker.upkeep.sync()
     await quiet(broker)
 
 
@@ -246,6 +246,23 @@ async def test_a_reader_that_does_not_move_is_given_up(
     assert list(topic.readers.positions) == ["alive"], "0 is never"
 
 
+@pytest.mark.parametrize("age", [0, DAY, 3600 * 10**9])
+async def test_a_temporary_reader_is_given_up_within_minutes(
+    broker: Broker, http: HttpClient, clock: FakeClock, age: int
+) -> None:
+    await publish(broker)
+    await tidied(broker)
+    topic = broker.topics["t"]
+    configure(topic, reader_age=age)
+    for name in ("spark", "temporary:killed", "temporary:alive", "not-temporary:x"):
+        await position(http, "earliest", name)
+    for _ in range(7):
+        clock.advance(60)
+        await position(http, "earliest", "temporary:alive")
+        await tidied(broker)
+    assert sorted(topic.readers.positions) == ["not-temporary:x", "spark", "temporary:alive"]
+
+
 async def test_readers_have_time_to_come_back_after_a_long_pause(start_broker: StartBroker, clock: FakeClock) -> None:
     broker = await start_broker(**SMALL)
     await publish(broker, 50)
@@ -337,7 +354,7 @@ async def follow(broker: Broker, sure: dict[str, int], told: dict[int, bytes]) -
         await calm()
         consumer.finish(*consumer.messages)
         consumer.take()
-        broker._sync()
+        broker.upkeep.sync()
         await calm()
         for seq in range(first + len(told), topic.durable):
             told[seq] = numbered(1, seq - first)[0]
@@ -527,22 +544,22 @@ async def test_retention_gives_way_before_the_disk_is_full(
     await tidied(broker)
     first = topic.log.first
     disk.free_bytes = 200_001
-    broker.look_at_space()
+    broker.upkeep.look_at_space()
     await tidied(broker)
     assert topic.log.first == first
     disk.free_bytes = 185_000
-    broker.look_at_space()
+    broker.upkeep.look_at_space()
     await tidied(broker)
     assert len(caplog.records) == 1 and "is deleted early" in caplog.text
     assert first < topic.log.first <= first + 300, "one file makes that much room"
     disk.free_bytes = 1_000
-    broker.look_at_space()
+    broker.upkeep.look_at_space()
     await tidied(broker)
     assert broker.health.startswith("NOK")
     assert first + 150 < topic.log.first <= first + 300, "what a channel needs stays, whatever happens"
     assert behind.depth == 200
     disk.free_bytes = None
-    broker.look_at_space()
+    broker.upkeep.look_at_space()
     assert broker.health == "OK"
     await tidied(broker)
     assert topic.log.first <= first + 300, "the rest is kept on"

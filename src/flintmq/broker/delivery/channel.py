@@ -7,8 +7,10 @@ how they are stored or sent is not its business. Seqs from ``SIDE`` on are those
     waiting      ranges of seqs, never sent
     in flight    see in_flight.py
     requeued     a deque (at once) or a heap by due time (deferred); attempts in a dict
-    leaving      a dict with the attempts: nobody gets them, they are being copied elsewhere (see dead_letters.py); and
-                 ranges of those that expired and are to be copied next
+    leaving      see leaving.py: nobody gets them, they are being copied elsewhere
+
+Size: deliveries, answers and operators move messages from one state to another, each in one step; so what changes the
+states is side by side. Parts that read them, or have one to themselves, are apart: Needed, InFlight, Leaving.
 
 Nothing here takes longer because much is waiting or deferred: it is done in slices, or large containers are replaced.
 """
@@ -24,23 +26,18 @@ from functools import partial
 from itertools import chain
 from typing import TYPE_CHECKING
 
-from flintmq.broker.delivery.dead_letters import (
-    EXPIRED,
-    LONGEST_QUEUE,
-    REQUEUED,
-    RETRY_DELAY,
-    TIMED_OUT,
-    DeadLetters,
-)
+from flintmq.broker.delivery.dead_letters import REQUEUED, TIMED_OUT
 from flintmq.broker.delivery.in_flight import InFlight, Unusual
 from flintmq.broker.delivery.latency import Latency, publish_time
+from flintmq.broker.delivery.leaving import Leaving
+from flintmq.broker.delivery.needed import Needed
 from flintmq.broker.delivery.redrive import Ended, Redrive
 from flintmq.broker.delivery.seek import Seek
 from flintmq.broker.delivery.slices import discard
-from flintmq.broker.delivery.snapshot import Part, snapshot_parts
+from flintmq.broker.delivery.snapshot import Part, restored, snapshot_parts
 from flintmq.broker.limits import Pace
 from flintmq.broker.settings import ChannelSettings
-from flintmq.broker.storage.disk import Clock, pack_numbers
+from flintmq.broker.storage.disk import pack_numbers
 from flintmq.broker.storage.journal import NEVER, SIDE
 from flintmq.broker.storage.ranges import Ranges
 from flintmq.errors import DamageError, ProtocolError
@@ -51,7 +48,6 @@ if TYPE_CHECKING:
     from flintmq.broker.delivery.topic import Topic
     from flintmq.broker.net.lanes import FinishLane
     from flintmq.broker.net.session import Session
-    from flintmq.broker.storage.log import Log
 
 __all__ = ["Channel"]
 
@@ -67,20 +63,18 @@ QUANTUM = 1 << 23
 EXPIRE_AT_ONCE = 5_000
 #: Messages or ranges of them that are dropped before the loop is handed back.
 DROP_AT_ONCE = 3_000
-#: Requeued and deferred messages that are looked through to learn whether one of them needs a block of the log.
-LOOK_THROUGH = 1_000
-#: Requeued messages that are counted one by one.
-COUNT_AT_ONCE = 20_000
-#: What it takes to look at one requeued message, in ns; a deferred one takes about 1.
-LOOK_COST = 50
-#: A block that a message was found to need is asked about again after this time.
-LOOK_AGAIN = 1_000_000_000
 _MOST_ATTEMPTS = 65_535
 #: How near a consumer is to this node: see Session.locality.
 ZONE, REGION, GLOBAL = 0, 1, 2
 
 
 class Channel:
+    """A cursor on a topic's log, with its consumers.
+
+    Size: a message changes its state in one step, so the states are side by side; what has many of a kind is an object
+    already (ranges, InFlight, Leaving). Counters and flags are flat because a run or a FIN looks at each of them.
+    """
+
     def __init__(self, topic: Topic, name: str, ident: int, start: int) -> None:
         self.topic = topic
         self.broker = topic.broker
@@ -103,12 +97,7 @@ class Channel:
         self.requeued: deque[int] = deque()
         self.deferred = Heap()
         self.attempts: dict[int, int] = {}
-        # Leaving: how often they were delivered; who copies them, made when there are any.
-        self.leaving: dict[int, int] = {}
-        self.expired = Ranges()
-        self.dead_letters: DeadLetters | None = None
-        #: Logs with copies of what left: the kind of note that says how far one is durable, of whom, and up to where.
-        self.copied_to: dict[Log, tuple[str, int, int]] = {}
+        self.leaving = Leaving(self)
         #: What brings dead letters back to here, or did last.
         self.redrive: Redrive | Ended | None = None
         # Consumers; those in ``_ready`` may be able to take more.
@@ -124,8 +113,6 @@ class Channel:
         self.requeue_count = 0
         self.timeout_count = 0
         self.dropped_count = 0
-        self.dead_lettered_count = 0
-        self.expired_count = 0
         #: Messages sent from memory to consumers of the same zone, of the same region, and to all others.
         self.sent_from_memory = [0, 0, 0]
         #: How long messages take; None unless the options ask for it.
@@ -135,7 +122,8 @@ class Channel:
         # For the journal: rows of what was requeued since it last asked.
         self._back = array("q")
         self._noted = False
-        self._looks = _Looks(self.broker.clock)
+        #: What of the log it still needs.
+        self.needed = Needed(self)
         #: The deadline at which the scan will look here; only it assigns.
         self.scheduled = NEVER << 8
 
@@ -260,7 +248,7 @@ class Channel:
             elif oldest < before:
                 count = min(left, waiting.first_stop - oldest, before - oldest)
                 waiting.take(count)
-                self._finished(oldest, oldest + count)
+                self.finished(oldest, oldest + count)
                 left -= count
             else:
                 break
@@ -278,7 +266,7 @@ class Channel:
     def _drop_requeued(self) -> None:
         seq = self.requeued.popleft()
         self.attempts.pop(seq, None)
-        self._finished(seq, seq + 1)
+        self.finished(seq, seq + 1)
 
     # --- Consumers -------------------------------------------------------------------------------------------------
 
@@ -362,7 +350,7 @@ class Channel:
                 session.listed = False
             turns = turns - 1 or len(ready)
             if budget <= 0 and ready:
-                self.broker.pump_later(self)
+                self.broker.turns.pump_later(self)
                 return
 
     def _send(self, session: Session, limit: int) -> int:
@@ -393,7 +381,7 @@ class Channel:
         if self.topic.settings.ttl:
             fresh = self.topic.expiry.too_old_from(block, first, waiting.first_stop)
             if fresh > first:
-                self.expire_before(fresh)
+                self.leaving.expire_before(fresh)
                 return 0
         most = waiting.first_stop - first
         if most > limit:
@@ -430,7 +418,7 @@ class Channel:
         for seq in range(first, first + count):
             # NSQ's own rule: rate + 1 in a hundred pass.
             if random.randrange(100) > session.sample_rate:
-                self._finished(seq, seq + 1)
+                self.finished(seq, seq + 1)
                 continue
             block.find(seq)
             frame = block.view[block.start : block.stop]
@@ -462,7 +450,7 @@ class Channel:
                 seqs.popleft()
                 logger.error("CHANNEL(%s): message %d cannot be read - %s", self.name, seq, exc)
                 self.attempts.pop(seq, None)
-                self._finished(seq, seq + 1)
+                self.finished(seq, seq + 1)
                 continue
             if frame is None:
                 break
@@ -472,10 +460,10 @@ class Channel:
                 # Never delivered by us: a deferred message, or one of the side log that brings its own count.
                 before = int.from_bytes(frame[16:18], "big") - 1
             if expiry is not None and expiry.is_too_old(seq, frame, before):
-                self._expire_single(seq, before)
+                self.leaving.expire_single(seq, before)
                 continue
             if session.sample_rate and random.randrange(100) > session.sample_rate:
-                self._finished(seq, seq + 1)
+                self.finished(seq, seq + 1)
                 continue
             attempts = min(before + 1, _MOST_ATTEMPTS)
             frame[16:18] = attempts.to_bytes(2, "big")
@@ -510,7 +498,7 @@ class Channel:
     def _lose(self, damage: DamageError) -> None:
         logger.error("CHANNEL(%s): messages %d to %d are lost - %s", self.name, damage.first, damage.stop - 1, damage)
         self.waiting.remove(damage.first, damage.stop)
-        self._finished(damage.first, damage.stop)
+        self.finished(damage.first, damage.stop)
 
     # --- Answers ---------------------------------------------------------------------------------------------------
 
@@ -567,7 +555,7 @@ class Channel:
             clock = self.broker.clock
             latency.sketch.add(clock.wall() - published, 1, clock.now())
         self._take(session, seq, "FIN")
-        self._finished(seq, seq + 1)
+        self.finished(seq, seq + 1)
         session.finish_count += 1
         self.wake(session)
 
@@ -576,7 +564,7 @@ class Channel:
         self.requeue_count += 1
         session.requeue_count += 1
         if not self._gave_up(seq, attempts, REQUEUED):
-            self._requeue(seq, attempts, self.broker.clock.now() + delay if delay > 0 else 0)
+            self.requeue_at(seq, attempts, self.broker.clock.now() + delay if delay > 0 else 0)
         self.wake(session)
 
     def _give_back(self, session: Session) -> None:
@@ -591,8 +579,8 @@ class Channel:
             self.requeue_count += 1
             session.requeue_count += 1
             if not self._gave_up(seq, attempts, REQUEUED):
-                self._requeue(seq, attempts, 0)
-        self.broker.pump_later(self)
+                self.requeue_at(seq, attempts, 0)
+        self.broker.turns.pump_later(self)
 
     def touch(self, session: Session, seq: int) -> None:
         message = self._owned(session, seq, "TOUCH") or self._make_unusual(seq)
@@ -626,14 +614,16 @@ class Channel:
             session.in_flight -= 1
             self.wake(session)
 
-    def _finished(self, first: int, stop: int) -> None:
+    def finished(self, first: int, stop: int) -> None:
+        """These are finished, whatever state they were in."""
         self.ring.add_done(first, stop)
         if self.latency is not None:
             # What the ring collects from here on is to be measured.
             self.latency.done += self.ring.take_done()
         self._note()
 
-    def _requeue(self, seq: int, attempts: int, due: int) -> None:
+    def requeue_at(self, seq: int, attempts: int, due: int) -> None:
+        """Requeue a message that is in no state now, for ``due`` unless that is 0."""
         self.attempts[seq] = attempts
         wall = 0
         if due:
@@ -643,6 +633,11 @@ class Channel:
         else:
             self.requeued.append(seq)
         self._back.extend((seq, attempts, due, wall))
+        self._note()
+
+    def note_attempts(self, seq: int, attempts: int) -> None:
+        """Tell the journal how often a message was delivered that is not finished."""
+        self._back.extend((seq, attempts, 0, 0))
         self._note()
 
     # --- Time ------------------------------------------------------------------------------------------------------
@@ -678,89 +673,16 @@ class Channel:
         self.timeout_count += 1
         self._let_go(owner)
         if not self._gave_up(seq, attempts, TIMED_OUT):
-            self._requeue(seq, attempts, 0)
+            self.requeue_at(seq, attempts, 0)
 
-    # --- Leaving ---------------------------------------------------------------------------------------------------
-
-    def _gave_up(self, seq: int, attempts: int, reason: str) -> bool:
-        """Was this the last attempt? Then the message is on its way to the dead-letter topic."""
-        most = self.settings.max_attempts
-        if not most or attempts < most:
-            return False
-        if len(self.leaving) >= LONGEST_QUEUE:
-            # Copies are not made as fast as consumers give up.
-            self._requeue(seq, attempts, self.broker.clock.now() + RETRY_DELAY)
-            return True
-        self.leaving[seq] = attempts
-        # Known to the journal before it is finished: a crash in between brings it back with its count.
-        self._back.extend((seq, attempts, 0, 0))
-        self._note()
-        self._leave_soon().add(seq, reason)
-        return True
-
-    def expire_before(self, stop: int) -> None:
-        """Drop what waits before this seq: it was published too early. What was deferred may be good for some time yet.
-
-        Very many are dropped in slices, the oldest first.
-        """
-        self.catch_up(self.topic.pumped)
-        if not self.waiting or self.waiting.first >= stop:
-            return
-        start = self.waiting.first
-        good, end = self.topic.expiry.still_good(start, stop, DROP_AT_ONCE)
-        end = min(end, self.waiting.place(DROP_AT_ONCE))
-        for seq in good:
-            if seq < end and self.waiting.remove(seq, seq + 1):
-                # From there it is sent by itself.
-                self.requeued.append(seq)
-        to_dead_letters = self.topic.settings.ttl_action == "dead-letter"
-        while self.waiting and self.waiting.first < end:
-            first = self.waiting.first
-            after = min(self.waiting.first_stop, end)
-            self.waiting.take(after - first)
-            self.expired_count += after - first
-            if to_dead_letters:
-                self.expired.add(first, after)
-            else:
-                self._finished(first, after)
-        if self.expired:
-            self._leave_soon()
-        if end < stop and not self.exiting:
-            self.broker.later(self.expire_before, stop)
-
-    def _expire_single(self, seq: int, attempts: int) -> None:
-        self.expired_count += 1
-        if self.topic.settings.ttl_action != "dead-letter":
-            self._finished(seq, seq + 1)
-        else:
-            self.leaving[seq] = attempts
-            self._leave_soon().add(seq, EXPIRED)
-
-    def _leave_soon(self) -> DeadLetters:
-        if self.dead_letters is None:
-            self.dead_letters = DeadLetters(self)
-        self.dead_letters.go_on()
-        return self.dead_letters
-
-    def take_expired(self, most: int) -> list[int]:
-        """Some of those that expired while they waited; from now on they are leaving one by one."""
-        seqs: list[int] = []
-        while self.expired and len(seqs) < most:
-            first = self.expired.first
-            count = min(most - len(seqs), self.expired.first_stop - first)
-            self.expired.take(count)
-            seqs.extend(range(first, first + count))
-        self.leaving.update(dict.fromkeys(seqs, 0))
-        return seqs
-
-    def take_out(self, seqs: Iterable[int]) -> list[int]:
-        """Those of ``seqs`` that wait or are requeued now; from now on they are leaving."""
+    def take_ready(self, seqs: Iterable[int]) -> dict[int, int]:
+        """Take those of ``seqs`` that wait or are requeued out of that state; how often each was delivered."""
         self.catch_up(self.topic.pumped)
         wanted = set(seqs)
         taken = [seq for seq in sorted(wanted) if self.waiting.remove(seq, seq + 1)]
         wanted.difference_update(taken)
         requeued = self.requeued
-        # Whoever asks goes through them from the front.
+        # Redrives go through them from the front.
         while wanted and requeued and requeued[0] in wanted:
             seq = requeued.popleft()
             wanted.remove(seq)
@@ -769,31 +691,17 @@ class Channel:
         if found:
             self.requeued = deque(seq for seq in requeued if seq not in found)
             taken += sorted(found)
-        for seq in taken:
-            self.leaving[seq] = self.attempts.pop(seq, 0)
-        return taken
+        return {seq: self.attempts.pop(seq, 0) for seq in taken}
 
-    def left(self, seqs: Iterable[int]) -> int:
-        """These are safe elsewhere and finished here; how many they were: some may have been emptied meanwhile."""
-        count = 0
-        for seq in seqs:
-            if self.leaving.pop(seq, None) is not None:
-                self._finished(seq, seq + 1)
-                count += 1
-        return count
+    # --- Dead letters ------------------------------------------------------------------------------------------------
 
-    def copied(self, log: Log, verb: str, incarnation: int) -> None:
-        """The end of the log holds copies of what is leaving: a seek has to tell the journal of them first."""
-        if log.folder is not None:
-            self.copied_to[log] = (verb, incarnation, log.end)
-
-    def stay(self, seqs: Iterable[int], delay: int) -> None:
-        """These cannot leave: they are requeued, for later if there is a ``delay``."""
-        due = self.broker.clock.now() + delay if delay else 0
-        for seq in seqs:
-            attempts = self.leaving.pop(seq, None)
-            if attempts is not None:
-                self._requeue(seq, attempts, due)
+    def _gave_up(self, seq: int, attempts: int, reason: str) -> bool:
+        """Was this the last attempt? Then the message is on its way to the dead-letter topic."""
+        most = self.settings.max_attempts
+        if not most or attempts < most:
+            return False
+        self.leaving.give_up(seq, attempts, reason)
+        return True
 
     def begin_redrive(self, source: Channel, most: int, rate: int, *, moved: int = 0, stop: int = NEVER) -> None:
         """Bring back what died here and is in the channel ``source`` of the dead-letter topic now: see ``Redrive``."""
@@ -817,7 +725,7 @@ class Channel:
             self.paused = paused
             if not (self.ephemeral or self.topic.ephemeral):
                 self.broker.journal.note("channel_pause", self.id, paused)
-            self.broker.structure_changed(self.ephemeral or self.topic.ephemeral)
+            self.broker.upkeep.structure_changed(self.ephemeral or self.topic.ephemeral)
         if not paused:
             for session in self.sessions.values():
                 self.wake(session)
@@ -828,7 +736,7 @@ class Channel:
         before, self.settings = self.settings, settings
         if settings.delivery_rate != before.delivery_rate:
             self.pace = Pace.of(self)
-            self.broker.pump_later(self)
+            self.broker.turns.pump_later(self)
         if settings.msg_timeout != before.msg_timeout:
             for session in self.sessions.values():
                 session.take_timeout(settings.msg_timeout)
@@ -847,13 +755,11 @@ class Channel:
 
     def _drop_all(self) -> None:
         """Forget everything of the log. The journal was told."""
-        spent = [*self.in_flight.reset(self.seen), self.requeued, self.attempts, self.leaving]
+        spent = [*self.in_flight.reset(self.seen), self.requeued, self.attempts, self.leaving.clear()]
         self.waiting.clear()
         self.requeued = deque()
         self.deferred.clear()
         self.attempts = {}
-        self.leaving = {}
-        self.expired.clear()
         self._back = array("q")
         discard(self.broker.later, spent)
         for session in self.sessions.values():
@@ -892,21 +798,18 @@ class Channel:
         earliest = seek.start <= self.topic.log.first
         below = self.topic.mover.below if earliest else 0
         kept = [single for single in self._singles_state() if single[0] >= SIDE or earliest]
-        leaving = {seq: attempts for seq, attempts in self.leaving.items() if seq < below or seq >= SIDE}
+        leaving = {seq: count for seq, count in self.leaving.attempts.items() if seq < below or seq >= SIDE}
         copies = array("q", sorted(seq for seq in chain((seq for seq, _, _ in kept), leaving) if seq < SIDE))
         self.broker.journal.note("seek", self.id, seek.start, pack_numbers(copies))
         self._drop_all()
         self.waiting, self.deferred = seek.waiting, seek.deferred
-        self.leaving = leaving
-        for seq, attempts in leaving.items():
-            self._back.extend((seq, attempts, 0, 0))
-            self._note()
+        self.leaving.keep(leaving)
         self.ring.reset(self.waiting.first if self.waiting else self.seen)
         for seq, attempts, due in kept:
             if attempts < 0:
                 self.requeued.append(seq)
             else:
-                self._requeue(seq, attempts, due)
+                self.requeue_at(seq, attempts, due)
         self.broker.journal.flush()
         self.broker.soon(self)
         self._watch(self.next_deadline())
@@ -933,7 +836,7 @@ class Channel:
         """Finish a message; False if the channel does not have it. Its owner's FIN will find it no longer in flight."""
         if self._withdraw(seq) is None:
             return False
-        self._finished(seq, seq + 1)
+        self.finished(seq, seq + 1)
         self.pump()
         return True
 
@@ -946,7 +849,7 @@ class Channel:
         if attempts is None:
             return False
         self.requeue_count += in_flight
-        self._requeue(seq, attempts, self.broker.clock.now() + delay if delay > 0 else 0)
+        self.requeue_at(seq, attempts, self.broker.clock.now() + delay if delay > 0 else 0)
         self.pump()
         return True
 
@@ -1008,71 +911,18 @@ class Channel:
         return snapshot_parts(self)
 
     def restore(
-        self, outstanding: Ranges, back: dict[int, tuple[int, int, int]], deferrals: Iterable[tuple[int, int]]
+        self,
+        outstanding: Ranges,
+        back: dict[int, tuple[int, int, int]],
+        deferrals: Iterable[tuple[array[int], array[int]]],
     ) -> None:
         """Take up what the journal and the log know. ``outstanding`` holds only seqs that exist."""
-        outstanding = self._restore_deferred(outstanding, back, deferrals)
-        now = self.broker.clock.now()
-        # Taken out together: there may be a million of them, in nearly as many ranges.
-        taken = Ranges()
-        dues, seqs = array("q"), array("q")
-        for seq in sorted(back):
-            attempts, due, _ = back[seq]
-            if seq in outstanding:
-                taken.add(seq, seq + 1)
-                self.attempts[seq] = attempts
-                if due > now:
-                    dues.append(due)
-                    seqs.append(seq)
-                else:
-                    self.requeued.append(seq)
-        self.deferred.extend(dues, seqs)
-        if taken:
-            outstanding = outstanding.without(taken)
-        below = self.topic.mover.below
-        for first, stop in outstanding.within([(0, below)]):
-            # Only a copy is left of these, and copies are read one by one.
-            self.requeued.extend(range(first, stop))
-        self.waiting = outstanding.within([(below, SIDE)])
-        self.side = outstanding.within([(SIDE, NEVER)])
+        found = restored(outstanding, back, deferrals, self.broker.clock.now(), self.topic.mover.below)
+        self.waiting, self.side, self.attempts = found.waiting, found.side, found.attempts
+        self.requeued.extend(found.requeued)
+        self.deferred.extend(found.dues, found.seqs)
         self._handed = 0
         self._watch(self.next_deadline())
-
-    def _restore_deferred(
-        self, outstanding: Ranges, back: dict[int, tuple[int, int, int]], deferrals: Iterable[tuple[int, int]]
-    ) -> Ranges:
-        """Defer those that are not due yet; what of ``outstanding`` is left."""
-        now = self.broker.clock.now()
-        dues, seqs = array("q"), array("q")
-        left = Ranges()
-        spans = iter(outstanding)
-        first, stop = next(spans, (NEVER, NEVER))
-        before = -1
-        again: list[tuple[int, int]] = []
-        for seq, due in deferrals:
-            if due <= now or (back and seq in back):
-                continue
-            if seq <= before:
-                # Said twice: a file that was copied after a crash, and the copy.
-                again.append((seq, due))
-                continue
-            before = seq
-            while stop <= seq:
-                left.add(first, stop)
-                first, stop = next(spans, (NEVER, NEVER))
-            if seq >= first:
-                if first < seq:
-                    left.add(first, seq)
-                first = seq + 1
-                dues.append(due)
-                seqs.append(seq)
-        if first < NEVER:
-            left.add(first, stop)
-        for first, stop in spans:
-            left.add(first, stop)
-        self.deferred.extend(dues, seqs)
-        missed = sorted((seq, due) for seq, due in again if seq in left)
-        return self._restore_deferred(left, back, missed) if missed else left
 
     @property
     def first_unsent(self) -> int:
@@ -1080,44 +930,7 @@ class Channel:
         first = self.waiting.first if self.waiting else self.seen
         if self.seeking is not None:
             first = min(first, self.seeking.start)
-        return min(first, self.expired.first) if self.expired else first
-
-    def first_single(self, start: int) -> int:
-        """The lowest seq from ``start`` on that was sent, or is not to be sent yet, and is not finished."""
-        lowest = NEVER
-        if self.ring.count and self.ring.hi > start:
-            if self.ring.lo >= start:
-                lowest = self.ring.lo
-            else:
-                lowest = min((seq for seq, _ in self.ring.held(start, self.ring.hi)), default=NEVER)
-        for singles in (self.requeued, self.unusual, self.leaving):
-            found = min(singles, default=NEVER)
-            if found < start:
-                found = min(filter(start.__le__, singles), default=NEVER)
-            lowest = min(lowest, found)
-        deferred = self.deferred.first_seq(start)
-        return lowest if deferred < 0 else min(lowest, deferred)
-
-    def first_needed(self) -> int:
-        """The lowest seq of the log that this channel may still send. Old messages may have a copy elsewhere."""
-        return min(self.first_unsent, self.first_single(self.topic.mover.below))
-
-    def _requeued_between(self, first: int, stop: int) -> Iterator[int]:
-        """Yield the seqs in this range that are requeued, in flight for another time, or leaving."""
-        return filter(range(first, stop).__contains__, chain(self.requeued, self.unusual, self.leaving))
-
-    def count_singles(self, first: int, stop: int) -> int:
-        """How many messages of these seqs are in flight, requeued, deferred or leaving, at most."""
-        requeued = len(self.requeued) + len(self.unusual) + len(self.leaving)
-        if requeued <= COUNT_AT_ONCE:
-            requeued = sum(1 for _ in self._requeued_between(first, stop))
-        return requeued + self.deferred.count_between(first, stop) + min(self.ring.count, stop - first)
-
-    def singles(self, first: int, stop: int) -> Iterator[int]:
-        """These messages."""
-        yield from (seq for seq, _ in self.ring.held(first, stop))
-        yield from self._requeued_between(first, stop)
-        yield from (seq for _, seq in self.deferred.between(first, stop))
+        return min(first, self.leaving.expired.first) if self.leaving.expired else first
 
     def note_due(self, first: int, stop: int) -> None:
         """The segment of these seqs goes, and what it said of deferred publishes with it: the journal must know it."""
@@ -1127,48 +940,3 @@ class Channel:
                 self.attempts[seq] = 0
                 self._back.extend((seq, 0, due, wall + due))
         self._note()
-
-    def needs(self, first: int, stop: int) -> bool:
-        """May any of these seqs still be sent to somebody?"""
-        if self.seen < stop or self.waiting.meets(first, stop) or (self.expired and self.expired.meets(first, stop)):
-            return True
-        if self.ring.count and self.ring.lo < stop and self.ring.hi > first and self.ring.held(first, stop):
-            return True
-        count = len(self.requeued) + len(self.unusual) + len(self.leaving)
-        if count + len(self.deferred) > LOOK_THROUGH:
-            if not (self.ephemeral or self.topic.ephemeral):
-                # Perhaps not; but a wrong yes costs no more than memory up to its limit, and this is asked often.
-                return True
-            # Memory is all there is, and nothing else limits it: look, but seldom enough to have time for other things.
-            return self._looks.find(first, LOOK_COST * count + len(self.deferred), partial(self._has, first, stop))
-        return self._has(first, stop)
-
-    def _has(self, first: int, stop: int) -> bool:
-        found = next(self._requeued_between(first, stop), None) is not None
-        return found or self.deferred.count_between(first, stop) > 0
-
-
-class _Looks:
-    """How often many messages are looked through to learn whether one of them needs a block.
-
-    Looking takes at most a tenth of the time. A block that is needed is asked about again after a second; until it was
-    looked at, a block counts as needed.
-    """
-
-    def __init__(self, clock: Clock) -> None:
-        self._clock = clock
-        self._next = 0
-        self._known: dict[int, int] = {}
-
-    def find(self, block: int, cost: int, look: Callable[[], bool]) -> bool:
-        """Return whether the block is needed; ``cost`` is the time that a look takes, in ns."""
-        now = self._clock.now()
-        if now < self._next or now < self._known.get(block, 0):
-            return True
-        self._next = now + 9 * cost
-        needed = look()
-        if len(self._known) > LOOK_THROUGH:
-            self._known = {base: until for base, until in self._known.items() if until > now}
-        if needed:
-            self._known[block] = now + LOOK_AGAIN
-        return needed

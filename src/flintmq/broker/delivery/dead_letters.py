@@ -121,8 +121,8 @@ class DeadLetters(Steps):
         if channel.seeking is not None:
             channel.seeking.postpone(self.go_on)
             return
-        if channel.expired and len(queue) < SLICE and len(channel.leaving) < LONGEST_QUEUE:
-            queue.extend((seq, EXPIRED) for seq in channel.take_expired(SLICE))
+        if channel.leaving.expired and len(queue) < SLICE and len(channel.leaving) < LONGEST_QUEUE:
+            queue.extend((seq, EXPIRED) for seq in channel.leaving.take_expired(SLICE))
         name = dead_letter_topic(channel)
         target: Topic | None = None
         copied: list[int] = []
@@ -141,14 +141,14 @@ class DeadLetters(Steps):
                 frame, extra = found
                 if reason == EXPIRED and "dead" in extra:
                     # What is too old for a dead letter is wanted by nobody.
-                    channel.left([seq])
+                    channel.leaving.left([seq])
                     queue.popleft()
                     continue
                 about = self._about(seq, reason, frame, extra.get("dead"), name)
                 if target is None:
                     target = self._broker.topic(name)
                 if target.busy or self._broker.store.congested:
-                    self._wait(target.when_free if target.busy else self._broker.when_relieved)
+                    self._wait(target.when_free if target.busy else self._broker.turns.when_relieved)
                     break
                 record = record_of(frame)
                 target.publish(
@@ -156,7 +156,7 @@ class DeadLetters(Steps):
                 )
             except DamageError as exc:
                 logger.error("CHANNEL(%s): message %d cannot be read - %s", channel.name, seq, exc)
-                channel.left([seq])
+                channel.leaving.left([seq])
             except (PublishError, ValueError) as exc:
                 self._refused([seq], name, exc)
             else:
@@ -164,9 +164,9 @@ class DeadLetters(Steps):
                 size += len(record)
             queue.popleft()
         if target is not None and copied:
-            channel.copied(target.log, "durable", target.incarnation)
+            channel.leaving.copied(target.log, "durable", target.incarnation)
             target.log.when_durable(target.log.end, partial(self._copied, target, copied))
-        if queue or (channel.expired and len(channel.leaving) < LONGEST_QUEUE):
+        if queue or (channel.leaving.expired and len(channel.leaving) < LONGEST_QUEUE):
             self.go_on()
 
     def _about(
@@ -183,7 +183,7 @@ class DeadLetters(Steps):
             "topic": topic.name,
             "channel": self._channel.name,
             "id": frame[18:34].decode(),
-            "attempts": self._channel.leaving[seq],
+            "attempts": self._channel.leaving.attempts[seq],
             "reason": reason,
             "time": self._broker.clock.wall(),
             "published": before["published"] if before is not None else timestamp_of(frame),
@@ -193,10 +193,10 @@ class DeadLetters(Steps):
     def _copied(self, target: Topic, seqs: list[int], error: Exception | None) -> None:
         channel, stopping = self._channel, self._broker.stopping
         if error is None and (stopping or not target.exiting):
-            channel.dead_lettered_count += channel.left(seqs)
+            channel.leaving.dead_lettered_count += channel.leaving.left(seqs)
         elif not stopping:
             self._refused(seqs, target.name, error or NotFoundError("it was deleted"))
-        if channel.expired:
+        if channel.leaving.expired:
             self.go_on()
 
     def _refused(self, seqs: list[int], name: str, error: Exception) -> None:
@@ -211,4 +211,4 @@ class DeadLetters(Steps):
                 name,
                 error,
             )
-        self._channel.stay(seqs, RETRY_DELAY)
+        self._channel.leaving.stay(seqs, RETRY_DELAY)

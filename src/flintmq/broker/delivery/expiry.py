@@ -92,7 +92,7 @@ class Expiry:
             return
         for channel in topic.channels.values():
             try:
-                channel.expire_before(seq)
+                channel.leaving.expire_before(seq)
             except Exception:
                 logger.exception("TOPIC(%s): channel %s failed", topic.name, channel.name)
         if not topic.channels:

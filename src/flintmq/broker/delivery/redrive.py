@@ -120,7 +120,7 @@ class Redrive(Steps):
             self._source.seeking.postpone(self.go_on)
             return
         if self._broker.store.congested:
-            self._wait(self._broker.when_relieved)
+            self._wait(self._broker.turns.when_relieved)
             return
         room = min(SLICE, self._most - self.moved - self._under_way, LONGEST_QUEUE - self._under_way)
         if self._bucket is not None:
@@ -169,13 +169,13 @@ class Redrive(Steps):
 
     def _copy(self, found: dict[int, tuple[bytearray, int]]) -> None:
         # Some may have been delivered since they were counted.
-        seqs = self._source.take_out(found)
+        seqs = self._source.leaving.take_out(found)
         if not seqs:
             return
         try:
             side = self._channel.topic.side_log()
         except OSError as exc:
-            self._source.stay(seqs, 0)
+            self._source.leaving.stay(seqs, 0)
             self._end(exc.strerror or str(exc))
             return
         places = []
@@ -188,7 +188,7 @@ class Redrive(Steps):
             self._bucket.spend(len(seqs))
         self._under_way += len(seqs)
         self._places.append(places[0])
-        self._source.copied(side, "side", self._channel.topic.incarnation)
+        self._source.leaving.copied(side, "side", self._channel.topic.incarnation)
         side.when_durable(side.end, partial(self._copied, seqs, places))
         side.write_all()
 
@@ -198,11 +198,11 @@ class Redrive(Steps):
         stopping = self._broker.stopping
         if error is not None or (self._channel.exiting and not stopping):
             if not stopping:
-                self._source.stay(seqs, 0)
+                self._source.leaving.stay(seqs, 0)
                 self._end(str(error or "the channel was deleted"))
             return
         self._channel.receive(place for place in places if place >= self._floor)
-        self._source.left(seqs)
+        self._source.leaving.left(seqs)
         self.moved += len(seqs)
         # After what was finished, and in one write with it.
         self._note()

@@ -12,6 +12,7 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import chain
 from typing import TYPE_CHECKING
 
 from flintmq.broker.storage.ranges import Ranges
@@ -56,7 +57,7 @@ class Seek:
         A start finishes what has a copy of which that is not known: it would undo the seek.
         """
         channel = self._channel
-        copied = channel.copied_to
+        copied = channel.leaving.copied_to
         while copied:
             log, (verb, incarnation, stop) = next(iter(copied.items()))
             stop = min(stop, log.end)
@@ -73,7 +74,7 @@ class Seek:
         if channel.seeking is self and not channel.broker.stopping:
             if error is not None:
                 # There is no such copy.
-                channel.copied_to.pop(log, None)
+                channel.leaving.copied_to.pop(log, None)
             self._settle()
 
     def postpone(self, work: Callable[[], None]) -> None:
@@ -95,7 +96,8 @@ class Seek:
         dues, seqs = array("q"), array("q")
         looked = 0
         # Also those that are due: however many they are, looking at them counts.
-        for seq, due in log.deferrals():
+        pairs = chain.from_iterable(zip(seqs, dues, strict=True) for seqs, dues in log.deferrals())
+        for seq, due in pairs:
             looked += 1
             if looked % SLICE == 0:
                 self._push(dues, seqs)

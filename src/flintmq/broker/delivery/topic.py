@@ -208,10 +208,10 @@ class Topic:
         if self.exiting:
             raise PublishError("exiting")
         if self._batch_error is not None:
-            self.broker.refused_count += count
+            self.broker.counters.refused_count += count
             raise self._batch_error
         if self.broker.refusing and not self.log.in_group and not admitted:
-            self.broker.refused_count += count
+            self.broker.counters.refused_count += count
             raise PublishError(self.broker.refusing)
         size = stop - pos - 4 * count
         if self.limits is not None:
@@ -321,7 +321,7 @@ class Topic:
                 self._reserve()
             self.broker.turn(self)
         if status == FAILED:
-            self.broker.refused_count += sum(counts[i] for i in intake.unanswered)
+            self.broker.counters.refused_count += sum(counts[i] for i in intake.unanswered)
             failed = Commit()
             failed.resolve(PublishError(self._refusal))
             return status, failed
@@ -451,7 +451,7 @@ class Topic:
             commit = self._commits.pop()
             # These publishes did not happen.
             count, size = commit.before
-            self.broker.refused_count += self.message_count - count
+            self.broker.counters.refused_count += self.message_count - count
             self.message_count, self.message_bytes = count, size
             commit.resolve(PublishError(reason))
 
@@ -540,7 +540,7 @@ class Topic:
         if self.settings.new_channel != "backlog":
             self._start_elsewhere(channel)
         logger.info("TOPIC(%s): new channel(%s)", self.name, name)
-        self.broker.structure_changed(self.ephemeral or channel.ephemeral)
+        self.broker.upkeep.structure_changed(self.ephemeral or channel.ephemeral)
         self.broker.peers.made(self.name, name)
         if not self.frozen:
             # Its first channel gets what has piled up.
@@ -576,7 +576,7 @@ class Topic:
             self.broker.journal.note("unchannel", self.incarnation, channel.id)
         if not self.channels:
             self._freeze()
-        self.broker.structure_changed(self.ephemeral or channel.ephemeral)
+        self.broker.upkeep.structure_changed(self.ephemeral or channel.ephemeral)
         self.broker.peers.deleted(self.name, name)
         for session in sessions:
             try:
@@ -622,7 +622,7 @@ class Topic:
             if not self.ephemeral:
                 self.broker.journal.note("pause", self.incarnation, paused)
             self._freeze()
-            self.broker.structure_changed(self.ephemeral)
+            self.broker.upkeep.structure_changed(self.ephemeral)
         if not self.frozen:
             self.broker.turn(self)
 
@@ -752,10 +752,10 @@ class Topic:
 
     def needs(self, first: int, stop: int) -> bool:
         """Does a channel, or the backlog for the first one, still want one of these?"""
-        return self.pumped < stop or any(channel.needs(first, stop) for channel in self.channels.values())
+        return self.pumped < stop or any(channel.needed.between(first, stop) for channel in self.channels.values())
 
     def _pins(self, first: int, stop: int) -> bool:
-        return any(c.ephemeral and c.needs(first, stop) for c in self.channels.values())
+        return any(c.ephemeral and c.needed.between(first, stop) for c in self.channels.values())
 
     def _awaits(self, first: int, stop: int) -> bool:
         return any(c.sessions and not c.paused and first <= c.first_unsent < stop for c in self.channels.values())
@@ -765,7 +765,7 @@ class Topic:
         lowest = self.pumped
         for channel in self.channels.values():
             if not channel.ephemeral:
-                lowest = min(lowest, channel.first_needed())
+                lowest = min(lowest, channel.needed.first())
         return lowest
 
     def first_kept(self) -> int:

@@ -1,9 +1,9 @@
 """nsqd's HTTP API: every route, and the listeners that serve them.
 
 An ``Api`` belongs to one broker. It owns the table of routes, the tokens, the TLS context of the HTTPS port, and the
-way a connection takes: publishes are answered by ``http_lane``, everything else by the general server of ``web``. That
-one is made, with what it imports, when the first such request comes. What a request does is its topic's, its channel's
-or the broker's business; how the broker is doing is told by ``stats``.
+way a connection takes: publishes and ``/ping`` are answered by ``lane``, everything else by the general server. That
+one is made, with what it imports, in the background right after the start. What a request does is its topic's, its
+channel's or the broker's business; how the broker is doing is told by ``stats``.
 """
 
 from __future__ import annotations
@@ -23,7 +23,8 @@ from flintmq.broker.http import dead_letters, debug, peek
 from flintmq.broker.http import log as log_api
 from flintmq.broker.http import settings as settings_api
 from flintmq.broker.http import stage as stage_api
-from flintmq.broker.http.lane import IDLE_SECONDS, REPEATED, HttpLane, Publishing, refusal
+from flintmq.broker.http.lane import IDLE_SECONDS, HttpLane
+from flintmq.broker.http.publish import REPEATED, Publishing, refusal
 from flintmq.broker.http.targets import existing_topic, named_channel, named_topic
 from flintmq.broker.net.sockets import Poller, SocketTransport
 from flintmq.broker.observe import stats
@@ -32,7 +33,7 @@ from flintmq.broker.observe.statsd import statsd_prefix
 from flintmq.errors import HttpError, OptionError, PublishError
 from flintmq.http.server import Server, load
 from flintmq.http.site import ADMIN, JSON, OPEN, PUBLISH, READ, Answer, Request, Route, Site, envelope
-from flintmq.http.tls import reload_tls, server_tls
+from flintmq.http.tls import TlsListener, reload_tls, server_tls
 from flintmq.http.tokens import Tokens
 from flintmq.options import LOG_LEVEL, option_table
 from flintmq.protocol.wire import NSQ_VERSION
@@ -49,6 +50,8 @@ logger = logging.getLogger(__name__)
 #: What is read from a socket that the general server serves.
 RECEIVE_BYTES = 64 << 10
 HANDSHAKE_SECONDS = 10.0
+#: Seconds after which the general server is made, although nobody has asked for it yet: the start comes first.
+PREPARE_SECONDS = 0.1
 
 
 class Api:
@@ -70,7 +73,7 @@ class Api:
             )
         self._lanes: list[HttpLane] = []
         self._general: list[_GeneralServer] = []
-        self._listeners: list[asyncio.Server] = []
+        self._listeners: list[asyncio.Server | TlsListener] = []
         broker.options_changed.append(self._forget)
         broker.reloaders.append(self.reload)
         if self._tokens is not None:
@@ -95,16 +98,8 @@ class Api:
 
     async def listen_tls(self, sock: socket.socket) -> None:
         """Serve HTTPS on a bound socket; for a broker with a certificate."""
-        lane = self._lane(None)
-        self._listeners.append(
-            await self._loop.create_server(
-                lane.connection,
-                sock=sock,
-                ssl=self._tls,
-                ssl_handshake_timeout=HANDSHAKE_SECONDS,
-                backlog=BACKLOG,
-            )
-        )
+        assert self._tls is not None
+        self._listeners.append(TlsListener(self._lane(None).connection, sock, self._tls, HANDSHAKE_SECONDS))
 
     def _lane(self, refused: Answer | None) -> HttpLane:
         general = _GeneralServer(self._broker, self.site, refused)
@@ -203,7 +198,7 @@ class Api:
             "hostname": socket.gethostname(),
             "http_port": _shown_port(broker.http_address),
             "tcp_port": _shown_port(broker.tcp_address),
-            "start_time": broker.start_time,
+            "start_time": broker.counters.start_time,
             "max_heartbeat_interval": options.max_heartbeat_interval,
             "max_output_buffer_size": options.max_output_buffer_size,
             "max_output_buffer_timeout": options.max_output_buffer_timeout,
@@ -390,7 +385,11 @@ def _shown_port(address: str) -> int:
 
 
 class _GeneralServer:
-    """The server that takes over connections from the lane of one listener, made when the first of them comes."""
+    """The server that takes over connections from the lane of one listener.
+
+    What it imports takes a third of a second. So it is made soon after the start, and at once if a connection comes
+    before that.
+    """
 
     def __init__(self, broker: Broker, site: Site, refused: Answer | None) -> None:
         self._broker = broker
@@ -400,6 +399,12 @@ class _GeneralServer:
         self._starting: asyncio.Task[None] | None = None
         self._waiting: list[tuple[asyncio.Transport, bytes]] = []
         self._closed = False
+        self._timer = asyncio.get_running_loop().call_later(PREPARE_SECONDS, self._prepare)
+
+    def _prepare(self) -> None:
+        self._timer.cancel()
+        if self._starting is None and not self._closed:
+            self._starting = asyncio.get_running_loop().create_task(self._start())
 
     def take(self, transport: asyncio.Transport, data: bytes) -> None:
         """The connection is aiohttp's from here on; it gets what was read from it so far."""
@@ -408,8 +413,7 @@ class _GeneralServer:
             return
         transport.pause_reading()
         self._waiting.append((transport, data))
-        if self._starting is None:
-            self._starting = asyncio.get_running_loop().create_task(self._start())
+        self._prepare()
 
     async def _start(self) -> None:
         await load("aiohttp.web")
@@ -448,6 +452,7 @@ class _GeneralServer:
 
     def drop(self) -> None:
         self._closed = True
+        self._timer.cancel()
         for transport, _ in self._waiting:
             transport.abort()
         self._waiting.clear()
@@ -455,7 +460,8 @@ class _GeneralServer:
             self._server.abort()
 
     async def close(self) -> None:
-        if self._starting is not None:
+        self._timer.cancel()
+        if self._starting is not None and self._waiting:
             # Those who asked are still answered.
             await self._starting
         if self._server is not None:

@@ -1,9 +1,10 @@
-"""The HTTP port's own way for publishes: bytes in, one append, the answer when it is committed.
+"""The HTTP port's own way for publishes and health checks: bytes in, one append, the answer when it is committed.
 
-``Publishing`` is what ``/pub`` and ``/mpub`` do, for both ways in. An ``HttpLane`` serves connections that publish: it
-owns them, their deadlines, and what it knows of request heads that were seen before. A producer sends the same head
-again and again, so a head is parsed once and looked up after that. A connection that asks for anything else is handed,
-with its bytes, to the general server (``web``), and stays there; publishes work there too, only not as fast.
+An ``HttpLane`` serves connections that publish or ask ``/ping``: it owns them, their deadlines, and what it knows of
+request heads that were seen before. A producer sends the same head again and again, so a head is parsed once
+(``request_heads.py``) and looked up after that; ``publish.py`` has what a publish does. A connection that asks for
+anything else is handed, with its bytes, to the general server, and stays there; publishes work there too, only not as
+fast.
 
 One request per connection is under way at a time: answers are in order, and nobody can pile up work. What a client has
 sent beyond that waits in its buffer, and then in its socket.
@@ -16,48 +17,35 @@ import logging
 import re
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from struct import Struct
 from typing import TYPE_CHECKING, cast
 
-from httptools import HttpParserError, HttpParserUpgrade, HttpRequestParser
-
-from flintmq.broker.delivery.commit import SLICED_FROM, Commit, Piece, slices
+from flintmq.addresses import text_of
+from flintmq.broker.delivery.commit import Commit
 from flintmq.broker.delivery.topic import Topic
+from flintmq.broker.http.publish import OK, REPEATED, Publishing, refusal
+from flintmq.broker.http.request_heads import Head, read_head
 from flintmq.broker.net.sockets import SocketTransport
-from flintmq.broker.storage.keys import content_of
-from flintmq.errors import HttpError, KeyContentError, LimitError, PublishError
-from flintmq.http.heads import LONGEST_HEAD, MOST_DIGITS, BadHead, end_of_head, tidy
-from flintmq.http.site import (
-    CONTINUE,
-    LINGER_SECONDS,
-    PUBLISH,
-    TEXT,
-    Answer,
-    envelope,
-    parse_query,
-    render,
-    split_target,
-)
-from flintmq.kernel import SCAN_BAD, SCAN_MORE, Scan, line_records, send_each
-from flintmq.protocol.wire import valid_key, valid_name
+from flintmq.errors import HttpError, PublishError
+from flintmq.http.heads import LONGEST_HEAD, BadHead, end_of_head, tidy
+from flintmq.http.site import CONTINUE, LINGER_SECONDS, PUBLISH, Answer, envelope, log_request, render
+from flintmq.kernel import send_each
 
 if TYPE_CHECKING:
     from flintmq.broker.daemon import Broker
     from flintmq.http.site import Site
 
-__all__ = ["HttpConnection", "HttpLane", "Order", "Publishing", "refusal"]
+__all__ = ["HttpConnection", "HttpLane"]
 
 logger = logging.getLogger(__name__)
 
-_u32 = Struct(">I")
-_i32 = Struct(">i")
-_sized = _u32.pack
-_MS = 1_000_000
+_sized = Struct(">I").pack
+_HEXADECIMAL = re.compile(rb"[0-9A-Fa-f]+")
 
-#: How many queries and request heads are remembered, and how long a head worth remembering may be.
+#: Request heads that are remembered, and bytes of the longest of them.
 REMEMBERED = 1024
 LONGEST_REMEMBERED = 2048
 #: Bytes of the line before a chunk.
@@ -73,238 +61,9 @@ REQUESTS_AT_ONCE = 64
 SECONDS_AT_ONCE = 0.001
 #: Chunks of one body after which the clock is looked at.
 LOOK_EVERY = 64
-#: Text that is taken apart into messages before the loop is handed back.
-TEXT_SLICE = 64 << 10
-
-
-OK = envelope("OK")
-#: A publish under a key that was known.
-REPEATED = envelope(Answer(b"OK", TEXT, headers={"X-Flintmq-Repeat": "true"}))
 
 _DAYS = ("Mon", "Tue", "Wed", "Thu", "Fri", "Sat", "Sun")
 _MONTHS = ("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec")
-
-# --- What a publish does ----------------------------------------------------------------------------------------------
-
-
-class Order:
-    """What the query of a publish asks for."""
-
-    __slots__ = ("binary", "delay", "name")
-
-    def __init__(self, name: str) -> None:
-        self.name = name
-        #: In nanoseconds; -1 if what the query says is no delay.
-        self.delay = 0
-        self.binary = False
-
-
-def refusal(error: Exception) -> HttpError:
-    """What is answered to a publish that was refused. NSQ has one word for all reasons; a limit says which it is."""
-    if isinstance(error, KeyContentError):
-        return HttpError(error.http_status, f"{error.code} {error}")
-    if isinstance(error, LimitError):
-        return HttpError(error.http_status, str(error))
-    return HttpError(503, "EXITING")
-
-
-_NUMBER = re.compile(r"[+-]?[0-9]+")
-_HEXADECIMAL = re.compile(rb"[0-9A-Fa-f]+")
-
-
-class Publishing:
-    """``/pub`` and ``/mpub``: all their checks, in NSQ's order, and the append."""
-
-    def __init__(self, broker: Broker) -> None:
-        self._broker = broker
-        self._orders: dict[tuple[bool, str], Order] = {}
-
-    def forget(self) -> None:
-        """The options have changed."""
-        self._orders.clear()
-
-    def order(self, query: str, *, batch: bool) -> Order:
-        """HttpError if the query cannot be parsed or names no topic."""
-        order = self._orders.get((batch, query))
-        if order is None:
-            order = self._read_order(query, batch)
-            if len(self._orders) >= REMEMBERED:
-                self._orders.clear()
-            self._orders[batch, query] = order
-        return order
-
-    def _read_order(self, query: str, batch: bool) -> Order:
-        arguments = parse_query(query)
-        name = arguments.get("topic")
-        if name is None:
-            raise HttpError(400, "MISSING_ARG_TOPIC")
-        if not valid_name(name):
-            raise HttpError(400, "INVALID_TOPIC")
-        order = Order(name)
-        if batch:
-            # Anything but these two is binary, as in NSQ: also "no" and "False".
-            order.binary = arguments.get("binary", "false") not in ("false", "0")
-        elif "defer" in arguments:
-            text = arguments["defer"]
-            # Twenty digits are beyond every limit, and int() has one of its own.
-            order.delay = max(-1, int(text) * _MS) if len(text) <= 20 and _NUMBER.fullmatch(text) else -1
-        return order
-
-    def topic(self, order: Order) -> Topic:
-        """The topic, made if need be. HttpError if it cannot be, or if the deferral is none."""
-        try:
-            topic = self._broker.topic(order.name)
-        except PublishError as exc:
-            raise refusal(exc) from exc
-        if order.delay and not 0 < order.delay <= topic.settings.max_defer:
-            raise HttpError(400, "INVALID_DEFER")
-        return topic
-
-    def obstacle(self, topic: Topic) -> Callable[[Callable[[], None]], None] | None:
-        """What a publish has to wait for, as something to give a callback to; None: nothing."""
-        if topic.busy:
-            return topic.when_free
-        return self._broker.when_relieved if self._broker.store.congested else None
-
-    def key(self, header: bytes | None) -> bytes:
-        """The key of a publish, empty if it has none. HttpError if it is no good."""
-        if header is None:
-            return b""
-        if not valid_key(header):
-            raise HttpError(400, "INVALID_KEY")
-        return header
-
-    def once(
-        self, key: bytes, order: Order, topic: Topic, data: bytearray, pos: int, stop: int, *, batch: bool
-    ) -> tuple[Commit | None, bool]:
-        """Publish ``data[pos:stop]``, unless it was done before under this key: what to wait for, and was it?"""
-        if batch and not order.binary and not data[pos:stop].strip(b"\n"):
-            # A batch of no messages: nothing is stored, so the key stays free.
-            return None, False
-        publish = partial(self.batch if batch else self.message, order, topic, data, pos, stop)
-        try:
-            return topic.once(key, publish, self._content(order, data, pos, stop, batch))
-        except PublishError as exc:
-            raise refusal(exc) from exc
-
-    def _content(self, order: Order, data: bytearray, pos: int, stop: int, batch: bool) -> int:
-        """What is published, as one number: the same whether it comes as text, in binary form, or over TCP."""
-        if not batch:
-            return content_of(_sized(stop - pos), memoryview(data)[pos:stop])
-        if order.binary:
-            pos, stop, _ = self._check_binary(data, pos, stop)
-            return content_of(memoryview(data)[pos:stop])
-        return content_of(*(records for records, _, _, _ in _lines(data, pos, stop)))
-
-    def message(
-        self, order: Order, topic: Topic, data: bytearray, pos: int, stop: int, extra: bytes = b""
-    ) -> Commit | None:
-        """Publish ``data[pos:stop]``. The four bytes before ``pos`` are overwritten: they become its size."""
-        _u32.pack_into(data, pos - 4, stop - pos)
-        try:
-            return topic.publish(data, pos - 4, stop, 1, delay=order.delay, extra=extra)
-        except PublishError as exc:
-            raise refusal(exc) from exc
-
-    def batch(
-        self, order: Order, topic: Topic, data: bytearray, pos: int, stop: int, extra: bytes = b""
-    ) -> Commit | None:
-        """Publish the messages of ``data[pos:stop]``, all or none."""
-        count = 0
-        if order.binary:
-            pos, stop, count = self._check_binary(data, pos, stop)
-        else:
-            _check_lines(data, pos, stop, self._broker.options.max_msg_size)
-        try:
-            if count > SLICED_FROM or (not count and stop - pos > TEXT_SLICE):
-                # A copy of our own: the buffer it came in is used again before the last slice is appended.
-                data = data[pos:stop]
-                pieces = slices(data, 0, len(data), count) if count else _lines(data, 0, len(data))
-                return topic.publish_slices(pieces, extra)
-            piece = (data, pos, stop, count) if count else next(_lines(data, pos, stop), None)
-            # Nothing but empty lines is a batch of no messages, and fine.
-            return topic.publish(*piece, extra=extra) if piece is not None else None
-        except PublishError as exc:
-            raise refusal(exc) from exc
-
-    def _check_binary(self, data: bytearray, pos: int, stop: int) -> tuple[int, int, int]:
-        """``[count]{[size][body]}``: where the records start and stop, and how many they are."""
-        options = self._broker.options
-        if stop - pos < 4:
-            raise HttpError(413, "BAD_BODY")
-        count = int(_i32.unpack_from(data, pos)[0])
-        if not 0 < count <= (options.max_body_size - 4) // 5:
-            raise HttpError(413, "BAD_BODY")
-        scan = Scan(pos + 4)
-        if scan.run(data, stop, count, options.max_msg_size) in (SCAN_MORE, SCAN_BAD):
-            raise HttpError(413, "BAD_MESSAGE")
-        return pos + 4, scan.pos, count
-
-
-def _check_lines(data: bytearray, pos: int, stop: int, longest: int) -> None:
-    """HttpError if a line is too long. Looks only where a line could be: from limit to limit."""
-    while stop - pos > longest:
-        newline = data.rfind(b"\n", pos, pos + longest + 1)
-        if newline < 0:
-            raise HttpError(413, "MSG_TOO_BIG")
-        pos = newline + 1
-
-
-def _lines(data: bytearray, pos: int, stop: int) -> Iterator[Piece]:
-    """The lines of a text as records, in pieces of bounded length; empty lines are no messages."""
-    while pos < stop:
-        end = stop
-        if stop - pos > TEXT_SLICE:
-            newline = data.rfind(b"\n", pos, pos + TEXT_SLICE)
-            if newline < 0:
-                newline = data.find(b"\n", pos, stop)
-            end = newline + 1 if newline >= 0 else stop
-        records, count = line_records(data, pos, end)
-        pos = end
-        if count:
-            yield records, 0, len(records), count
-
-
-# --- Heads ------------------------------------------------------------------------------------------------------------
-
-
-class Head:
-    """A request head that was understood: a publish, and how its body comes."""
-
-    __slots__ = ("batch", "chunked", "expects", "keep_alive", "key", "length", "order", "query")
-
-    def __init__(self, query: str, *, batch: bool) -> None:
-        self.query = query
-        self.batch = batch
-        self.length = 0
-        self.chunked = False
-        self.expects = False
-        self.keep_alive = True
-        #: Under which the body is published, at most once.
-        self.key: bytes | None = None
-        #: For the short way: a single message for a topic that is there, to be delivered at once.
-        self.order: Order | None = None
-
-
-class _Headers:
-    """What the parser calls."""
-
-    def __init__(self) -> None:
-        self.url = b""
-        self.fields: dict[bytes, bytes] = {}
-        self.repeated = False
-        self.complete = False
-
-    def on_url(self, url: bytes) -> None:
-        self.url += url
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        name = name.lower()
-        self.repeated |= name in self.fields
-        self.fields[name] = value
-
-    def on_headers_complete(self) -> None:
-        self.complete = True
 
 
 # --- Connections ------------------------------------------------------------------------------------------------------
@@ -386,45 +145,19 @@ class HttpLane:
         """Return what a head says, None if it is for the general server. HttpError if the client may not publish."""
         if self.refused:
             return None
-        headers = _Headers()
-        parser = HttpRequestParser(headers)
-        try:
-            parser.feed_data(data)
-            path, query = split_target(headers.url.decode("utf-8", "surrogateescape"))
-        except (HttpParserError, HttpParserUpgrade, HttpError):
+        head = read_head(data)
+        if head is None:
             return None
-        fields = headers.fields
-        if not headers.complete or path not in ("/pub", "/mpub") or parser.get_method() != b"POST":
-            return None
-        encoding = fields.get(b"transfer-encoding", b"").lower()
-        expectation = fields.get(b"expect", b"").lower()
-        length = fields.get(b"content-length", b"0")
-        # Whatever is unusual about a publish, the general server knows what to say to it. What could be read in two
-        # ways is not read here at all: a proxy in front of us might read it the other way.
-        if (
-            parser.get_http_version() != "1.1"
-            or b"host" not in fields
-            or headers.repeated
-            or not length.isdigit()
-            or len(length) > MOST_DIGITS
-            or encoding not in (b"", b"chunked")
-            or (encoding and b"content-length" in fields)
-            or expectation not in (b"", b"100-continue")
-        ):
-            return None
+        if head.ping:
+            return self._remembered(data, head)
         if self.site.tokens is not None:
-            authorization = fields.get(b"authorization", b"").decode("utf-8", "surrogateescape")
-            self.site.tokens.check(authorization, PUBLISH)
-        head = Head(query, batch=path == "/mpub")
-        head.chunked = bool(encoding)
-        head.expects = bool(expectation)
-        head.keep_alive = parser.should_keep_alive()
-        head.key = fields.get(b"x-flintmq-key")
+            self.site.tokens.check(head.authorization, PUBLISH)
         options = self.broker.options
-        if not head.chunked:
-            head.length = int(length)
-            if head.length > (options.max_body_size if head.batch else options.max_msg_size):
-                raise HttpError(413, "BODY_TOO_BIG" if head.batch else "MSG_TOO_BIG")
+        if head.length > (options.max_body_size if head.batch else options.max_msg_size):
+            raise HttpError(413, "BODY_TOO_BIG" if head.batch else "MSG_TOO_BIG")
+        return self._remembered(data, head)
+
+    def _remembered(self, data: bytes, head: Head) -> Head:
         usual = head.keep_alive and not head.chunked and not head.expects
         # A head with a key does not come again, or only with the same publish.
         if usual and head.key is None and len(data) <= LONGEST_REMEMBERED:
@@ -587,7 +320,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         if isinstance(transport, SocketTransport):
             self.fd = transport.fd
         # Accepted by asyncio, which does not ask.
-        refused = self.fd < 0 and sock is not None and not self._broker.descriptors.admit()
+        refused = self.fd < 0 and sock is not None and not self._broker.listeners.descriptors.admit()
         self.lane.connections.add(self)
         if refused:
             self.close()
@@ -739,14 +472,32 @@ class HttpConnection(asyncio.BufferedProtocol):
                 head = known
         else:
             body = pos + self._body_at
-        if head.chunked:
-            return self._chunked(head, data, pos, body, stop)
+        if head.special:
+            return self._ping(head, body) if head.ping else self._chunked(head, data, pos, body, stop)
         after = body + head.length
         if after > stop or not self._publish(head, data, body, after):
             self._begin(head, body - pos)
             return -1
         self._head = None
         self._since = 0.0
+        return after
+
+    def _ping(self, head: Head, after: int) -> int:
+        """Say how the broker is doing, as the route of the general server does; return where the next request starts.
+
+        Health checks are frequent, and the first of them must not wait until the general server is imported.
+        """
+        started = time.perf_counter_ns()
+        health = self._broker.health
+        answer = envelope(health if health == "OK" else HttpError(500, health), plain=True)
+        self._requests += 1
+        self._since = 0.0
+        log_request(answer.status, "GET", head.target, text_of(self.transport.get_extra_info("peername")), started)
+        text = render(replace(answer, close=not head.keep_alive), self.lane.date(), old=head.old)
+        if head.keep_alive:
+            self.transport.write(text)
+        else:
+            self._end_with(text)
         return after
 
     def _begin(self, head: Head, body_at: int) -> None:

@@ -128,7 +128,7 @@ async def _in_flight(channel: Channel, count: int, after: Cursor) -> list[_Found
             more = {"deadline": clock.wall() + channel.deadline(seq) - clock.now()}
             session = channel.sessions.get(owner)
             if session is not None:
-                more["client"] = {"client_id": session.client_id, "remote_address": session.remote_address}
+                more["client"] = {"client_id": session.identity.client_id, "remote_address": session.remote_address}
         message = channel.unusual.get(seq)
         found.append(_Found(seq, (0, seq), message.attempts if message is not None else 1, more))
     return found

@@ -28,6 +28,8 @@ __all__ = ["routes"]
 
 #: The largest body of a call that is no chunk: a hundred thousand winners.
 CALL_BYTES = 16 << 20
+#: The largest print of a decision: the last 64 of each producer are kept in memory.
+PRINT_BYTES = 64 << 10
 _MS = 1_000_000
 _i32 = Struct(">i")
 _PRODUCER = re.compile(r"[!-~]{1,128}")
@@ -130,9 +132,11 @@ class _StageApi:
 
     async def prepare(self, asked: _Prepare) -> dict[str, Any]:
         _check_numbers(asked.epoch, asked.txn)
-        return await self._staging.producer(asked.producer).prepare(asked.epoch, asked.txn, asked.winners)
+        return await self._existing(asked).prepare(asked.epoch, asked.txn, asked.winners)
 
     async def decide(self, asked: _Decide) -> dict[str, Any]:
+        if len(msgspec.json.encode(asked.print)) > PRINT_BYTES:
+            raise HttpError(400, f"INVALID_BODY: print takes more than {PRINT_BYTES} bytes")
         return await self._existing(asked).decide(asked.epoch, asked.txn, asked.nodes, asked.print)
 
     async def apply(self, asked: _Apply) -> dict[str, Any]:
@@ -166,7 +170,10 @@ class _StageApi:
             raise HttpError(400, "INVALID_DEFER")
         body = await request.body(self._broker.options.max_body_size, "BODY_TOO_BIG")
         end, count = self._records(body)
-        producer = self._staging.producer(name)
+        try:
+            producer = self._staging.existing(name)
+        except StageError as exc:
+            raise HttpError(exc.status, str(exc)) from exc
         await _translated(producer.put((epoch, txn, attempt), chunk, topic, delay, body, end, count))
         return {}
 
@@ -190,7 +197,7 @@ class _StageApi:
     # --- Operators -------------------------------------------------------------------------------------------------
 
     async def describe(self, request: Request) -> dict[str, Any]:
-        return self._staging.describe()
+        return self._staging.describe(request.arguments().get("producer"))
 
     async def drop(self, request: Request) -> dict[str, Any]:
         arguments = request.arguments()

@@ -38,6 +38,7 @@ class PublishLane:
 
     def __init__(self, broker: Broker, topic: Topic, verb: str) -> None:
         self._broker = broker
+        self._counters = broker.counters
         self.topic = topic
         self.verb = verb
         options = broker.options
@@ -63,13 +64,15 @@ class PublishLane:
         others, self._regulars = self._regulars, {}
         now = self._broker.now()
         together: list[tuple[Session, SocketTransport]] = []
+        is_open = topic.open
         for pair in arrived:
             others.pop(pair[0], None)
-            if topic.open and pair[0].quiet and now < pair[0].granted_until:
+            if is_open and pair[0].quiet and now < pair[0].granted_until:
                 together.append(pair)
             else:
                 pair[1].receive()
-        if others and topic.open:
+                is_open = topic.open
+        if others and is_open:
             together += [pair for pair in others.items() if pair[0].quiet and now < pair[0].granted_until]
         fds = [transport.fd for _, transport in together]
         start = 0
@@ -102,7 +105,7 @@ class PublishLane:
                 except Exception:
                     together[i][1].broken()
             commit = None
-        self._broker.lane_published += sum(counts)
+        self._counters.lane_published += sum(counts)
         for i, count in enumerate(counts):
             if count:
                 session, transport = together[i]
@@ -142,6 +145,7 @@ class FinishLane:
 
     def __init__(self, broker: Broker, channel: Channel) -> None:
         self._broker = broker
+        self._counters = broker.counters
         self._channel = channel
         self._arrived: list[tuple[Session, SocketTransport]] = []
 
@@ -167,7 +171,7 @@ class FinishLane:
                 finished += ring.finished
                 if size > 0:
                     if pos:
-                        session.finished(now)
+                        session.heard(now)
                     if pos != size:
                         data[: size - pos] = data[pos:size]
                         session.buffer_updated(size - pos)
@@ -180,5 +184,5 @@ class FinishLane:
                 transport.ended()
             elif size != NOTHING:
                 transport.fail(OSError(-size, "the connection is broken"))
-        self._broker.lane_finished += finished
+        self._counters.lane_finished += finished
         self._broker.answered(channel)

@@ -3,6 +3,9 @@
 A Session owns its socket, its RDY count, what it was sent and has not answered, and the order of the protocol
 (IDENTIFY before SUB, answers in the order of their commands). It does not know how messages are stored; it asks its
 topic and its channel. Nothing that a client sends may raise out of here, block the loop or cost more than the limits.
+What the commands do is in ``commands``: functions that act for a session. Cold parts have modules of their own: what
+the client said of itself (``identity``), its one timer (``heartbeat``), its grant (``authorization``), TLS and
+compression (``upgrade``).
 
 What arrives lands in a buffer that all sessions share; only what is left of an unfinished command is kept by the
 session. A command whose body is not all there is looked at again when more arrives, so checks come before any effect.
@@ -18,10 +21,15 @@ from collections.abc import Callable, Iterator
 from itertools import chain
 from math import inf
 from struct import Struct
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any, NamedTuple, cast
 
 from flintmq.broker.delivery.commit import Commit
 from flintmq.broker.delivery.topic import Topic
+from flintmq.broker.net import commands
+from flintmq.broker.net.authorization import Authorization
+from flintmq.broker.net.commands import AGAIN, INIT, MORE
+from flintmq.broker.net.heartbeat import Heartbeat
+from flintmq.broker.net.identity import Identity
 from flintmq.broker.net.lanes import FinishLane, PublishLane
 from flintmq.broker.net.sockets import SocketTransport
 from flintmq.broker.net.upgrade import Upgrade
@@ -29,7 +37,6 @@ from flintmq.errors import ProtocolError
 from flintmq.protocol.compression import Codec
 from flintmq.protocol.wire import (
     FRAME_ERROR,
-    HEARTBEAT_FRAME,
     MAGIC_V2,
     OK_FRAME,
     encode_frame,
@@ -51,8 +58,6 @@ _MS = 1_000_000
 
 #: A command line, its newline included.
 LONGEST_LINE = 16_384
-#: How long a connection may stay silent before it says which protocol it speaks.
-MAGIC_TIMEOUT = 5.0
 #: After an error frame the peer gets this long to read it before the connection goes.
 LINGER = 1.0
 #: Bytes that one loop turn unpacks of a compressed or encrypted stream: it may swell a thousandfold.
@@ -65,39 +70,41 @@ SECONDS_AT_ONCE = 0.001
 LOOK_EVERY = 16
 #: Answers that may wait for commits before no more commands are read.
 MOST_ANSWERS = 8192
-#: NSQ's client timeout is a fixed minute; heartbeats come at half of it.
-DEFAULT_HEARTBEAT = 30_000
-#: A batch whose body size lies may be twice the limit, and what one read brings.
-RECEIVE_SLACK = 256 << 10
 
-INIT, SUBSCRIBED, CLOSING = 0, 3, 4
 
-#: A command's body is not all there; or it has to wait for something else and is run again then.
-MORE, AGAIN = -1, -2
+class Missing(NamedTuple):
+    """What a command lacks: the error that it gets if the rest never comes, and how far an MPUB was parsed."""
+
+    code: str
+    text: str
+    #: Bytes and messages behind the count.
+    parsed: tuple[int, int]
+
+    def error(self) -> ProtocolError:
+        return ProtocolError(self.code, self.text)
 
 
 class Session(asyncio.BufferedProtocol):
+    """One client connection.
+
+    Only the session and its commands assign here.
+
+    Size: reading, answering and delivering look at nearly all of it for every read, command or run, so that it is
+    flat: another object would be another lookup each time.
+    """
+
     def __init__(self, broker: Broker) -> None:
         self.broker = broker
         self.ident = broker.next_ident()
         self.channel: Channel | None = None
         self.state = INIT
         # Set by IDENTIFY.
-        self.client_id = self.hostname = self.user_agent = ""
-        self.topology_region = self.topology_zone = ""
-        self.heartbeat_interval = DEFAULT_HEARTBEAT
-        self.output_buffer_size = 16_384
-        self.output_buffer_timeout = broker.options.output_buffer_timeout // _MS
+        self.identity = Identity(broker.options, broker.clock.wall() // 1_000_000_000)
         self.msg_timeout = broker.options.msg_timeout
-        # Has the client asked for a time of its own? Otherwise its channel says how long it is.
-        self._own_timeout = False
         # Fixed by the first IDENTIFY: what deliveries go by.
-        self._identified = False
-        self._own_deliver_timeout = False
+        self.identified = False
         self.deliver_timeout = broker.options.msg_timeout
         self.sample_rate = 0
-        #: The client knows what NSQ does not: a further word of a publish is its key.
-        self.keyed = False
         #: 0: a client of the node's own zone, 1: of its region, 2: any other, and everybody without the experiment.
         self.locality = 2
         #: The same, as far as it gives precedence.
@@ -112,30 +119,27 @@ class Session(asyncio.BufferedProtocol):
         self.finish_count = 0
         self.requeue_count = 0
         self.publish_counts: dict[str, int] = {}
-        self.connected_at = broker.clock.wall() // 1_000_000_000
         # The connection.
         self.remote_address = ""
         self._transport: asyncio.Transport = cast(asyncio.Transport, None)
         self._write: Callable[[bytes | memoryview], None] = _nowhere
-        self._remote_ip = ""
         #: Every layer between the commands and the wire; None on a plain connection.
         self._codec: Codec | None = None
         self.upgrade: Upgrade | None = None
-        # What the auth server grants to this client, until it expires.
-        self._secret = b""
-        self._grant: Grant | None = None
-        self._expiry: asyncio.TimerHandle | None = None
-        #: When it expires, by the loop's clock. The timer may be late, this is not.
-        self.granted_until = inf
-        self._asked: asyncio.Task[Grant] | None = None
         self._loop = asyncio.get_running_loop()
+        #: What the auth servers grant to this client; None without such servers.
+        self.authorization: Authorization | None = None
+        if broker.auth is not None:
+            self.authorization = Authorization(self, broker.auth, self._loop)
+        #: When that expires, by the loop's clock. The timer may be late, this is not.
+        self.granted_until = inf
+        #: The commands that are allowed: before TLS, where it is required, IDENTIFY is the only one.
+        self.allowed = commands.COMMANDS if broker.options.tls_required == "false" else commands.BEFORE_TLS
         self._greeted = False
         self._closing = False
-        self._timer: asyncio.TimerHandle | None = None
-        self._heartbeat_period = 0.0
-        self._next_heartbeat = 0.0
-        self._last_command = self._loop.time()
-        self._blocked_since = 0.0
+        self.heartbeat = Heartbeat(self, self._loop)
+        self.last_command = self._loop.time()
+        self.blocked_since = 0.0
         # Input: what is left of an unfinished command, and what reading it waits for.
         self._held: bytearray | None = None
         self._fill = 0
@@ -144,10 +148,11 @@ class Session(asyncio.BufferedProtocol):
         self._unread = False
         #: What is still to be unpacked of the last reads.
         self._pieces: Iterator[bytes] | None = None
-        self._scanned = (0, 0)
-        self._missing = ""
-        self._publish_line = b""
-        self._publish_topic: Topic | None = None
+        #: What a command lacks that is not all there.
+        self.missing: Missing | None = None
+        #: The last publish, if the next one may be like it.
+        self.publish_line = b""
+        self.publish_topic: Topic | None = None
         #: The lane for what this client sends all the time: publishes like the last one, or FINs.
         self.lane: PublishLane | FinishLane | None = None
         self._single: Commit | None = None
@@ -156,7 +161,7 @@ class Session(asyncio.BufferedProtocol):
         self.fd = -1
         # Output: frames of this turn, and answers that wait for a commit in front of them.
         self._out: list[bytes] = []
-        self._answers: deque[tuple[Commit, str] | bytes] = deque()
+        self.answers: deque[tuple[Commit, str] | bytes] = deque()
 
     # --- The connection --------------------------------------------------------------------------------------------
 
@@ -172,18 +177,14 @@ class Session(asyncio.BufferedProtocol):
             self.fd = transport.fd
         peer = transport.get_extra_info("peername")
         if isinstance(peer, tuple):
-            self.client_id = self.hostname = self._remote_ip = str(peer[0])
+            self.identity.came_from(str(peer[0]))
             self.remote_address = f"[{peer[0]}]:{peer[1]}" if ":" in str(peer[0]) else f"{peer[0]}:{peer[1]}"
             if sock is not None:
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         else:
             self.remote_address = "@"
-        self._timer = self._loop.call_later(MAGIC_TIMEOUT, self._no_magic)
+        self.heartbeat.await_magic()
         self.broker.connected(self)
-
-    def _no_magic(self) -> None:
-        logger.info("client(%s): no protocol magic within %g s", self.remote_address, MAGIC_TIMEOUT)
-        self.drop()
 
     def connection_lost(self, exc: Exception | None) -> None:
         if exc is not None:
@@ -192,15 +193,11 @@ class Session(asyncio.BufferedProtocol):
 
     def _leave(self) -> None:
         """No longer a consumer, no longer in the table; safe to call twice."""
-        for timer in (self._timer, self._expiry):
-            if timer is not None:
-                timer.cancel()
-        self._timer = self._expiry = None
+        self.heartbeat.stop()
+        if self.authorization is not None:
+            self.authorization.cancel()
         if self.upgrade is not None:
             self.upgrade.cancel()
-        if self._asked is not None:
-            self._asked.cancel()
-            self._asked = None
         self._closing = True
         if self._single is not None:
             # Its descriptor may soon be another connection's, which must not get this one's answer.
@@ -229,11 +226,11 @@ class Session(asyncio.BufferedProtocol):
 
     def pause_writing(self) -> None:
         self._writable = False
-        self._blocked_since = self._loop.time()
+        self.blocked_since = self._loop.time()
 
     def resume_writing(self) -> None:
         self._writable = True
-        self._blocked_since = 0.0
+        self.blocked_since = 0.0
         if self._unread:
             self._unread = False
             self._resume()
@@ -250,9 +247,9 @@ class Session(asyncio.BufferedProtocol):
 
     def take_timeout(self, msg_timeout: int) -> None:
         """How long the channel gives its consumers; one that has asked for another time keeps that."""
-        if not self._own_timeout:
+        if not self.identity.own_timeout:
             self.msg_timeout = msg_timeout
-        if not self._own_deliver_timeout:
+        if not self.identity.own_deliver_timeout:
             self.deliver_timeout = msg_timeout
 
     def send_run(self, frames: memoryview) -> None:
@@ -261,47 +258,22 @@ class Session(asyncio.BufferedProtocol):
 
     # --- Time ------------------------------------------------------------------------------------------------------
 
-    def _start_heartbeats(self) -> None:
-        self._heartbeat_period = max(self.heartbeat_interval, 0) / 1000
-        self._next_heartbeat = self._loop.time() + self._heartbeat_period
-        self._set_timer()
+    @property
+    def is_held_up(self) -> bool:
+        """Does the client wait for us?"""
+        return self._waiting or self._shaking_hands
 
-    def _set_timer(self) -> None:
-        """One timer for both: the next heartbeat, and the moment at which the client has been silent for too long."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        moments = []
-        if self._heartbeat_period > 0:
-            moments.append(self._next_heartbeat)
-        if self.heartbeat_interval > 0:
-            moments.append(self._last_command + 2 * self.heartbeat_interval / 1000)
-        if moments:
-            self._timer = self._loop.call_at(min(moments), self._on_timer)
+    def heard(self, now: float) -> None:
+        """The client is not silent."""
+        self.last_command = now
 
-    def _on_timer(self) -> None:
-        self._timer = None
-        now = self._loop.time()
-        if self._heartbeat_period > 0 and now >= self._next_heartbeat:
-            # Whether the client is busy or not, and whether it answers or not.
-            self._next_heartbeat = max(self._next_heartbeat + self._heartbeat_period, now)
-            self._send(HEARTBEAT_FRAME)
-        if self._waiting or self._shaking_hands:
-            # It is not the client who is silent.
-            self._last_command = now
-        interval = self.heartbeat_interval / 1000
-        silent = now - self._last_command
-        stuck = self._blocked_since and now - self._blocked_since >= interval
-        if interval > 0 and (silent >= 2 * interval or stuck):
-            logger.info("client(%s): no command for %g s", self.remote_address, silent)
-            if self._missing and self._held is not None and self._writable and not self._waiting:
-                code, _, text = self._missing.partition(" ")
-                self._error(ProtocolError(code, text))
-                self._flush()
-            else:
-                self.drop()
-            return
-        self._set_timer()
+    def time_out(self) -> None:
+        """The client was silent for too long. One that has not sent all of a command is told so."""
+        if self.missing is not None and self._held is not None and self._writable and not self._waiting:
+            self._error(self.missing.error())
+            self._flush()
+        else:
+            self.drop()
 
     # --- Input -----------------------------------------------------------------------------------------------------
 
@@ -338,7 +310,7 @@ class Session(asyncio.BufferedProtocol):
         return not (
             (self._single is not None and not self._single.done)
             or self._held is not None
-            or self._answers
+            or self.answers
             or self._closing
             or not self._writable
         )
@@ -348,13 +320,9 @@ class Session(asyncio.BufferedProtocol):
         """Is nothing held back here, so that what arrives can be looked at as it is?"""
         return self._held is None and not (self._waiting or self._closing)
 
-    def finished(self, now: float) -> None:
-        """FINs came a lane."""
-        self._last_command = now
-
     def published(self, topic: Topic, count: int, commit: Commit | None, now: float) -> None:
         """A publish came a lane. Its answer comes with the commit; without one ``OK`` was sent already."""
-        self._last_command = now
+        self.last_command = now
         self.publish_counts[topic.name] += count
         if commit is not None:
             self._single = commit
@@ -374,7 +342,7 @@ class Session(asyncio.BufferedProtocol):
             return
         commit.sessions.remove(self)
         commit.waiters.append(self._committed)
-        self._answers.append((commit, self.lane.verb if isinstance(self.lane, PublishLane) else "PUB"))
+        self.answers.append((commit, self.lane.verb if isinstance(self.lane, PublishLane) else "PUB"))
 
     def _unpack(self, codec: Codec, data: bytes) -> None:
         pieces = codec.decompress(data)
@@ -409,8 +377,11 @@ class Session(asyncio.BufferedProtocol):
                     # Nothing that was sent before an upgrade is taken for what comes after it.
                     break
                 room -= len(piece)
+                if self.upgrade is not None and self.upgrade.is_wasted(len(piece), self._progress):
+                    self.drop()
+                    break
                 if not self._waiting and (room <= 0 or now() >= deadline):
-                    self._wait(self.broker.backlog.add)
+                    self.wait(self.broker.backlog.add)
             else:
                 return
         except EOFError:
@@ -423,6 +394,9 @@ class Session(asyncio.BufferedProtocol):
                 logger.error("client(%s): %s", self.remote_address, exc)
                 self.drop()
         self._pieces = None
+
+    def _progress(self) -> int:
+        return sum(self.publish_counts.values()) + self.finish_count + self.requeue_count
 
     def _take(self, data: bytearray, stop: int) -> None:
         """Run the commands in ``data[:stop]`` and keep the rest."""
@@ -444,8 +418,8 @@ class Session(asyncio.BufferedProtocol):
             self._write(out[0] if len(out) == 1 else b"".join(out))
             if not self._writable:
                 self._stop_while_unread()
-        if len(self._answers) > MOST_ANSWERS and not self._waiting and not self._closing:
-            self._wait(self._when_answered)
+        if len(self.answers) > MOST_ANSWERS and not self._waiting and not self._closing:
+            self.wait(self.when_answered)
         if self.channel is not None and not self._closing:
             self.channel.pump()
 
@@ -456,7 +430,7 @@ class Session(asyncio.BufferedProtocol):
         began = now()
         count = 0
         if began >= self.granted_until:
-            self._grant_expired()
+            self.grant_expired()
         try:
             if not self._greeted:
                 if stop < 4:
@@ -464,11 +438,11 @@ class Session(asyncio.BufferedProtocol):
                 if data[:4] != MAGIC_V2:
                     raise ProtocolError("E_BAD_PROTOCOL")
                 self._greeted = True
-                self._start_heartbeats()
-                self._last_command = began
+                self.heartbeat.start()
+                self.last_command = began
                 pos = 4
             start = pos
-            most = COMMANDS_AT_ONCE if self._identified else COMMANDS_AT_FIRST
+            most = COMMANDS_AT_ONCE if self.identified else COMMANDS_AT_FIRST
             while pos < stop and not self._closing and not self._waiting:
                 if data[pos] == 70 and self.channel is not None:
                     after = self.channel.finish_run(self, data, pos, stop)
@@ -484,10 +458,10 @@ class Session(asyncio.BufferedProtocol):
                     break
                 line = bytes(data[pos:newline])
                 try:
-                    if line == self._publish_line:
-                        after = self._publish_again(line, data, newline + 1, stop)
+                    if line == self.publish_line:
+                        after = commands.publish_again(self, line, data, newline + 1, stop)
                     else:
-                        after = self._command(line, data, newline + 1, stop)
+                        after = commands.run(self, line, data, newline + 1, stop)
                 except ProtocolError as exc:
                     if exc.fatal:
                         raise
@@ -495,16 +469,16 @@ class Session(asyncio.BufferedProtocol):
                     after = newline + 1
                 if after < 0:
                     break
-                self._missing = ""
+                self.missing = None
                 pos = after
                 count += 1
                 if not count % LOOK_EVERY and (count >= most or now() - began >= SECONDS_AT_ONCE) and pos < stop:
                     # The others first; a command that waits for something goes on when that has happened.
                     if not self._waiting and not self._closing:
-                        self._wait(self.broker.backlog.add)
+                        self.wait(self.broker.backlog.add)
                     break
             if pos != start:
-                self._last_command = began
+                self.last_command = began
         except ProtocolError as exc:
             self._error(exc)
             return stop
@@ -519,18 +493,17 @@ class Session(asyncio.BufferedProtocol):
         """The client sends no more. A command that was cut off gets its error; then the connection goes."""
         if self._single is not None:
             self._queue_single(self._single)
-        if self._missing and not self._closing and self._held is not None:
-            code, _, text = self._missing.partition(" ")
-            self._error(ProtocolError(code, text))
+        if self.missing is not None and not self._closing and self._held is not None:
+            self._error(self.missing.error())
             self._flush()
             return True
-        if self._answers:
+        if self.answers:
             # Commits are under way: their answers are still owed.
             self._closing = True
             return True
         return False
 
-    def _wait(self, until: Callable[[Callable[[], None]], object]) -> int:
+    def wait(self, until: Callable[[Callable[[], None]], object]) -> int:
         """Read no further until something has happened; the command is then run again."""
         self._waiting = True
         self._transport.pause_reading()
@@ -541,7 +514,7 @@ class Session(asyncio.BufferedProtocol):
         """Read no further while the client does not read its answers: they would pile up here."""
         if not self._waiting and not self._closing:
             self._unread = True
-            self._wait(_by_resume_writing)
+            self.wait(_by_resume_writing)
 
     def _resume(self) -> None:
         if not self._waiting:
@@ -566,14 +539,14 @@ class Session(asyncio.BufferedProtocol):
 
     # --- Output ----------------------------------------------------------------------------------------------------
 
-    def _answer(self, frame: bytes) -> None:
+    def answer(self, frame: bytes) -> None:
         """An answer, behind those that still wait for a commit."""
-        if self._answers:
-            self._answers.append(frame)
+        if self.answers:
+            self.answers.append(frame)
         else:
             self._out.append(frame)
 
-    def _send(self, frame: bytes) -> None:
+    def send(self, frame: bytes) -> None:
         self._flush()
         self._write(frame)
 
@@ -582,20 +555,20 @@ class Session(asyncio.BufferedProtocol):
             out, self._out = self._out, []
             self._write(b"".join(out))
 
-    def _answer_when(self, commit: Commit | None, verb: str) -> None:
+    def answer_when(self, commit: Commit | None, verb: str) -> None:
         """``OK`` as soon as the commit is done, at once without one."""
         if commit is None:
-            self._answer(OK_FRAME)
+            self.answer(OK_FRAME)
             return
-        if not self._answers:
+        if not self.answers:
             commit.waiters.append(self._committed)
-        elif self._answers[-1] != (commit, verb):
+        elif self.answers[-1] != (commit, verb):
             commit.waiters.append(self._committed)
-        self._answers.append((commit, verb))
+        self.answers.append((commit, verb))
 
     def _committed(self) -> None:
         """Some commit was resolved: send the answers that wait for none any more."""
-        answers = self._answers
+        answers = self.answers
         while answers:
             answer = answers[0]
             if isinstance(answer, tuple):
@@ -620,11 +593,11 @@ class Session(asyncio.BufferedProtocol):
     def _error(self, error: ProtocolError) -> None:
         logger.error("client(%s): %s", self.remote_address, error)
         if not error.fatal:
-            self._answer(encode_frame(FRAME_ERROR, str(error).encode("utf-8", "surrogateescape")))
-        elif self._answers:
+            self.answer(encode_frame(FRAME_ERROR, str(error).encode("utf-8", "surrogateescape")))
+        elif self.answers:
             # What was published before must be answered first; nothing more is read.
             self._closing = True
-            self._answers.append(encode_frame(FRAME_ERROR, str(error).encode("utf-8", "surrogateescape")))
+            self.answers.append(encode_frame(FRAME_ERROR, str(error).encode("utf-8", "surrogateescape")))
             self._transport.pause_reading()
         else:
             self._refuse(error)
@@ -632,7 +605,7 @@ class Session(asyncio.BufferedProtocol):
     def _refuse(self, error: ProtocolError) -> None:
         """A fatal error: the frame, then the end."""
         self._out.append(encode_frame(FRAME_ERROR, str(error).encode("utf-8", "surrogateescape")))
-        self._answers.clear()
+        self.answers.clear()
         self._flush()
         self._farewell()
 
@@ -654,7 +627,7 @@ class Session(asyncio.BufferedProtocol):
 
     # --- Layers ----------------------------------------------------------------------------------------------------
 
-    def _start_upgrade(self, tls: ssl.SSLContext | None, inner: Codec | None) -> None:
+    def start_upgrade(self, tls: ssl.SSLContext | None, inner: Codec | None) -> None:
         """Give both directions another form from here on. TLS begins with a handshake, compression at once."""
         self._flush()
         self._leave_lane()
@@ -675,10 +648,10 @@ class Session(asyncio.BufferedProtocol):
 
     def _upgraded(self, write: Callable[[bytes | memoryview], None]) -> None:
         """The new form holds."""
-        self._last_command = self._loop.time()
+        self.last_command = self._loop.time()
         self._write = write
         if self.tls_info is not None:
-            self._allow_all()
+            self.allowed = commands.COMMANDS
 
     def _handshake_failed(self, error: ProtocolError) -> None:
         """Said in the clear, as in NSQ: there is nothing else that both sides understand."""
@@ -705,50 +678,43 @@ class Session(asyncio.BufferedProtocol):
         """What the handshake agreed on, in the words of NSQ's /stats; None without TLS."""
         return self.upgrade.tls_info if self.upgrade is not None else None
 
-    # --- What commands are given to ----------------------------------------------------------------------------------
+    # --- For commands ------------------------------------------------------------------------------------------------
 
-    def _command(self, line: bytes, data: bytearray, at: int, stop: int) -> int:
-        """Run one command; where the next one starts, or MORE, or AGAIN."""
-        raise NotImplementedError
-
-    def _publish_again(self, line: bytes, data: bytearray, at: int, stop: int) -> int:
-        """Run the publish that was run before, with another body."""
-        raise NotImplementedError
-
-    def _allow_all(self) -> None:
-        """The connection is encrypted: commands that need that are allowed."""
-        raise NotImplementedError
+    def lacks(self, code: str, text: str, parsed: tuple[int, int] = (0, 0)) -> int:
+        """The command is not all there: remember the error that it gets if the rest never comes."""
+        self.missing = Missing(code, text, parsed)
+        return MORE
 
     def _leave_lane(self) -> None:
         """The next publish is looked at from the beginning."""
         if isinstance(self.lane, PublishLane):
             self.lane = None
-        self._publish_line = b""
-        self._publish_topic = None
+        self.publish_line = b""
+        self.publish_topic = None
 
-    def _when_answered(self, then: Callable[[], None]) -> None:
+    def when_answered(self, then: Callable[[], None]) -> None:
         """``then`` as soon as the first of the answers that are still owed has gone out."""
 
         def answered() -> None:
             self.broker.later(then)
 
-        commit = self._answers[0][0]
+        commit = self.answers[0][0]
         assert isinstance(commit, Commit)
         commit.waiters.append(answered)
 
-    def _take_grant(self, grant: Grant) -> None:
-        self._grant = grant
-        if self._expiry is not None:
-            self._expiry.cancel()
-        self.granted_until = self._loop.time() + grant.ttl
-        self._expiry = self._loop.call_at(self.granted_until, self._grant_expired)
+    def trust_until(self, when: float) -> None:
+        """The auth servers have granted something until then, by the loop's clock."""
+        self.granted_until = when
 
-    def _grant_expired(self) -> None:
-        if self._expiry is not None:
-            self._expiry.cancel()
-        self._expiry = None
+    def grant_expired(self) -> None:
+        if self.authorization is not None:
+            self.authorization.expire()
         self.granted_until = inf
         self._leave_lane()
+
+    @property
+    def _grant(self) -> Grant | None:
+        return self.authorization.grant if self.authorization is not None else None
 
     @property
     def authed(self) -> bool:

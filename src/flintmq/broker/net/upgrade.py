@@ -8,6 +8,7 @@ new layer tells the client that it holds. Sessions on plain connections have non
 from __future__ import annotations
 
 import asyncio
+import select
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -24,6 +25,9 @@ __all__ = ["HANDSHAKE_TIMEOUT", "Upgrade", "Write"]
 
 #: Seconds that a TLS handshake may take.
 HANDSHAKE_TIMEOUT = 5.0
+
+#: Bytes that a stream may unpack to, without any effect, before it is asked whether its client is still there.
+IDLE_BYTES = 1 << 20
 
 Write = Callable[["bytes | memoryview"], None]
 
@@ -51,6 +55,7 @@ class Upgrade:
         self._tls: Encryption | None = None
         self._deadline: asyncio.TimerHandle | None = None
         self.deflate = self.snappy = False
+        self._unpacked = self._progress = 0
         #: What the handshake agreed on, in the words of NSQ's /stats; None without TLS.
         self.tls_info: dict[str, Any] | None = None
 
@@ -95,6 +100,30 @@ class Upgrade:
         if self._deadline is not None:
             self._deadline.cancel()
             self._deadline = None
+
+    def is_wasted(self, size: int, progress: Callable[[], int]) -> bool:
+        """Count unpacked bytes. Return whether many of them had no effect, and the client has left meanwhile.
+
+        A few bytes may unpack to millions of commands, which nobody reads an answer to. ``progress`` returns a number
+        that grows with every command that has an effect: those are run, whether the client has left or not.
+        """
+        self._unpacked += size
+        if self._unpacked < IDLE_BYTES:
+            return False
+        self._unpacked = 0
+        before, self._progress = self._progress, progress()
+        return self._progress == before and self._has_left()
+
+    def _has_left(self) -> bool:
+        """Return whether the client sends no more, although there may be more to read."""
+        sock = self._transport.get_extra_info("socket")
+        if sock is None or not hasattr(select, "POLLRDHUP"):
+            return False
+        if self._transport.is_closing() or sock.fileno() < 0:
+            return True
+        poll = select.poll()
+        poll.register(sock.fileno(), select.POLLRDHUP)
+        return bool(poll.poll(0))
 
     @property
     def common_name(self) -> str:

@@ -56,16 +56,27 @@ def _logs(broker: Broker) -> Iterator[Any]:
 
 NODE_FAMILIES = (
     Family(
-        "nsqd_start_time_seconds", GAUGE, "When the broker started, in seconds since 1970.", attrgetter("start_time")
+        "nsqd_start_time_seconds",
+        GAUGE,
+        "When the broker started, in seconds since 1970.",
+        attrgetter("counters.start_time"),
     ),
     Family("nsqd_healthy", GAUGE, "1 if /ping says OK, else 0.", lambda b: int(b.health == "OK")),
     Family("nsqd_topics", GAUGE, "Topics.", lambda b: len(b.topics)),
     Family("nsqd_channels", GAUGE, "Channels.", lambda b: sum(len(t.channels) for t in b.topics.values())),
     Family("nsqd_connections", GAUGE, "TCP clients connected.", lambda b: len(b.sessions)),
     Family(
-        "nsqd_connections_opened_total", COUNTER, "TCP connections since the start.", attrgetter("connection_count")
+        "nsqd_connections_opened_total",
+        COUNTER,
+        "TCP connections since the start.",
+        attrgetter("counters.connection_count"),
     ),
-    Family("nsqd_refused_messages_total", COUNTER, "Messages that could not be stored.", attrgetter("refused_count")),
+    Family(
+        "nsqd_refused_messages_total",
+        COUNTER,
+        "Messages that could not be stored.",
+        attrgetter("counters.refused_count"),
+    ),
     Family(
         "nsqd_refusing_publishes", GAUGE, "1 while the disk is nearly full, else 0.", lambda b: int(bool(b.refusing))
     ),
@@ -87,7 +98,7 @@ NODE_FAMILIES = (
         lambda b: sum(len(log.damaged) for log in _logs(b)),
     ),
     Family("nsqd_journal_bytes", GAUGE, "Size of the journal since its last snapshot.", attrgetter("journal.size")),
-    Family("nsqd_disk_free_bytes", GAUGE, "Free space under the data path.", attrgetter("free_bytes")),
+    Family("nsqd_disk_free_bytes", GAUGE, "Free space under the data path.", attrgetter("counters.free_bytes")),
     Family(
         "nsqd_disk_reserve_bytes", GAUGE, "Below this much, publishes are refused.", attrgetter("options.disk_reserve")
     ),
@@ -116,7 +127,10 @@ NODE_FAMILIES = (
     ),
     Family("nsqd_gc_runs_total", COUNTER, "Runs of the garbage collector.", lambda b: collections()),
     Family(
-        "nsqd_gc_pause_seconds", GAUGE, "Longest of its last 256 runs.", lambda b: b.pauses.percentile(100) / _SECOND
+        "nsqd_gc_pause_seconds",
+        GAUGE,
+        "Longest of its last 256 runs.",
+        lambda b: b.counters.pauses.percentile(100) / _SECOND,
     ),
     Family("process_resident_memory_bytes", GAUGE, "Resident memory.", lambda b: resident_bytes()),
     Family("process_cpu_seconds_total", COUNTER, "User and system CPU time.", lambda b: time.process_time()),
@@ -167,13 +181,13 @@ CHANNEL_FAMILIES = (
         "nsqd_channel_dead_lettered_messages_total",
         COUNTER,
         "Messages that went to the dead-letter topic.",
-        attrgetter("dead_lettered_count"),
+        attrgetter("leaving.dead_lettered_count"),
     ),
     Family(
         "nsqd_channel_expired_messages_total",
         COUNTER,
         "Messages that got too old to be delivered.",
-        attrgetter("expired_count"),
+        attrgetter("leaving.expired_count"),
     ),
     Family("nsqd_channel_clients", GAUGE, "Consumers.", lambda c: len(c.sessions)),
     Family("nsqd_channel_paused", GAUGE, "1 while the channel is paused, else 0.", lambda c: int(c.paused)),

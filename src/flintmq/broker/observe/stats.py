@@ -12,8 +12,6 @@ import os
 import platform
 import resource
 import sys
-import time
-from collections import deque
 from collections.abc import Iterable, Iterator
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
@@ -30,10 +28,8 @@ if TYPE_CHECKING:
     from flintmq.broker.delivery.topic import Topic
     from flintmq.broker.net.session import Session
 
-__all__ = ["Pauses", "document", "report", "survey", "text"]
+__all__ = ["document", "report", "survey", "text"]
 
-#: Pauses of the garbage collector that are remembered, as many as Go does.
-_PAUSES = 256
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _SECOND = 1_000_000_000
 
@@ -107,7 +103,7 @@ def _document(
     result: dict[str, Any] = {
         "version": NSQ_VERSION,
         "health": broker.health,
-        "start_time": broker.start_time,
+        "start_time": broker.counters.start_time,
         "topics": topics,
     }
     if include_mem:
@@ -156,13 +152,13 @@ def channel_stats(channel: Channel) -> dict[str, Any]:
 
 def _more_of_channel(channel: Channel) -> dict[str, Any]:
     """What NSQ does not have."""
-    return {"dead_lettered_count": channel.dead_lettered_count, "expired_count": channel.expired_count}
+    return {"dead_lettered_count": channel.leaving.dead_lettered_count, "expired_count": channel.leaving.expired_count}
 
 
 def _client(session: Session, topic: str) -> dict[str, Any]:
     stats: dict[str, Any] = {
-        "client_id": session.client_id,
-        "hostname": session.hostname,
+        "client_id": session.identity.client_id,
+        "hostname": session.identity.hostname,
         "version": "V2",
         "remote_address": session.remote_address,
         "state": session.state,
@@ -171,11 +167,11 @@ def _client(session: Session, topic: str) -> dict[str, Any]:
         "message_count": session.message_count,
         "finish_count": session.finish_count,
         "requeue_count": session.requeue_count,
-        "connect_ts": session.connected_at,
+        "connect_ts": session.identity.connected_at,
         "sample_rate": session.sample_rate,
         "deflate": session.deflate,
         "snappy": session.snappy,
-        "user_agent": session.user_agent,
+        "user_agent": session.identity.user_agent,
     }
     if session.authed:
         stats["authed"] = True
@@ -183,8 +179,8 @@ def _client(session: Session, topic: str) -> dict[str, Any]:
         stats["auth_identity"] = session.auth_identity
     if session.auth_identity_url:
         stats["auth_identity_url"] = session.auth_identity_url
-    stats["topology_zone"] = session.topology_zone
-    stats["topology_region"] = session.topology_region
+    stats["topology_zone"] = session.identity.topology_zone
+    stats["topology_region"] = session.identity.topology_region
     # One topic at most, as in NSQ: the one asked for, or any.
     name = topic or next(iter(session.publish_counts), "")
     if name in session.publish_counts:
@@ -216,32 +212,6 @@ def _latency(broker: Broker, channels: Iterable[Channel]) -> dict[str, Any]:
 # --- Memory -----------------------------------------------------------------------------------------------------------
 
 
-class Pauses:
-    """How long the garbage collector held everything up, the last times it ran."""
-
-    def __init__(self) -> None:
-        self._pauses: deque[int] = deque(maxlen=_PAUSES)
-        self._began = 0
-
-    def start(self) -> None:
-        gc.callbacks.append(self._note)
-
-    def stop(self) -> None:
-        if self._note in gc.callbacks:
-            gc.callbacks.remove(self._note)
-
-    def _note(self, phase: str, info: dict[str, int]) -> None:
-        if phase == "start":
-            self._began = time.perf_counter_ns()
-        else:
-            self._pauses.append(time.perf_counter_ns() - self._began)
-
-    def percentile(self, percent: int) -> int:
-        """In ns, counted as Go counts it; 0 before the first."""
-        pauses = sorted(self._pauses)
-        return pauses[min(int(percent / 100 * len(pauses) + 0.5), len(pauses) - 1)] if pauses else 0
-
-
 def memory(broker: Broker) -> dict[str, int]:
     """NSQ's names for Go's memory. What Python has no equal of is 0."""
     return {
@@ -249,9 +219,9 @@ def memory(broker: Broker) -> dict[str, int]:
         "heap_idle_bytes": 0,
         "heap_in_use_bytes": resident_bytes(),
         "heap_released_bytes": 0,
-        "gc_pause_usec_100": broker.pauses.percentile(100) // 1000,
-        "gc_pause_usec_99": broker.pauses.percentile(99) // 1000,
-        "gc_pause_usec_95": broker.pauses.percentile(95) // 1000,
+        "gc_pause_usec_100": broker.counters.pauses.percentile(100) // 1000,
+        "gc_pause_usec_99": broker.counters.pauses.percentile(99) // 1000,
+        "gc_pause_usec_95": broker.counters.pauses.percentile(95) // 1000,
         "next_gc_bytes": 0,
         "gc_total_runs": collections(),
     }
@@ -300,7 +270,7 @@ async def report(
 def _text(broker: Broker, topic: str, channel: str, include_clients: bool, include_mem: bool) -> Steps[str]:
     stats = yield from _document(broker, topic, channel, include_clients, include_mem)
     parts = []
-    for part in _layout(stats, broker.clock.now() - broker.started, broker.clock.wall() // _SECOND):
+    for part in _layout(stats, broker.clock.now() - broker.counters.started, broker.clock.wall() // _SECOND):
         parts.append(part)
         yield 1
     return "".join(parts)

@@ -20,7 +20,7 @@ from flintmq.broker.delivery.commit import SLICED_FROM, Commit, slices
 from flintmq.broker.delivery.topic import Topic
 from flintmq.broker.stage.rows import Attempt, Chunk, read_chunk
 from flintmq.broker.stage.state import Prepared
-from flintmq.broker.storage.keys import RESERVED, Keys, key_extra, reserved_digest
+from flintmq.broker.storage.keys import RESERVED, key_extra, reserved_digest
 from flintmq.errors import FlintError, PublishError, StageError, StorageError
 
 if TYPE_CHECKING:
@@ -96,6 +96,8 @@ class Apply:
                     await asyncio.sleep(RETRY)
         except Exception as exc:
             logger.exception("STAGE(%s): transaction %d cannot be applied", self._producer.name, self._txn)
+            # Whoever tries again must know what became of these.
+            await self._until_committed()
             self._producer.applies.pop(self._txn, None)
             self._tell(StageError(500, "E_STAGE_FAILED", f"{exc}: see the log of this node"))
             return
@@ -171,11 +173,14 @@ class Apply:
             del self._left[:done]
             for task in reads:
                 task.cancel()
-        while self._commits:
-            await self._until(next(iter(self._commits)).waiters.append)
+        await self._until_committed()
         if self._failed:
             self._left, self._failed = self._failed, []
             raise PublishError("a write failed")
+
+    async def _until_committed(self) -> None:
+        while self._commits:
+            await self._until(next(iter(self._commits)).waiters.append)
 
     async def _free_topic(self, name: str) -> Topic:
         """The topic, made if need be, when it can take the next batch."""
@@ -184,7 +189,7 @@ class Apply:
             if topic.busy:
                 await self._until(topic.when_free)
             elif self._broker.store.congested:
-                await self._until(self._broker.when_relieved)
+                await self._until(self._broker.turns.when_relieved)
             else:
                 break
         if self._topics.get(name) is not topic:
@@ -193,21 +198,26 @@ class Apply:
         return topic
 
     def _store(self, topic: Topic, attempt: Attempt, number: int, chunk: Chunk, data: bytearray) -> None:
-        extra = key_extra(self._digest(attempt, number), RESERVED)
+        digest = self._digest(attempt, number)
+        extra = key_extra(digest, RESERVED)
         delay = chunk.delay * 1_000_000
         if chunk.rows > SLICED_FROM:
             pieces = slices(data, 0, len(data), chunk.rows)
             commit = topic.publish_slices(pieces, extra, delay=delay, admitted=True)
         else:
             commit = topic.publish(data, 0, len(data), chunk.rows, delay=delay, extra=extra, admitted=True)
-        if commit is not None:
+        if commit is None:
+            topic.own_keys().reserved.add(digest)
+        else:
             self._commits.add(commit)
-            commit.waiters.append(partial(self._committed, commit, attempt, number))
+            commit.waiters.append(partial(self._committed, commit, topic, attempt, number))
 
-    def _committed(self, commit: Commit, attempt: Attempt, number: int) -> None:
+    def _committed(self, commit: Commit, topic: Topic, attempt: Attempt, number: int) -> None:
         self._commits.discard(commit)
         if commit.error is not None:
             self._failed.append((attempt, number))
+        else:
+            topic.own_keys().reserved.add(self._digest(attempt, number))
 
     async def _make_durable(self) -> None:
         """Return when all of it is on the device, whatever the durability of its topics."""
@@ -236,10 +246,3 @@ class Apply:
         happened = asyncio.get_running_loop().create_future()
         tell(lambda: None if happened.done() else happened.set_result(None))
         await happened
-
-    # --- Keys ------------------------------------------------------------------------------------------------------
-
-    @property
-    def keys(self) -> list[Keys]:
-        """The keys of the topics that it publishes to."""
-        return [topic.own_keys() for topic in self._topics.values()]

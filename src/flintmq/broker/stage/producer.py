@@ -78,8 +78,8 @@ class Producer:
         self.attempts: dict[tuple[int, int, str], Attempt] = {}
         self.sealed: dict[int, list[Attempt]] = {}
         self.applies: dict[int, Apply] = {}
-        #: The clock's now() of the last call.
-        self.touched = self._broker.clock.now()
+        #: When it was last heard of (wall).
+        self.touched = state.time or self._broker.clock.wall()
         # What was prepared again of a transaction that was decided before: the set, and the answer.
         self._compared: dict[tuple[int, int], tuple[str, dict[str, Any]]] = {}
         # One call at a time that opens, closes or drops something.
@@ -519,6 +519,9 @@ class Producer:
         if apply is None:
             apply = self.applies[txn] = Apply(self._staging, self, txn, self.state.sets[txn])
         await apply.wait()
+        found = self.state.sets.get(txn)
+        if found is None or found.state != APPLIED:
+            raise StageError(503, "E_STAGE_CLOSED", "the node stops, or an operator dropped the set: ask again")
 
     def resume(self) -> None:
         """At the start: go on with what was being applied."""
@@ -538,14 +541,14 @@ class Producer:
     async def applied(self, txn: int) -> None:
         """Note that all of a set is durable in its topics; its files are deleted."""
         found = self.state.sets[txn]
-        size, found.size = found.size, 0
-        found.state = APPLIED
+        before = found.size, found.winners
+        found.size, found.winners, found.state = 0, [], APPLIED
         self.state.applied = max(self.state.applied, txn)
         self.changed()
         try:
             await self.save()
         except StageError:
-            found.state, found.size = APPLYING, size
+            found.state, (found.size, found.winners) = APPLYING, before
             raise
         self._discard(self.sealed.pop(txn, []))
         self.applies.pop(txn, None)
@@ -557,7 +560,7 @@ class Producer:
         state = self.state
         async with self._turn:
             decided = txn in state.decisions
-            if state.home and not decided and epoch >= state.epoch and state.closed < epoch:
+            if state.home and not decided and epoch == state.epoch and state.closed < epoch:
                 state.closed = epoch
                 self.changed()
             found = state.sets.get(txn)

@@ -118,6 +118,8 @@ class Staging:
                 producer.attempts[key] = attempt
                 state.fence = max(state.fence, attempt.epoch)
             self.bytes += attempt.size
+        # Names are not in the order of their epochs.
+        producer.drop_attempts([key for key in producer.attempts if key[0] < state.fence])
         for txn, found in state.sets.items():
             if found.state != APPLIED:
                 producer.sealed.setdefault(txn, [])
@@ -235,9 +237,10 @@ class Staging:
         self.bytes += size
 
     def check_room(self, size: int) -> None:
-        """StageError if there is no room for a set to be applied: its rows are written once more."""
+        """StageError if there is no room for a set to be applied, beside the others: rows are written once more."""
         broker = self.broker
         free = broker.disk.free(broker.path)
+        size += sum(found.size for one in self.producers.values() for found in one.state.sets.values())
         if free - size < broker.options.disk_reserve:
             raise StageError(
                 507,
@@ -278,7 +281,7 @@ class Staging:
         if producer is None:
             folder = self._root / blake2b(name.encode(), digest_size=16).hexdigest()
             producer = self.producers[name] = Producer(self, folder, State(name, self.broker.node.hex()))
-        producer.touched = self.broker.clock.now()
+        producer.touched = self.broker.clock.wall()
         return producer
 
     def existing(self, name: str) -> Producer:
@@ -321,17 +324,17 @@ class Staging:
         for producer in list(self.producers.values()):
             try:
                 producer.expire(now, timeout)
-                quiet = min(now - producer.touched, wall - producer.state.time) if producer.state.time else 0
-                if producer.idle and quiet > REMEMBER:
+                # One that never had a state has nothing to be remembered.
+                if producer.idle and wall - producer.touched > (REMEMBER if producer.state.time else timeout):
                     self._forget(producer)
             except Exception:
                 logger.exception("STAGE(%s): cannot be looked at", producer.name)
 
     # --- For operators ---------------------------------------------------------------------------------------------
 
-    def describe(self) -> dict[str, Any]:
-        """Everything, for ``GET /stage``."""
-        producers = [self.producers[name].describe() for name in sorted(self.producers)]
+    def describe(self, producer: str | None = None) -> dict[str, Any]:
+        """Everything, or of one producer alone, for ``GET /stage``."""
+        producers = [self.producers[name].describe() for name in sorted(self.producers) if producer in (None, name)]
         return {"bytes": self.bytes, "max_bytes": self.broker.options.max_staged_bytes, "producers": producers}
 
     def summary(self) -> dict[str, Any]:

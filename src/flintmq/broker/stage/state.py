@@ -64,7 +64,7 @@ class Prepared(msgspec.Struct):
 
     epoch: int
     set: str
-    #: Attempt, chunks, rows.
+    #: Attempt, chunks, rows; empty once it is applied.
     winners: list[tuple[str, int, int]]
     topics: dict[str, TopicSum]
     state: str = PREPARED

@@ -3,8 +3,8 @@
 A Log owns its segment files and the marks ``first <= written <= end`` and ``durable <= written``. Only its topic
 appends; channels read ranges. It does not know who needs which message: its topic tells it what it may forget.
 
-Appending, writing and trimming change the same marks and the same records that wait to be written, so they stay in one
-module, although it is a long one. Its parts: Memory holds the blocks, a Syncer brings what was written to the device, a
+Size: appending, writing and trimming change the same marks and the same records that wait to be written, so they stay
+in one module. Its parts are apart: Memory holds the blocks, a Syncer brings what was written to the device, a
 Reader reads back messages that are no longer in memory, a Removal deletes files, Recovery is what happens at a start.
 What the files look like is ``segment``'s business.
 """
@@ -14,6 +14,7 @@ from __future__ import annotations
 import functools
 import logging
 import os
+from array import array
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -840,8 +841,8 @@ class Log:
                 for seq in range(max(first, record.seq), min(stop, record.seq + record.count)):
                     yield seq, due
 
-    def deferrals(self, pumped: int = 0) -> Iterator[tuple[int, int]]:
-        """(seq, when due) of deferred messages in the files: see ``Reader.deferrals``."""
+    def deferrals(self, pumped: int = 0) -> Iterator[tuple[array[int], array[int]]]:
+        """Seqs of deferred messages in the files, and when they are due: see ``Reader.deferrals``."""
         return self.reader.deferrals(pumped)
 
     # --- Forgetting ------------------------------------------------------------------------------------------------

@@ -139,7 +139,7 @@ class Mover:
     def _prune(self) -> None:
         """Forget copies that nobody needs any more, oldest first."""
         if self._seqs:
-            lowest = min((channel.first_single(0) for channel in self._channels()), default=SIDE)
+            lowest = min((channel.needed.first_single(0) for channel in self._channels()), default=SIDE)
             gone = bisect_left(self._seqs, lowest)
             if gone:
                 del self._seqs[:gone], self._places[:gone]
@@ -162,11 +162,11 @@ class Mover:
             return
         start = max(self.below, segment.base)
         most = sum(segment.spans[1::2]) - sum(segment.spans[::2])
-        if sum(channel.count_singles(start, stop) for channel in channels) > most // FEW:
+        if sum(channel.needed.count_singles(start, stop) for channel in channels) > most // FEW:
             return
         needed: set[int] = set()
         for channel in channels:
-            needed.update(channel.singles(start, stop))
+            needed.update(channel.needed.singles(start, stop))
         if needed:
             logger.info(
                 "TOPIC(%s): copying %d old messages so that %s can go", self._topic.name, len(needed), segment.path

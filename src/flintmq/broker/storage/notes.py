@@ -457,7 +457,7 @@ class State:
         state = self.channels.get(channel)
         if state is not None:
             pairs = unpack_numbers(ranges)
-            state.set_outstanding(Ranges.union(zip(pairs[::2], pairs[1::2], strict=True)))
+            state.set_outstanding(Ranges.of(pairs[::2], pairs[1::2]))
             state.exact = self.in_snapshot
             if not self.in_snapshot:
                 # Of a log that was copied, with its gaps.
@@ -471,8 +471,7 @@ class State:
         state = self.channels.get(channel)
         if state is not None:
             pairs = unpack_numbers(ranges)
-            for i in range(0, len(pairs), 2):
-                state.outstanding.add(pairs[i], pairs[i + 1])
+            state.outstanding.append(Ranges.of(pairs[::2], pairs[1::2]))
             self.apply_back(channel, unpack_numbers(back))
 
     def _redrive(self, channel: int, *about: Any) -> None:

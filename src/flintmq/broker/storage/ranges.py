@@ -9,15 +9,15 @@ from __future__ import annotations
 from array import array
 from bisect import bisect_left, bisect_right
 from collections.abc import Iterable, Iterator
-from itertools import compress
-from operator import sub
+from itertools import chain
+
+from flintmq.kernel import spans_hold, spans_of, spans_total, spans_union, spans_without
 
 __all__ = ["Ranges"]
 
 #: Ranges that are removed one by one: for more, one pass over all is quicker.
 _FEW = 32
-#: Seqs for which a byte each is always affordable.
-_SMALL = 1 << 20
+_NONE = array("q")
 
 
 class Ranges:
@@ -162,78 +162,78 @@ class Ranges:
 
     def remove_many(self, firsts: array[int], stops: array[int]) -> None:
         """Remove all of these ranges, in any order: in one pass, where each ``remove`` would move the rest."""
-        count = len(firsts)
-        if count < _FEW:
+        if len(firsts) < _FEW:
             for first, stop in zip(firsts, stops, strict=True):
                 self.remove(first, stop)
             return
-        low, high = min(firsts), max(stops)
-        if high - low <= max(_SMALL, 64 * (count + len(self))):
-            self._remove_by_bits(firsts, stops, low, high)
-            return
-        pairs = sorted(zip(firsts, stops, strict=True))
-        self._become(self.without(Ranges.union(pairs)))
-
-    def _remove_by_bits(self, firsts: array[int], stops: array[int], low: int, high: int) -> None:
-        """A byte for each seq from ``low`` to ``high``: 1 if it is in the set."""
-        bits = bytearray(high - low)
-        i = bisect_right(self._stops, low, self._head)
-        j = bisect_left(self._starts, high, self._head)
-        if i >= j:
-            return
-        for first, stop in zip(self._starts[i:j], self._stops[i:j], strict=True):
-            first, stop = max(first, low), min(stop, high)
-            bits[first - low : stop - low] = b"\1" * (stop - first)
-        if _total(firsts, stops) == len(firsts):
-            for first in firsts:
-                bits[first - low] = 0
-        else:
-            for first, stop in zip(firsts, stops, strict=True):
-                bits[first - low : stop - low] = bytes(stop - first)
-        # A range begins or ends where a byte differs from the one before it.
-        number = int.from_bytes(bits, "little")
-        changes = (number ^ (number << 8)).to_bytes(len(bits) + 1, "little")
-        edges = array("q", compress(range(low, high + 1), changes))
-        starts, ends = edges[::2], edges[1::2]
-        if self._starts[i] < low:
-            starts.insert(0, self._starts[i])
-            ends.insert(0, low)
-        if self._stops[j - 1] > high:
-            starts.append(high)
-            ends.append(self._stops[j - 1])
-        # What was cut at the edges, and is one range all the same.
-        for edge in (len(starts) - 1, 1):
-            if 0 < edge < len(starts) and starts[edge] == ends[edge - 1]:
-                del starts[edge], ends[edge - 1]
-        self._starts[i:j] = starts
-        self._stops[i:j] = ends
-        self.total = _total(self._starts[self._head :], self._stops[self._head :])
+        try:
+            holes = Ranges.of(firsts, stops)
+        except ValueError:
+            order = sorted(range(len(firsts)), key=firsts.__getitem__)
+            holes = Ranges.of(array("q", map(firsts.__getitem__, order)), array("q", map(stops.__getitem__, order)))
+        self._become(self.without(holes))
 
     def _become(self, other: Ranges) -> None:
         self._starts, self._stops, self._head, self.total = other._starts, other._stops, other._head, other.total
 
     @classmethod
-    def union(cls, pairs: Iterable[tuple[int, int]]) -> Ranges:
-        """The union of ranges that are sorted by where they begin."""
-        result = cls()
-        starts, stops = result._starts, result._stops
-        for first, stop in pairs:
-            if first >= stop:
-                continue
-            if stops and first <= stops[-1]:
-                stops[-1] = max(stops[-1], stop)
-            else:
-                starts.append(first)
-                stops.append(stop)
-        result.total = _total(starts, stops)
-        return result
+    def of(cls, starts: array[int], stops: array[int]) -> Ranges:
+        """The union of ranges that are sorted by where they begin; ValueError if they are not."""
+        return cls._of(*spans_union(starts, stops, _NONE, _NONE))
 
     @classmethod
-    def _of(cls, starts: array[int], stops: array[int], total: int = -1) -> Ranges:
+    def of_seqs(cls, seqs: array[int]) -> Ranges:
+        """The set of these, which ascend; ValueError if they do not."""
+        return cls._of(*spans_of(seqs))
+
+    @classmethod
+    def union(cls, pairs: Iterable[tuple[int, int]]) -> Ranges:
+        """The union of ranges that are sorted by where they begin."""
+        flat = array("q", chain.from_iterable(pairs))
+        return cls.of(flat[::2], flat[1::2])
+
+    @classmethod
+    def _of(cls, starts: array[int], stops: array[int]) -> Ranges:
         result = cls()
         result._starts, result._stops = starts, stops
-        result.total = _total(starts, stops) if total < 0 else total
+        result.total = spans_total(starts, stops)
         return result
+
+    def pairs(self) -> array[int]:
+        """All ranges as pairs (first, stop), one after the other."""
+        count = len(self)
+        flat = array("q", bytes(16 * count))
+        flat[::2] = self._starts[self._head :]
+        flat[1::2] = self._stops[self._head :]
+        return flat
+
+    def with_all(self, other: Ranges) -> Ranges:
+        """What is in either set."""
+        return Ranges._of(
+            *spans_union(
+                self._starts[self._head :],
+                self._stops[self._head :],
+                other._starts[other._head :],
+                other._stops[other._head :],
+            )
+        )
+
+    def append(self, other: Ranges) -> None:
+        """Add a set that lies behind everything that is there."""
+        if not other:
+            return
+        self.add(other.first, other.first_stop)
+        self._starts += other._starts[other._head + 1 :]
+        self._stops += other._stops[other._head + 1 :]
+        self.total += other.total - (other.first_stop - other.first)
+
+    def starts(self, step: int) -> array[int]:
+        """Where every ``step``-th range begins."""
+        return self._starts[self._head :: step]
+
+    def select(self, seqs: array[int]) -> bytearray:
+        """Return a byte for each of the ascending seqs: 1 if it is in the set."""
+        return spans_hold(self._starts[self._head :], self._stops[self._head :], seqs)
 
     def gaps(self, first: int, stop: int) -> tuple[array[int], array[int]]:
         """What of ``first`` … ``stop - 1`` is not in the set: where each gap begins, and where it ends.
@@ -248,29 +248,15 @@ class Ranges:
         return starts, stops
 
     def without(self, other: Ranges) -> Ranges:
-        """What of this set is not in ``other``. Many holes in one range cost no loop over them."""
-        if not other:
-            return self.copy()
-        starts, stops = array("q"), array("q")
-        hole_starts, hole_stops = other._starts[other._head :], other._stops[other._head :]
-        i = 0
-        for first, stop in self:
-            i = bisect_right(hole_stops, first, i)
-            j = bisect_left(hole_starts, stop, i)
-            if i < j:
-                # The ranges between the holes, with what lies before the first of them and behind the last.
-                if first < hole_starts[i]:
-                    starts.append(first)
-                    stops.append(hole_starts[i])
-                starts += hole_stops[i : j - 1]
-                stops += hole_starts[i + 1 : j]
-                first = hole_stops[j - 1]
-                # The last one may reach into the next range.
-                i = j - 1
-            if first < stop:
-                starts.append(first)
-                stops.append(stop)
-        return Ranges._of(starts, stops)
+        """What of this set is not in ``other``."""
+        return Ranges._of(
+            *spans_without(
+                self._starts[self._head :],
+                self._stops[self._head :],
+                other._starts[other._head :],
+                other._stops[other._head :],
+            )
+        )
 
     def within(self, spans: Iterable[tuple[int, int]]) -> Ranges:
         """What of this set lies in ``spans`` (sorted, disjoint). Many ranges in one span cost no loop over them."""
@@ -292,8 +278,3 @@ class Ranges:
             # The last one may reach into the next span.
             i = j - 1
         return Ranges._of(starts, stops)
-
-
-def _total(starts: array[int], stops: array[int]) -> int:
-    # Not the difference of two sums: those are beyond 64 bits, and slow.
-    return sum(map(sub, stops, starts))

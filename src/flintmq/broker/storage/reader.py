@@ -10,9 +10,12 @@ from __future__ import annotations
 
 import functools
 import logging
+from array import array
 from bisect import bisect_left, bisect_right
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from itertools import chain, compress, repeat
+from operator import add
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from flintmq.broker.storage.disk import READ
@@ -43,6 +46,8 @@ logger = logging.getLogger(__name__)
 READ_TRIES, READ_PAUSE = 10, 1.0
 #: Chunks of a log whose extra bytes are remembered once they were read.
 _EXTRA_CHUNKS = 4
+#: Records of deferred messages that are looked at together.
+DEFERRALS = 10_000
 
 T = TypeVar("T")
 
@@ -419,23 +424,30 @@ class Reader:
                     segment.damaged.append((a, b))
                     self.damaged.append((a, b))
 
-    def deferrals(self, pumped: int = 0) -> Iterator[tuple[int, int]]:
-        """(seq, when due) of deferred messages in the files, on this boot's clock.
+    def deferrals(self, pumped: int = 0) -> Iterator[tuple[array[int], array[int]]]:
+        """Yield the seqs of deferred messages in the files and when they are due, on this boot's clock.
 
-        Those before ``pumped`` that are due are left out: they wait as any other.
+        Those before ``pumped`` that are due are left out: they wait as any other. At most ``DEFERRALS`` records are
+        looked at for each yield.
         """
         now, wall = self._store.clock.now(), self._store.clock.wall()
         boot = self._store.clock.boot_id()
         for segment in tuple(self._log.segments):
-            same = segment.boot == boot
-            d = segment.deferrals
-            for i in range(0, len(d), 5):
-                first, count, started, delay, timestamp = d[i : i + 5]
-                due = started + delay if same else now + (timestamp + delay - wall)
-                if due <= now and first + count <= pumped:
-                    continue
-                for seq in range(first, first + count):
-                    yield seq, due
+            for at in range(0, len(segment.deferrals), 5 * DEFERRALS):
+                rows = segment.deferrals[at : at + 5 * DEFERRALS]
+                firsts, counts, started, delays, stamps = (rows[i::5] for i in range(5))
+                if segment.boot != boot:
+                    started = array("q", [now + stamp - wall for stamp in stamps])
+                dues = array("q", map(add, started, delays))
+                if max(counts) > 1:
+                    seqs = array("q", chain.from_iterable(map(range, firsts, map(add, firsts, counts))))
+                    dues = array("q", chain.from_iterable(map(repeat, dues, counts)))
+                else:
+                    seqs = firsts
+                if seqs[0] < pumped and min(dues) <= now:
+                    wanted = [due > now or seq >= pumped for seq, due in zip(seqs, dues, strict=True)]
+                    seqs, dues = array("q", compress(seqs, wanted)), array("q", compress(dues, wanted))
+                yield seqs, dues
 
     # --- Whole files -----------------------------------------------------------------------------------------------
 

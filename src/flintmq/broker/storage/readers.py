@@ -30,6 +30,9 @@ logger = logging.getLogger(__name__)
 MOST_READERS = 1_000
 #: While the broker was down nobody could move: after its start readers have this long to come back.
 GRACE = 3600 * 1_000_000_000
+#: A reader whose name begins like this is there for a while only: it expires after this many ns without a move.
+TEMPORARY = "temporary:"
+TEMPORARY_AGE = 300 * 1_000_000_000
 
 
 class Position(NamedTuple):
@@ -89,11 +92,13 @@ class Readers:
         if not self.positions:
             return
         topic = self._topic
-        age, most = topic.settings.reader_age, topic.settings.reader_bytes
+        reader_age, most = topic.settings.reader_age, topic.settings.reader_bytes
         wall = topic.broker.clock.wall()
-        back = topic.broker.clock.now() - topic.broker.started >= min(age, GRACE)
+        up = topic.broker.clock.now() - topic.broker.counters.started
         for name, position in list(self.positions.items()):
             reason = ""
+            age = min(reader_age or TEMPORARY_AGE, TEMPORARY_AGE) if name.startswith(TEMPORARY) else reader_age
+            back = up >= min(age, GRACE)
             if age and back and wall - position.moved > age:
                 reason = f"it did not move for {format_duration(wall - position.moved)}"
             elif most and topic.log.measure(position.offset, topic.log.end)[1] > most:

@@ -134,7 +134,7 @@ class Removal:
         except OSError as exc:
             logger.error("LOG(%s): cannot open %s - %s", self._log.name, segment.path, exc)
             return
-        later = sum(other.key_count for other in self._log.segments[1:])
+        later = sum(other.key_count - other.reserved_keys for other in self._log.segments[1:])
 
         def work() -> None:
             try:

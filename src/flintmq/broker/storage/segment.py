@@ -37,7 +37,7 @@ import google_crc32c
 import msgspec
 
 from flintmq.broker.storage.disk import Disk, pack_numbers, unpack_numbers
-from flintmq.broker.storage.keys import KeyBlock, key_in
+from flintmq.broker.storage.keys import RESERVED, KeyBlock, key_in
 from flintmq.errors import FormatError
 from flintmq.kernel import Block, RecordParser, gather
 
@@ -85,6 +85,7 @@ class Segment:
         "lost",
         "path",
         "pins",
+        "reserved_keys",
         "salt",
         "sealed",
         "size",
@@ -118,6 +119,8 @@ class Segment:
         self.key_count = 0
         self.key_crc = 0
         self.key_bytes = 0
+        # How many of them are reserved (keys.py).
+        self.reserved_keys = 0
         # How often they could not be read.
         self.key_failures = 0
         # The open file, how many threads use it, and whether its name is on the device.
@@ -175,6 +178,7 @@ class Segment:
         if not (again and (flags & CONTINUES or self.keys.times[-1] == timestamp)):
             self.keys.add(digest, seq, timestamp, content)
             self.key_count = len(self.keys)
+            self.reserved_keys += content == RESERVED
 
     def note_found(self, entry: Entry, offset: int, size: int) -> None:
         """A record that was found in a file, by a start, stands at ``offset``."""
@@ -220,7 +224,7 @@ class Segment:
         if self.keys is not None and self.key_count:
             keys = self.keys.encode()
             self.key_crc, self.key_bytes = google_crc32c.extend(self.salt, keys), len(keys)
-            fields["keys"] = [self.key_count, self.key_crc, len(keys)]
+            fields["keys"] = [self.key_count, self.key_crc, self.key_bytes, self.reserved_keys]
         self.keys = None
         self.sealed = True
         body = msgspec.msgpack.encode(fields)
@@ -468,8 +472,8 @@ def read_footer(disk: Disk, fd: int, size: int, segment: Segment) -> bool:
     lost = unpack_numbers(footer["lost"])
     segment.lost = list(zip(lost[::2], lost[1::2], strict=True))
     # 0.1.0 wrote keys without what they stand for, and did not say how long they are.
-    segment.key_count, segment.key_crc, *key_bytes = footer.get("keys", (0, 0))
-    segment.key_bytes = key_bytes[0] if key_bytes else KeyBlock.size(segment.key_count, old=True)
+    segment.key_count, segment.key_crc, *more = footer.get("keys", (0, 0))
+    segment.key_bytes, segment.reserved_keys = more or (KeyBlock.size(segment.key_count, old=True), 0)
     # Without a word about them it is of a time when there were none.
     segment.extras = footer.get("extras", False)
     segment.sealed = True
@@ -499,6 +503,7 @@ def hide_after(segment: Segment, seq: int) -> None:
     if segment.keys is not None:
         segment.keys.cut(seq)
         segment.key_count = len(segment.keys)
+        segment.reserved_keys = segment.keys.contents.count(RESERVED)
     segment.end = max(segment.base, min(segment.end, seq))
 
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 import http.client
 import logging
 import os
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -24,7 +25,7 @@ from flintmq.spark.shipped.options import SourceOptions, Start
 if TYPE_CHECKING:
     import pyarrow as pa
 
-__all__ = ["Planner", "fetch"]
+__all__ = ["Limits", "Planner", "fetch", "reads_from"]
 
 logger = logging.getLogger("flintmq.spark")
 
@@ -35,6 +36,9 @@ _DOWN_SECONDS = 3.0
 _FRESH_SECONDS = 0.1
 #: A reader position that does not move for days is given up: an idle query says so often that it is still there.
 _ALIVE_SECONDS = 3600.0
+#: Brokers give up the position of a reader with such a name within five minutes: it says more often that it is there.
+_TEMPORARY = "temporary:"
+_TEMPORARY_ALIVE_SECONDS = 60.0
 #: What was published becomes durable within --sync-timeout (2 s by default): so long a read waits for it.
 _DURABLE_SECONDS = 10.0
 #: A small question is answered soon or never; one silent broker must not hold up the others.
@@ -96,17 +100,22 @@ class Planner:
         self._last_batch = time.monotonic()
         # Reader positions: where each was set to last; those nobody needs if no batch was ever planned.
         self._reader = options.reader_name
+        if options.temporary_reader:
+            self._reader = f"{_TEMPORARY}{self._reader or _new_name()}"
+        self._alive: _Alive | None = None
         self._positions: dict[Key, int] = {}
         self._told: dict[Key, float] = {}
         self._made: set[Key] = set()
         self._planned = False
+        # What was planned on nodes that are gone, and is not read.
+        self._given_up: set[Range] = set()
 
     # --- A stream -----------------------------------------------------------------------------------------------------
 
     def initial_offset(self) -> dict[str, Any]:
         """Where a new query begins. Asked twice, the answer is the same, whatever was published in between."""
         if self._initial is None:
-            self._reader = self._reader or f"spark-{os.urandom(6).hex()}"
+            self._reader = self._reader or _new_name()
             start = self._options.starting or Start("latest")
             marks = {}
             for info in self.observe(strict=start.kind == "offsets").values():
@@ -167,12 +176,43 @@ class Planner:
         return self._reader
 
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> list[tuple[Range, str]]:
-        """The ranges between two offsets, each with the address of its node."""
+        """The ranges between two offsets, each with the address of its node.
+
+        With failOnDataLoss=false those of nodes that are gone are left out, counted and logged.
+        """
         self._planned = True
         stop = log_offset(end)
         self._reader = self._reader or stop.reader
-        ranges = cut(ranges_between(log_offset(start), stop), self._options.min_partitions, self._options.max_records)
+        whole = ranges_between(log_offset(start), stop)
+        if not self._options.fail_on_data_loss:
+            whole = self._without_gone_nodes(whole)
+        ranges = cut(whole, self._options.min_partitions, self._options.max_records)
         return [(found, self._address(found)) for found in ranges]
+
+    def _without_gone_nodes(self, ranges: list[Range]) -> list[Range]:
+        gone: dict[str, ConnectError] = {}
+        for found in ranges:
+            if found.node not in gone:
+                try:
+                    self._address(found)
+                except ConnectError as exc:
+                    gone[found.node] = exc
+        for found in ranges:
+            if found.node in gone and found not in self._given_up:
+                self._given_up.add(found)
+                logger.warning(
+                    "node %s is gone: messages %d to %d of %s there are given up because of failOnDataLoss=false; "
+                    "%d messages at most so far",
+                    found.node,
+                    found.first,
+                    found.stop - 1,
+                    found.topic,
+                    self._count_given_up(),
+                )
+        return [found for found in ranges if found.node not in gone]
+
+    def _count_given_up(self) -> int:
+        return sum(found.size for found in self._given_up)
 
     def commit(self, end: dict[str, Any]) -> None:
         """Spark will not ask for anything before this again: the brokers may let it go."""
@@ -192,19 +232,29 @@ class Planner:
         """The newest of everything, for the query's progress."""
         if not self._infos:
             return None
-        return Offset({key: Mark(info.epoch, info.durable) for key, info in self._infos.items()}, {}).to_json()
+        newest = Offset({key: Mark(info.epoch, info.durable) for key, info in self._infos.items()}, {}).to_json()
+        # Sources have no metrics of their own in the progress.
+        return {**newest, "given_up": self._count_given_up()} if self._given_up else newest
 
     def close(self) -> None:
-        if not self._planned:
+        if self._alive is not None:
+            self._alive.close()
+            self._alive = None
+        unneeded: set[Key] = set()
+        if self._options.temporary_reader:
+            unneeded = set(self._positions)
+        elif not self._planned and not self._options.reader_name:
             # No batch was written down: the next start makes a new reader, and nobody would move this one.
-            for key in self._made:
-                broker = self._brokers.get(key[1])
-                if broker is not None and not self._options.reader_name:
-                    try:
-                        self._web.ask("DELETE", broker.http, "/log/position", topic=key[0], reader=self._reader)
-                    except (ConnectError, HttpError) as exc:
-                        logger.info("the reader position of %s on node %s stays until it expires: %s", *key, exc)
+            unneeded = self._made
+        for key in unneeded:
+            broker = self._brokers.get(key[1])
+            if broker is not None:
+                try:
+                    self._web.ask("DELETE", broker.http, "/log/position", topic=key[0], reader=self._reader)
+                except (ConnectError, HttpError) as exc:
+                    logger.info("the reader position of %s on node %s stays until it expires: %s", *key, exc)
         self._made.clear()
+        self._positions.clear()
         self._web.close()
 
     # --- A batch ------------------------------------------------------------------------------------------------------
@@ -289,6 +339,9 @@ class Planner:
             return
         for broker in brokers:
             if not broker.has_log:
+                if self._options.network.lookupds and not reads_from(self._options, broker):
+                    # It was found, not named, and has nothing that is read.
+                    continue
                 raise OptionError(
                     f"nsqd {broker.tcp or broker.http} keeps no log that can be read by offsets: set mode=spool and a "
                     "channel for a stream, or read a batch by flintmq.spark.drain()"
@@ -347,7 +400,8 @@ class Planner:
             if time.monotonic() >= give_up:
                 raise ConnectError(
                     f"node {found.node}, which has messages {found.first} to {found.stop - 1} of {found.topic}, is not "
-                    "there: start it, and the query goes on where it stopped"
+                    "there: start it, and the query goes on where it stopped; if it is gone for good, "
+                    "failOnDataLoss=false goes on without them"
                 )
             time.sleep(0.5)
         return self._brokers[found.node].http
@@ -490,6 +544,8 @@ class Planner:
                 self._post_position(info.key, info.address, seq)
 
     def _stay_alive(self, info: Info) -> None:
+        if self._options.temporary_reader:
+            return  # a thread does it, also during a batch
         at = self._positions.get(info.key)
         if at is not None and time.monotonic() - self._told.get(info.key, 0.0) > _ALIVE_SECONDS:
             self._post_position(info.key, info.address, max(at, info.first))
@@ -503,6 +559,9 @@ class Planner:
             raise ConnectError(f"{address} answers {exc.reason} when a reader position is to be set") from exc
         self._positions[key] = int(said["offset"])
         self._told[key] = time.monotonic()
+        if self._options.temporary_reader:
+            self._alive = self._alive or _Alive(self._options, self._reader)
+            self._alive.positions[key] = (address, self._positions[key])
         return said
 
     def _ask(self, info: Info, method: str, path: str, **query: object) -> dict[str, Any]:
@@ -510,6 +569,47 @@ class Planner:
             return self._web.ask(method, info.address, path, **query)
         except Refused as exc:
             raise ConnectError(f"{info.address} answers {exc} to {path}") from exc
+
+
+class _Alive:
+    """A thread that tells brokers the positions of a temporary reader again and again, until it is closed.
+
+    Spark asks a source nothing while a batch runs, and a batch may take longer than such positions last.
+    """
+
+    def __init__(self, options: SourceOptions, reader: str) -> None:
+        #: Where each position was set to last, and at which address; the planner's.
+        self.positions: dict[Key, tuple[str, int]] = {}
+        self._options = options
+        self._reader = reader
+        self._ended = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="nsq-alive", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        self._ended.set()
+        self._thread.join(2 * _QUESTION_SECONDS)
+
+    def _run(self) -> None:
+        web = Web(self._options.network, min(_QUESTION_SECONDS, self._options.network.timeout))
+        while not self._ended.wait(_TEMPORARY_ALIVE_SECONDS):
+            for key, (address, at) in list(self.positions.items()):
+                if self._ended.is_set():
+                    break
+                try:
+                    web.ask("POST", address, "/log/position", topic=key[0], reader=self._reader, to=at)
+                except (ConnectError, HttpError) as exc:
+                    logger.info("the reader position of %s on node %s was not kept alive: %s", *key, exc)
+        web.close()
+
+
+def _new_name() -> str:
+    return f"spark-{os.urandom(6).hex()}"
+
+
+def reads_from(options: SourceOptions, broker: Broker) -> bool:
+    """Has a broker that a lookupd told us of a topic that is read?"""
+    return any(options.wants(topic) for topic in broker.topics)
 
 
 def nothing_lost(web: Web, address: str, topic: str, reader: str, seq: int) -> bool:

@@ -32,6 +32,7 @@ __all__ = [
     "check_schema",
     "compact",
     "open_archive",
+    "query_id",
     "read",
     "read_files",
     "run",
@@ -71,19 +72,22 @@ def archive(
         format=format,
         staging=str(staging) if staging else None,
         catalog=catalog,
+        new_query=new_query,
         decode=decode or schema is not None,
         schema=schema,
     )
-    if not common.is_remote(spark):
-        # Behind Spark Connect all files are the server's: the first batch will say what is wrong.
-        writer.prepare(new_query=new_query)
-    try:
-        stream = source(spark).writeStream.queryName("flintmq archive").option("checkpointLocation", writer.checkpoint)
-        with common.shipping(spark):
-            stream = stream.foreachBatch(writer)
-    except Exception as exc:
-        raise PipelineError(common.explain(exc)) from exc
-    summary = common.run_stream(stream, "archive", once=once, every=every, quiet=quiet)
+    with writer:
+        if not common.is_remote(spark):
+            # Behind Spark Connect all files are the server's: the first batch will say what is wrong.
+            writer.prepare()
+        try:
+            stream = source(spark).writeStream.queryName("flintmq archive")
+            stream = stream.option("checkpointLocation", writer.checkpoint)
+            with common.shipping(spark):
+                stream = stream.foreachBatch(writer)
+        except Exception as exc:
+            raise PipelineError(common.explain(exc)) from exc
+        summary = common.run_stream(stream, "archive", once=once, every=every, quiet=quiet)
     if not common.is_remote(spark):
         # What Spark counts is what it read, which is more where a schema was inferred.
         summary.rows = sum(writer.written)
@@ -94,7 +98,8 @@ def archive(
 class BatchWriter:
     """What Spark calls for each batch of a stream: brings its rows into a folder of the `store`, exactly once.
 
-    It is pickled to the server where the session is a Connect one. This one writes the rows as they are.
+    It is pickled to the server where the session is a Connect one. This one writes the rows as they are. Used as a
+    context, it lets other processes write the query at its end; the end of its process does that too.
     """
 
     root: str
@@ -102,6 +107,8 @@ class BatchWriter:
     format: str = "parquet"
     staging: str | None = None
     catalog: str | None = None
+    #: May a query that has written nothing here yet add to an archive that has rows?
+    new_query: bool = False
     #: Rows of each batch that this run brought in.
     written: list[int] = field(default_factory=list)
     #: Opened with the first batch, in the process that Spark calls it in.
@@ -110,35 +117,63 @@ class BatchWriter:
     def open(self) -> Archive:
         return open_archive(self.root, format=self.format, staging=self.staging, catalog=self.catalog)
 
-    def prepare(self, *, new_query: bool = True) -> Archive:
-        archive = self.open()
-        archive.prepare()
-        archive.manifest.remember("format", self.format)
-        if not new_query and not (local_path(self.checkpoint) / "metadata").exists() and archive.has_batches():
-            raise PipelineError(
-                f"{self.root} has messages already, and {self.checkpoint} does not know of them: they would be "
-                "archived twice; give the --checkpoint they came from, or --new-query if these are others"
-            )
-        return archive
+    def prepare(self) -> Archive:
+        """Open the archive, and become its writer where the query is known already. PipelineError says why not."""
+        if self.archive is None:
+            archive = self.open()
+            archive.prepare()
+            archive.manifest.remember("format", self.format)
+            if (local_path(self.checkpoint) / "metadata").exists():
+                self._claim(archive)
+            elif not self.new_query and archive.has_batches():
+                raise self._unknown()
+            self.archive = archive
+        return self.archive
+
+    def _claim(self, archive: Archive) -> str:
+        query = query_id(self.checkpoint)
+        if not archive.writes(query):
+            if not self.new_query and not archive.knows(query) and archive.has_batches():
+                raise self._unknown()
+            archive.claim(query)
+        return query
+
+    def _unknown(self) -> PipelineError:
+        return PipelineError(
+            f"{self.root} has rows already, and {self.checkpoint} does not know of them: they would be archived twice; "
+            "give the --checkpoint they came from, or --new-query if these are others"
+        )
+
+    def __enter__(self) -> BatchWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.archive is not None:
+            self.archive.close()
+            self.archive = None
 
     def __call__(self, messages: DataFrame, batch: int) -> None:
-        if self.archive is None:
-            self.archive = self.prepare()
-        archive = self.archive
-        query = self._query()
-        staged = archive.begin(query, batch)
+        archive = self.prepare()
+        query = self._claim(archive)
+        end = self._end(batch)
+        staged = archive.begin(query, batch, end)
         if staged is None:
             return
-        self._write(archive, messages, staged)
-        self.written.append(sum(file.rows for file in archive.commit(query, batch, staged)))
+        rows = self._write(archive, messages, staged)
+        files = archive.commit(query, batch, staged, end=end, rows=rows)
+        self.written.append(sum(file.rows for file in files))
 
-    def _write(self, archive: Archive, messages: DataFrame, staged: Path) -> None:
-        messages.write.parquet(str(staged))
+    def _write(self, archive: Archive, messages: DataFrame, staged: Path) -> int:
+        """Write the files of a batch. How many rows Spark wrote to them."""
+        return common.write_counted(messages, staged)
 
-    def _query(self) -> str:
-        """Spark's lasting name of this query: with a new checkpoint, batches count from 0 again under another name."""
-        text = (local_path(self.checkpoint) / "metadata").read_text()
-        return str(json.loads(text.splitlines()[-1])["id"])
+    def _end(self, batch: int) -> list[str]:
+        """Where a batch ends, as Spark has written it down: a line for each source, behind a version and a header."""
+        path = local_path(self.checkpoint) / "offsets" / str(batch)
+        try:
+            return path.read_text().splitlines()[2:]
+        except OSError as exc:
+            raise PipelineError(f"cannot read where batch {batch} ends: {exc.strerror} ({path})") from exc
 
 
 @dataclass
@@ -148,20 +183,19 @@ class _MessageWriter(BatchWriter):
     decode: bool = False
     schema: str | None = None
 
-    def _write(self, archive: Archive, messages: DataFrame, staged: Path) -> None:
+    def _write(self, archive: Archive, messages: DataFrame, staged: Path) -> int:
         if self.decode:
             messages = common.decode_json(messages, self._json_schema(archive, messages))
         folders = common.hour_columns()
         if self.format == "iceberg":
             # Iceberg knows a file's partition by the values in it: there the topic stays a column.
             laid_out = messages.select("*", messages["topic"].alias("_topic"), *folders)
-            laid_out.write.partitionBy("_topic", "date", "hour").parquet(str(staged))
+            rows = common.write_counted(laid_out, staged, "_topic", "date", "hour")
             (staged / "_SUCCESS").unlink(missing_ok=True)
             for folder in list(staged.glob("_topic=*")):
                 folder.rename(folder.with_name(folder.name.removeprefix("_")))
-        else:
-            laid_out = messages.select("*", *folders)
-            laid_out.write.partitionBy("topic", "date", "hour").parquet(str(staged))
+            return rows
+        return common.write_counted(messages.select("*", *folders), staged, "topic", "date", "hour")
 
     def _json_schema(self, archive: Archive, messages: DataFrame) -> StructType | str | None:
         if self.schema is not None:
@@ -176,6 +210,12 @@ class _MessageWriter(BatchWriter):
             # Kept, so that all files of the archive have the same columns.
             known = archive.manifest.remember("schema", found.jsonValue())
         return StructType.fromJson(known)
+
+
+def query_id(checkpoint: str) -> str:
+    """Spark's lasting name of a query: with a new checkpoint, batches count from 0 again under another name."""
+    text = (local_path(checkpoint) / "metadata").read_text()
+    return str(json.loads(text.splitlines()[-1])["id"])
 
 
 def open_archive(

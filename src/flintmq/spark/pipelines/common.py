@@ -18,7 +18,8 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flintmq.errors import PipelineError
@@ -58,7 +59,9 @@ __all__ = [
     "spark_arguments",
     "stream_arguments",
     "stream_reader",
+    "temporary",
     "topics_of",
+    "write_counted",
 ]
 
 #: Gives a DataFrame with the columns of `format("nsq")`.
@@ -104,6 +107,14 @@ class Topics:
             del options["subscribe"]
         register(spark)
         return reader.format("nsq").options(**options).load()
+
+
+def temporary(source: Source) -> Source:
+    """The source for a query whose checkpoint is deleted at its end: brokers keep no files for it afterwards."""
+    topics = getattr(source, "__self__", None)
+    if not isinstance(topics, Topics):
+        return source
+    return replace(topics, options={**topics.options, "temporaryReader": "true"}).stream
 
 
 def source_arguments(parser: argparse.ArgumentParser, *, nargs: str = "+", flag: bool = False) -> None:
@@ -252,17 +263,21 @@ class Summary:
     seconds: float = 0.0
     #: How many messages were still to be read at the end; None if the source does not say.
     lag: int | None = None
+    #: How many messages were left out because their nodes are gone, with failOnDataLoss=false.
+    given_up: int = 0
     #: What only this pipeline has to say.
     details: dict[str, Any] = field(default_factory=dict)
 
     def as_json(self) -> str:
         facts = {"pipeline": self.pipeline, "batches": self.batches, "rows": self.rows}
         facts |= {"seconds": round(self.seconds, 3), "lag": self.lag} | self.details
+        facts |= {"given_up": self.given_up} if self.given_up else {}
         return json.dumps(facts, default=str)
 
     def __str__(self) -> str:
         rate = f", {self.rows / self.seconds:,.0f} a second" if self.rows and self.seconds else ""
         lag = f"; {self.lag:,} still to be read" if self.lag else ""
+        lag += f"; {self.given_up:,} given up with their nodes" if self.given_up else ""
         return f"{self.pipeline}: {self.rows:,} messages in {self.batches:,} batches, {self.seconds:.1f} s{rate}{lag}"
 
 
@@ -336,6 +351,8 @@ def _start(writer: DataStreamWriter) -> StreamingQuery:
 
 
 def _follow(query: StreamingQuery, pipeline: str, quiet: bool) -> Summary:
+    from flintmq.spark.registration import given_up
+
     summary = Summary(pipeline)
     started = time.monotonic()
     seen = -1
@@ -352,6 +369,7 @@ def _follow(query: StreamingQuery, pipeline: str, quiet: bool) -> Summary:
                 summary.rows += rows
                 seen = progress.batchId
             summary.lag = _lag(progress)
+            summary.given_up = max(summary.given_up, given_up(progress))
             text = _progress_line(progress, summary)
         return text
 
@@ -524,6 +542,21 @@ def decode_json(messages: DataFrame, schema: StructType | str | None) -> DataFra
     return named.withColumns({"data": f.when(decoded, data), "_undecoded": f.when(~decoded, f.col("value"))}).drop(
         "_parsed"
     )
+
+
+def write_counted(rows: DataFrame, folder: Path, *partitions: str) -> int:
+    """Write Parquet files to a new folder. How many rows the tasks that made them have seen."""
+    from pyspark.sql import functions as f
+
+    if type(rows).__module__.startswith("pyspark.sql.connect"):
+        from pyspark.sql.connect.observation import Observation
+    else:
+        from pyspark.sql.observation import Observation
+    counted = Observation()
+    # Right before the write, in the same tasks: a task that is tried again counts once.
+    observed = rows.observe(counted, f.count(f.lit(1)).alias("rows"))
+    observed.write.partitionBy(*partitions).parquet(str(folder))
+    return int(counted.get["rows"])
 
 
 def infer_schema(messages: DataFrame) -> StructType | None:

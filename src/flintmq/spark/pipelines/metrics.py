@@ -8,6 +8,7 @@ over; a topic or a table gets each window once, when no more messages are expect
 from __future__ import annotations
 
 import argparse
+import contextlib
 import html
 import io
 import os
@@ -102,6 +103,7 @@ def metrics(
     network: Mapping[str, str] | None = None,
     board: Board | None = None,
     checkpoint: str | Path | None = None,
+    new_query: bool = False,
     once: bool = False,
     every: float = 10.0,
     quiet: bool = True,
@@ -117,16 +119,19 @@ def metrics(
         raise PipelineError("with --remote the driver is elsewhere and cannot draw here: give --to-topic or --to-table")
     if topic is not None and checkpoint is None:
         raise PipelineError("say where it notes how far it is, by --checkpoint: without it, it would begin anew")
+    if checkpoint is None and table is None:
+        source = common.temporary(source)
     measured = measure(source(spark), window=window, lateness=lateness, path=path, top=top)
-    with tempfile.TemporaryDirectory(prefix="flintmq-metrics-") as scratch:
+    with tempfile.TemporaryDirectory(prefix="flintmq-metrics-") as scratch, contextlib.ExitStack() as stack:
         place = str(checkpoint) if checkpoint else f"{table}/_checkpoint" if table is not None else scratch
         if topic is not None:
             message = f.to_json(f.struct("*")).alias("value")
             writer = measured.select(message, f.lit(topic).alias("topic")).writeStream.format("nsq")
             writer = writer.options(**(network or {})).outputMode("append")
         elif table is not None:
+            bring_in = stack.enter_context(BatchWriter(str(local_path(table)), place, new_query=new_query))
             with common.shipping(spark):
-                writer = measured.writeStream.foreachBatch(BatchWriter(str(local_path(table)), place))
+                writer = measured.writeStream.foreachBatch(bring_in)
             writer = writer.outputMode("append")
         else:
             writer = measured.writeStream.foreachBatch(board).outputMode("update")
@@ -242,6 +247,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--top", metavar="N", type=int, default=5, help="so many of them (default %(default)s)")
     parser.add_argument("--to-topic", metavar="TOPIC", help="publish each window as JSON when it is over")
     parser.add_argument("--to-table", metavar="DIR", help="write each window to Parquet files when it is over")
+    parser.add_argument("--new-query", action="store_true", help="add to a table that has rows of other queries")
     parser.add_argument(
         "--plot", metavar="FILE", help="draw the windows to a .png, .svg or .html file after each batch"
     )
@@ -275,6 +281,7 @@ def run(arguments: argparse.Namespace) -> int:
         network=common.network_options(arguments),
         board=board if live else None,
         checkpoint=arguments.checkpoint,
+        new_query=arguments.new_query,
         once=arguments.once,
         every=arguments.every,
         quiet=live,

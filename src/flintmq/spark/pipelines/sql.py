@@ -8,18 +8,20 @@ runs once over what the logs hold now.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import re
 import sys
 import tempfile
 import uuid
 from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flintmq.errors import PipelineError
 from flintmq.spark.pipelines import common
-from flintmq.spark.pipelines.archive import BatchWriter, check_schema, open_archive
+from flintmq.spark.pipelines.archive import BatchWriter, check_schema, open_archive, query_id
 from flintmq.spark.pipelines.store import local_path
 
 if TYPE_CHECKING:
@@ -59,6 +61,7 @@ def stream(
     table: str | Path | None = None,
     network: Mapping[str, str] | None = None,
     checkpoint: str | Path | None = None,
+    new_query: bool = False,
     mode: str = "append",
     once: bool = False,
     every: float = 10.0,
@@ -70,22 +73,44 @@ def stream(
         raise PipelineError("the query reads no topic as a stream; to run it once, say --batch")
     if table is not None and mode != "append":
         raise PipelineError(f"a table only grows: output mode {mode} is for topics and the screen")
-    with tempfile.TemporaryDirectory(prefix="flintmq-sql-") as scratch:
+    with tempfile.TemporaryDirectory(prefix="flintmq-sql-") as scratch, contextlib.ExitStack() as stack:
         place = str(checkpoint) if checkpoint else f"{table}/_checkpoint" if table is not None else scratch
         if topic is not None and checkpoint is None:
             raise PipelineError(
                 "say where the query notes how far it is, by --checkpoint: without it, it would begin anew"
             )
-        if topic is not None:
+        if topic is not None and mode == "append":
             writer = as_messages(rows, topic).writeStream.format("nsq").options(**(network or {}))
+        elif topic is not None:
+            # A stream's sink in Python is not told which rows are new, and Spark has it overwrite or refuses it.
+            local_path(place)
+            common.register(spark)
+            with common.shipping(spark):
+                writer = rows.writeStream.foreachBatch(Publisher(topic, dict(network or {}), place))
         elif table is not None:
-            bring_in = BatchWriter(str(local_path(table)), place)
+            bring_in = stack.enter_context(BatchWriter(str(local_path(table)), place, new_query=new_query))
             with common.shipping(spark):
                 writer = rows.writeStream.foreachBatch(bring_in)
         else:
             writer = rows.writeStream.format("console").option("truncate", "false")
         writer = writer.outputMode(mode).option("checkpointLocation", place)
         return common.run_stream(writer, "sql", once=once, every=every, quiet=quiet)
+
+
+@dataclass
+class Publisher:
+    """Publishes the rows of each batch, under a key of query and batch, so that a batch that is run again is known.
+
+    For output modes whose batches are no mere additions: what has changed, or all there is.
+    """
+
+    topic: str
+    network: dict[str, str]
+    checkpoint: str
+
+    def __call__(self, rows: DataFrame, batch: int) -> None:
+        writer = as_messages(rows, self.topic).write.format("nsq").mode("append").options(**self.network)
+        writer.option("writeId", f"{query_id(self.checkpoint)}-{batch}").save()
 
 
 def batch(
@@ -105,10 +130,10 @@ def batch(
             folder = open_archive(table)
             folder.prepare()
             name = uuid.uuid4().hex
-            staged = folder.begin(name, 0)
-            assert staged is not None  # nobody else has this name
-            rows.write.parquet(str(staged))
-            folder.commit(name, 0, staged)
+            with contextlib.closing(folder):
+                staged = folder.begin(name, 0)
+                assert staged is not None  # nobody else has this name
+                folder.commit(name, 0, staged, rows=common.write_counted(rows, staged))
     except PipelineError:
         raise
     except Exception as exc:
@@ -146,6 +171,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--to-topic", metavar="TOPIC", help="publish the rows: their column value, or all of it as JSON"
     )
     parser.add_argument("--to-table", metavar="DIR", help="write the rows to Parquet files, each exactly once")
+    parser.add_argument("--new-query", action="store_true", help="add to a table that has rows of other queries")
     parser.add_argument("--mode", choices=MODES, default="append", help="what of a result is put out (default append)")
     parser.add_argument("--batch", action="store_true", help="run it once, over what the logs hold now")
     parser.add_argument("--decode", action="store_true", help="decode JSON, as the messages in the log look")
@@ -176,6 +202,9 @@ def run(arguments: argparse.Namespace) -> int:
     for topic in arguments.topics:
         one = common.topics_of(argparse.Namespace(**{**vars(arguments), "topics": [topic]}))
         sources[topic] = one.batch if arguments.batch else one.stream
+        if not arguments.batch and not arguments.checkpoint and not arguments.to_table:
+            # Its checkpoint goes with it.
+            sources[topic] = common.temporary(one.stream)
         if arguments.decode and topic not in schemas:
             try:
                 schemas[topic] = common.infer_schema(
@@ -201,6 +230,7 @@ def run(arguments: argparse.Namespace) -> int:
         table=arguments.to_table,
         network=network,
         checkpoint=arguments.checkpoint,
+        new_query=arguments.new_query,
         mode=arguments.mode,
         once=arguments.once,
         every=arguments.every,

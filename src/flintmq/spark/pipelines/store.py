@@ -4,6 +4,7 @@
     ROOT/_manifest/00000000000000000012.jsonl                                   what version 12 changed
     ROOT/_manifest/00000000000000000010.full.jsonl                              all that was live at version 10
     ROOT/_manifest/pending/…                                                    what was begun and must be finished
+    ROOT/_manifest/writers/3f1c….lock                                           held by the process that writes a query
     .ROOT.staging/…                                                             files that are still being written
 
 How a batch gets in, and why a kill at any moment does no harm:
@@ -14,8 +15,14 @@ How a batch gets in, and why a kill at any moment does no harm:
  3  Each file is renamed to its place.
  4  A new version of the manifest names them, and the batch; then the note goes.
 
-Whoever comes next, after a kill or not, first finishes what is pending. A batch that the manifest has is not
-written again, so that a batch replayed by Spark changes nothing, whatever files it would have made this time.
+The next writer, after a kill or not, first finishes what is pending. A batch that the manifest has is not written
+again, so that a batch replayed by Spark changes nothing, whatever files it would have made this time. The manifest
+keeps the end offsets of the newest batches: a batch number that comes again with other end offsets is other data, from
+a checkpoint that has gone back, and stops the writer.
+
+One process at a time writes the batches of a query. It holds a file lock for its lifetime, which the system frees when
+the process ends, however it ends. The manifest names the writer too, and a batch is only decided by the one that it
+names: a process that was suspended for so long that a network file system took its lock away adds nothing.
 
 Merging small files swaps a whole hour's folder in one step (where the system can exchange two folders, as Linux can),
 so that a reader who lists it finds the old files or the new one, never both.
@@ -44,6 +51,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from flintmq.errors import FormatError, PipelineError
+from flintmq.spark.pipelines.writer_lock import WriterLock, is_locked
 
 __all__ = ["Archive", "DataFile", "Manifest", "Snapshot", "Table", "hour_of", "local_path"]
 
@@ -57,6 +65,10 @@ _ROW_GROUP_BYTES = 64 << 20
 _LITTER_SECONDS = 6 * 3600
 #: Readers of partitioned folders pass over names that begin like this.
 _MANIFEST = "_manifest"
+#: In a staging folder: held by the process that fills it.
+_STAGED_LOCK = ".lock"
+#: Batches of a query whose end offsets are kept. Spark keeps 100 in its checkpoint, so no older one comes again.
+_KEPT_ENDS = 128
 
 
 @dataclass(frozen=True)
@@ -88,8 +100,12 @@ class Snapshot:
 
     version: int = 0
     files: dict[str, DataFile] = field(default_factory=dict)
-    #: The last batch of each query that is in.
+    #: The last batch of each query that is in; -1 for a query that has begun and has none yet.
     batches: dict[str, int] = field(default_factory=dict)
+    #: The end offsets of its newest batches, one text for each source. Batches of 0.1.0 have none.
+    ends: dict[str, dict[int, list[str]]] = field(default_factory=dict)
+    #: The token of the process that writes a query.
+    writers: dict[str, str] = field(default_factory=dict)
     #: What else is remembered, such as an inferred schema.
     facts: dict[str, Any] = field(default_factory=dict)
 
@@ -102,7 +118,8 @@ class Snapshot:
         return sum(file.bytes for file in self.files.values())
 
     def copy(self) -> Snapshot:
-        return Snapshot(self.version, dict(self.files), dict(self.batches), dict(self.facts))
+        ends = {query: dict(known) for query, known in self.ends.items()}
+        return Snapshot(self.version, dict(self.files), dict(self.batches), ends, dict(self.writers), dict(self.facts))
 
     def apply(self, lines: Iterable[str]) -> None:
         for line in lines:
@@ -115,6 +132,13 @@ class Snapshot:
             elif "batch" in change:
                 query, batch = change["batch"]
                 self.batches[query] = max(batch, self.batches.get(query, -1))
+                if "end" in change:
+                    known = self.ends.setdefault(query, {})
+                    known[batch] = change["end"]
+                    for old in sorted(known)[:-_KEPT_ENDS]:
+                        del known[old]
+            elif "writer" in change:
+                self.writers.update(change["writer"])
             elif "fact" in change:
                 self.facts.update(change["fact"])
             elif "format" in change:
@@ -128,6 +152,9 @@ class Snapshot:
         """All of it, as `apply` reads it."""
         changes: list[dict[str, Any]] = [{"add": asdict(file)} for file in self.files.values()]
         changes += [{"batch": list(item)} for item in self.batches.items()]
+        for query, known in self.ends.items():
+            changes += [{"batch": [query, batch], "end": end} for batch, end in sorted(known.items())]
+        changes += [{"writer": self.writers}] if self.writers else []
         changes += [{"fact": self.facts}] if self.facts else []
         return [json.dumps(change) for change in changes]
 
@@ -171,11 +198,28 @@ class Manifest:
     def last_batch(self, query: str) -> int:
         return self.snapshot().batches.get(query, -1)
 
-    def commit(self, query: str, batch: int, files: list[DataFile]) -> None:
+    def commit(self, query: str, batch: int, files: list[DataFile], end: list[str] | None = None) -> None:
         def changes(snapshot: Snapshot) -> list[dict[str, Any]] | None:
             if snapshot.batches.get(query, -1) >= batch:
                 return None
-            return [*({"add": asdict(file)} for file in files), {"batch": [query, batch]}]
+            return [*({"add": asdict(file)} for file in files), _batch_line(query, batch, end)]
+
+        self.change(changes)
+
+    def note_end(self, query: str, batch: int, end: list[str] | None) -> None:
+        """Remember the end offsets of a batch whose files another table keeps."""
+
+        def changes(snapshot: Snapshot) -> list[dict[str, Any]] | None:
+            return None if snapshot.batches.get(query, -1) >= batch else [_batch_line(query, batch, end)]
+
+        self.change(changes)
+
+    def claim(self, query: str, token: str) -> None:
+        """Name the process that writes a query from now on."""
+
+        def changes(snapshot: Snapshot) -> list[dict[str, Any]] | None:
+            lines: list[dict[str, Any]] = [{"writer": {query: token}}]
+            return lines if query in snapshot.batches else [*lines, _batch_line(query, -1, None)]
 
         self.change(changes)
 
@@ -229,7 +273,10 @@ class Manifest:
 
 
 class Archive:
-    """One archive folder, for one writer of each query and any number of readers."""
+    """One archive folder, for one writer of each query and any number of readers.
+
+    A writer calls `claim` once, then `begin` and `commit` for each batch, and `close` at its end.
+    """
 
     def __init__(self, root: str | Path, *, table: Table | None = None, staging: str | Path | None = None) -> None:
         self.root = local_path(root)
@@ -237,6 +284,9 @@ class Archive:
         self.staging = local_path(staging) if staging else self.root.with_name(f".{self.root.name}.staging")
         self.table: Table = table or self.manifest
         self._pending = self.root / _MANIFEST / "pending"
+        # The queries that this process writes: the lock of each.
+        self._locks: dict[str, WriterLock] = {}
+        self._token = secrets.token_hex(8)
 
     def prepare(self) -> None:
         """Make the folders, and finish what an earlier run began. PipelineError says why that cannot be."""
@@ -254,14 +304,15 @@ class Archive:
         self._sweep()
 
     def _sweep(self) -> None:
-        """Remove what processes that were killed left half done, once it is old enough to be nobody's."""
+        """Delete what processes that were killed left half done, once it is old; nothing of a process that lives."""
         litter = [*self._pending.glob(".*"), *self._pending.parent.glob(".*.jsonl.*"), *self.staging.glob("merge-*")]
         for path in litter:
             with contextlib.suppress(FileNotFoundError):
                 if time.time() - path.stat().st_mtime <= _LITTER_SECONDS:
                     continue
                 if path.is_dir():
-                    shutil.rmtree(path)
+                    if not is_locked(path / _STAGED_LOCK):
+                        shutil.rmtree(path)
                 else:
                     path.unlink()
 
@@ -271,28 +322,110 @@ class Archive:
 
     # --- Batches -----------------------------------------------------------------------------------------------------
 
-    def begin(self, query: str, batch: int) -> Path | None:
-        """A new folder to write the files of a batch to; None if the batch is in the archive already."""
+    def claim(self, query: str) -> None:
+        """Become the writer of a query, until `close`. PipelineError if another process is."""
+        if self.writes(query):
+            return
+        lock = WriterLock(self.root / _MANIFEST / "writers" / f"{query}.lock", f"query {query} of {self.root}")
+        lock.acquire()
+        try:
+            self.manifest.claim(query, self._token)
+        except BaseException:
+            lock.release()
+            raise
+        self._locks[query] = lock
+
+    def writes(self, query: str) -> bool:
+        """Is this process the writer of a query?"""
+        return query in self._locks
+
+    def knows(self, query: str) -> bool:
+        """Did this query write here before?"""
+        return query in self.manifest.snapshot().batches or self.table.last_batch(query) >= 0
+
+    def close(self) -> None:
+        """Let others write the queries that this process wrote."""
+        while self._locks:
+            self._locks.popitem()[1].release()
+
+    def begin(self, query: str, batch: int, end: list[str] | None = None) -> Path | None:
+        """A new folder to write the files of a batch to; None if the batch is in the archive already.
+
+        `end` is where the batch ends, one text for each source. PipelineError if a batch of this number is in with
+        another end, or if batches before it are missing.
+        """
+        self.claim(query)
         self.finish_pending()
-        if self.table.last_batch(query) >= batch:
+        last = self.table.last_batch(query)
+        if last >= batch:
+            self._check_repeat(query, batch, end)
             return None
-        # Left by an attempt that was killed.
-        for path in self.staging.glob(f"{query}-*"):
+        if 0 <= last < batch - 1 and self.table is self.manifest:
+            raise PipelineError(
+                f"{self.root} ends with batch {last} of this query, and Spark goes on with batch {batch}: the batches "
+                f"between are missing, as in an archive that was restored from a backup; {self._way_on(query)}"
+            )
+        # Left by attempts of ours that failed, or by writers that are dead: one that lives would hold our lock.
+        for path in self.staging.glob(f"{query}-{'[0-9]' * 10}-*"):
             shutil.rmtree(path)
         return self.staging / f"{query}-{batch:010d}-{secrets.token_hex(4)}"
 
-    def commit(self, query: str, batch: int, staged: Path) -> list[DataFile]:
-        """Bring the files of a batch, which are complete, into the archive."""
+    def _check_repeat(self, query: str, batch: int, end: list[str] | None) -> None:
+        """Is this the batch that the archive has under its number? A checkpoint that went back numbers others so."""
+        known = self.manifest.snapshot().ends.get(query)
+        if end is None or not known:
+            return  # written by 0.1.0, which did not keep where batches end
+        if known.get(batch) != end:
+            raise PipelineError(
+                f"{self.root} has a batch {batch} of this query that ends elsewhere than the one that Spark runs now: "
+                "the checkpoint has gone back, as after a power failure or from a backup, and messages would be left "
+                f"out; {self._way_on(query)}"
+            )
+
+    def _way_on(self, query: str) -> str:
+        known = self.manifest.snapshot().ends.get(query) or {}
+        text = "restore the checkpoint that belongs to the archive, or go on with an empty --checkpoint and --new-query"
+        for end in known[max(known)] if known else []:
+            with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
+                read = json.loads(end)
+                if read["mode"] == "log" and len(known[max(known)]) == 1:
+                    places = {
+                        topic: {node: where["o"] for node, where in nodes.items()} for topic, nodes in read["p"].items()
+                    }
+                    return f"{text} from where the archive ends: --from '{json.dumps(places, separators=(',', ':'))}'"
+        return f"{text} from where the archive ends"
+
+    def commit(
+        self, query: str, batch: int, staged: Path, *, end: list[str] | None = None, rows: int | None = None
+    ) -> list[DataFile]:
+        """Bring the files of a batch, which are complete, into the archive.
+
+        `rows` is what their writer counted. PipelineError if the files hold another number, or if another process has
+        become the writer of the query: then nothing of the batch is added.
+        """
         sources = sorted(path for path in staged.rglob("*.parquet") if not _is_hidden(path.relative_to(staged)))
-        moves = []
+        found = []
         for number, source in enumerate(sources):
             name = f"{query}-{batch:010d}-{number:04d}.parquet"
             target = (source.parent.relative_to(staged) / name).as_posix()
             _sync(source)
-            moves.append({"from": str(source), "file": asdict(_describe(source, target))})
+            found.append(_describe(source, target))
+        if rows is not None and (held := sum(file.rows for file in found)) != rows:
+            raise PipelineError(
+                f"Spark wrote {rows:,} rows in batch {batch} and the files in {staged} hold {held:,}: nothing of it "
+                "was added. Find out what deletes files there; started again, the batch is written again"
+            )
         note = self._pending / f"{query}-{batch:010d}.json"
-        _replace(note, json.dumps({"kind": "batch", "query": query, "batch": batch, "moves": moves, "in": str(staged)}))
-        return self._finish(note)
+        moves = [{"from": str(source), "file": asdict(file)} for source, file in zip(sources, found, strict=True)]
+        todo = {"kind": "batch", "query": query, "batch": batch, "end": end, "moves": moves, "in": str(staged)}
+        with self._lock(fcntl.LOCK_EX):
+            if self.manifest.snapshot().writers.get(query) != self._token:
+                raise PipelineError(
+                    f"another process has become the writer of query {query} of {self.root} while this one stood "
+                    f"still: nothing of batch {batch} was added by this one, which ends here"
+                )
+            _replace(note, json.dumps(todo))
+            return self._finish(note)
 
     # --- Reading -----------------------------------------------------------------------------------------------------
 
@@ -337,43 +470,58 @@ class Archive:
         name = f"merge-{secrets.token_hex(8)}"
         staged = self.staging / name
         staged.mkdir(parents=True)
-        source = staged / f"{name}.parquet"
-        _concatenate([self.root / file.path for file in files], source)
-        _sync(source)
-        described = _describe(source, f"{files[0].folder}/{name}.parquet")
-        if described.rows != sum(file.rows for file in files):
-            raise PipelineError(f"merging {len(files)} files of {files[0].folder} gave {described.rows} rows")
-        note = self._pending / f"{name}.json"
-        old = [file.path for file in files]
-        _replace(note, json.dumps({"kind": "merge", "old": old, "file": asdict(described), "in": str(staged)}))
-        self._finish(note)
+        # Says that the folder belongs to a process that lives, however long this takes.
+        lock = WriterLock(staged / _STAGED_LOCK, f"{staged}")
+        lock.acquire()
+        try:
+            source = staged / f"{name}.parquet"
+            _concatenate([self.root / file.path for file in files], source)
+            _sync(source)
+            described = _describe(source, f"{files[0].folder}/{name}.parquet")
+            if described.rows != sum(file.rows for file in files):
+                raise PipelineError(f"merging {len(files)} files of {files[0].folder} gave {described.rows} rows")
+            note = self._pending / f"{name}.json"
+            old = [file.path for file in files]
+            with self._lock(fcntl.LOCK_EX):
+                _replace(note, json.dumps({"kind": "merge", "old": old, "file": asdict(described), "in": str(staged)}))
+                self._finish(note)
+        finally:
+            lock.release()
 
     # --- Finishing ---------------------------------------------------------------------------------------------------
 
     def finish_pending(self) -> None:
         for note in sorted(self._pending.glob("*.json")):
-            self._finish(note)
+            with self._lock(fcntl.LOCK_EX):
+                self._finish(note)
 
     def _finish(self, note: Path) -> list[DataFile]:
-        """Do what a note says, whatever of it was done before. Only one process at a time is at this point."""
-        with self._lock(fcntl.LOCK_EX):
-            try:
-                todo = json.loads(note.read_text())
-            except FileNotFoundError:
-                return []  # somebody else has done it
-            staged = Path(todo["in"])
-            if todo["kind"] == "batch":
-                files = self._finish_batch(todo)
-            else:
-                files = self._finish_merge(todo, staged)
-            shutil.rmtree(staged, ignore_errors=True)
-            note.unlink()
-            return files
+        """Do what a note says, whatever of it was done before. Called with the lock held."""
+        try:
+            todo = json.loads(note.read_text())
+        except FileNotFoundError:
+            return []  # another process has done it
+        staged = Path(todo["in"])
+        if todo["kind"] == "batch":
+            files = self._finish_batch(todo, note)
+        else:
+            files = self._finish_merge(todo, staged)
+        shutil.rmtree(staged, ignore_errors=True)
+        note.unlink()
+        return files
 
-    def _finish_batch(self, todo: dict[str, Any]) -> list[DataFile]:
+    def _finish_batch(self, todo: dict[str, Any], note: Path) -> list[DataFile]:
+        query, batch, end = todo["query"], todo["batch"], todo.get("end")
         files = [DataFile(**move["file"]) for move in todo["moves"]]
-        if self.table.last_batch(todo["query"]) >= todo["batch"]:
+        if self.table.last_batch(query) >= batch:
+            self.manifest.note_end(query, batch, end)
             return files
+        for move, file in zip(todo["moves"], files, strict=True):
+            if not (self.root / file.path).exists() and not Path(move["from"]).exists():
+                raise PipelineError(
+                    f"{move['from']}, which holds rows of batch {batch}, was deleted before it came into {self.root}: "
+                    f"restore it; the note of it is {note}"
+                )
         folders = set()
         for move, file in zip(todo["moves"], files, strict=True):
             target = self.root / file.path
@@ -383,7 +531,11 @@ class Archive:
                 folders.add(target.parent)
         for folder in folders:
             _sync_folders(folder, self.root)
-        self.table.commit(todo["query"], todo["batch"], files)
+        if self.table is self.manifest:
+            self.manifest.commit(query, batch, files, end)
+        else:
+            self.table.commit(query, batch, files)
+            self.manifest.note_end(query, batch, end)
         return files
 
     def _finish_merge(self, todo: dict[str, Any], staged: Path) -> list[DataFile]:
@@ -464,6 +616,10 @@ def local_path(path: str | Path) -> Path:
 
 def _version_name(version: int) -> str:
     return f"{version:020d}.jsonl"
+
+
+def _batch_line(query: str, batch: int, end: list[str] | None) -> dict[str, Any]:
+    return {"batch": [query, batch]} if end is None else {"batch": [query, batch], "end": end}
 
 
 def _is_hidden(path: Path) -> bool:

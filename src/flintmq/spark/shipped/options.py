@@ -25,6 +25,7 @@ __all__ = [
     "SourceOptions",
     "Start",
     "check_names",
+    "given_options",
     "read_sink_options",
     "read_source_options",
 ]
@@ -76,6 +77,12 @@ OPTIONS = (
     Option("maxRecordsPerPartition", "source", "", "cut ranges so that no partition has more"),
     Option("failOnDataLoss", "source", "true", "fail when messages are gone before they were read"),
     Option("readerName", "source", "made once, kept in the checkpoint", "under which brokers keep files for the query"),
+    Option(
+        "temporaryReader",
+        "source",
+        "false",
+        "the query keeps no checkpoint: brokers keep files for it only while it runs, and for minutes after a kill",
+    ),
     Option("spoolLocation", "source", "", "the folder of spool mode; needed unless Spark runs on one machine"),
     Option("spoolMaxBytes", "source", "1g", "take no more from the channel while the spool is larger"),
     Option("spool.maxInFlight", "source", "2500", "messages taken and not yet in the spool"),
@@ -93,8 +100,14 @@ OPTIONS = (
 )
 
 _NAMES = {option.name.lower(): option for option in OPTIONS}
-#: Spark hands a stream's own options to its sink, too.
-_OF_SPARK = {"checkpointlocation", "queryname", "outputmode"}
+#: Spark hands a stream's own options to its sink, too, and what its catalog notes of a table to the table's source.
+_OF_SPARK = {
+    *("checkpointlocation", "queryname", "outputmode"),
+    *("provider", "owner", "location", "external", "comment", "collation", "is_managed_location"),
+    *("serialization.format", "transient_lastddltime"),
+}
+#: What only a table of a catalog has.
+_OF_CATALOG = ("provider", "serialization.format")
 
 
 class Start(NamedTuple):
@@ -144,6 +157,7 @@ class SourceOptions:
     max_records: int = 0
     fail_on_data_loss: bool = True
     reader_name: str = ""
+    temporary_reader: bool = False
     spool_location: str = ""
     spool_max_bytes: int = 1 << 30
     spool_in_flight: int = 2500
@@ -171,11 +185,23 @@ class SinkOptions:
     checkpoint: str = ""
 
 
+def given_options(options: Mapping[str, str]) -> dict[str, str]:
+    """Return what the user gave, of the keys that Spark hands over.
+
+    For CREATE TABLE that is the table's properties, Spark's own and any that somebody made up; each option of OPTIONS
+    is among them twice, as itself and with ``option.`` before it. ``path`` is where Spark would keep such a table.
+    """
+    keys = {key.lower(): key for key in options}
+    if "provider" in keys:
+        marked = {key.removeprefix("option."): options[name] for key, name in keys.items() if key.startswith("option.")}
+        return {key: value for key, value in marked.items() if key != "path" and key not in _OF_SPARK}
+    dropped = {*_OF_SPARK, "path"} if any(key in keys for key in _OF_CATALOG) else _OF_SPARK
+    return {name: options[name] for key, name in keys.items() if key not in dropped}
+
+
 def check_names(options: Mapping[str, str], side: str = "") -> None:
     """Is every key one that we know, and of this side? OptionError names the nearest right one."""
-    for key in options:
-        if key.lower() in _OF_SPARK:
-            continue
+    for key in given_options(options):
         known = _NAMES.get(key.lower())
         if key.lower() == "path":
             raise OptionError('format "nsq" takes no path: say load() or save() alone, and name topics by an option')
@@ -189,12 +215,13 @@ def check_names(options: Mapping[str, str], side: str = "") -> None:
 
 def read_source_options(options: Mapping[str, str], *, streaming: bool) -> SourceOptions:
     check_names(options, "source")
-    given = _Given(options)
+    given = _Given(given_options(options))
     topics = given.names("subscribe")
     pattern = given.text("subscribePattern")
     mode = given.choice("mode", ("auto", "log", "spool"))
     # A batch of a spool reads files and asks nobody.
     reads_files = mode == "spool" and not streaming
+    network = _read_network(given, needed=not reads_files)
     if bool(topics) == bool(pattern) and not reads_files:
         raise OptionError("say which topics to read by one of the options subscribe and subscribePattern")
     try:
@@ -206,7 +233,7 @@ def read_source_options(options: Mapping[str, str], *, streaming: bool) -> Sourc
     if max_messages and alias and max_messages != alias:
         raise OptionError("maxMessagesPerTrigger and maxOffsetsPerTrigger are the same: give one of them")
     read = SourceOptions(
-        network=_read_network(given, needed=not reads_files),
+        network=network,
         topics=topics,
         pattern=pattern,
         channel=given.text("channel"),
@@ -221,6 +248,7 @@ def read_source_options(options: Mapping[str, str], *, streaming: bool) -> Sourc
         max_records=given.count("maxRecordsPerPartition", 0),
         fail_on_data_loss=given.flag("failOnDataLoss", True),
         reader_name=given.text("readerName"),
+        temporary_reader=given.flag("temporaryReader", False),
         spool_location=given.text("spoolLocation").removeprefix("file://"),
         spool_max_bytes=given.size("spoolMaxBytes", 1 << 30) or 1 << 30,
         spool_in_flight=given.count("spool.maxInFlight", 2500),
@@ -241,6 +269,8 @@ def read_source_options(options: Mapping[str, str], *, streaming: bool) -> Sourc
         raise OptionError("spool mode has no startingOffsets or endingOffsets: a channel knows where it stands")
     if read.reader_name and not READER_NAME.fullmatch(read.reader_name):
         raise OptionError("readerName: 1 to 128 letters, digits and ._:- make a name")
+    if read.temporary_reader and len(read.reader_name) > 100:
+        raise OptionError("readerName: a temporary reader's name has 100 characters at most")
     if streaming and read.ending:
         raise OptionError("a stream has no end: endingOffsets and endingTimestamp are for batches (spark.read)")
     if read.min_messages and read.max_messages and read.min_messages > read.max_messages:
@@ -254,7 +284,7 @@ def read_source_options(options: Mapping[str, str], *, streaming: bool) -> Sourc
 
 def read_sink_options(options: Mapping[str, str]) -> SinkOptions:
     check_names(options, "sink")
-    given = _Given(options)
+    given = _Given(given_options(options))
     read = SinkOptions(
         network=_read_network(given),
         topic=given.text("topic"),
@@ -289,6 +319,12 @@ def _read_network(given: _Given, needed: bool = True) -> Network:
         retries=given.count("fetch.numRetries", 3, least=0),
         timeout=given.count("fetch.timeoutMs", 30_000) / 1000,
     )
+    if needed and given.is_empty:
+        raise OptionError(
+            "there are no options. Spark hands the OPTIONS of a table in a catalog to no source in Python: give them "
+            "with the statement, SELECT … FROM t WITH (subscribe = 'orders', …) or INSERT INTO t WITH (…), or make a "
+            "TEMPORARY VIEW, which keeps them"
+        )
     if needed and not (network.lookupds or network.nsqds or network.http_addresses):
         raise OptionError("say where the brokers are by nsq.lookupd.http.addresses or nsq.nsqd.addresses")
     if network.lookupds and (network.nsqds or network.http_addresses):
@@ -303,6 +339,10 @@ class _Given:
 
     def __init__(self, options: Mapping[str, str]) -> None:
         self._values = {key.lower(): str(value) for key, value in options.items()}
+
+    @property
+    def is_empty(self) -> bool:
+        return not self._values
 
     def text(self, name: str) -> str:
         return self._values.get(name.lower(), "").strip()

@@ -34,7 +34,7 @@ from flintmq.spark.shipped.options import SourceOptions
 if TYPE_CHECKING:
     import pyarrow as pa
 
-__all__ = ["Piece", "Spool", "Spooler", "default_location", "plan_rows", "read_pieces", "spool_rows"]
+__all__ = ["Piece", "Spool", "Spooler", "default_location", "plan_rows", "read_pieces", "spool_id", "spool_rows"]
 
 logger = logging.getLogger("flintmq.spark")
 
@@ -206,6 +206,17 @@ class Spool:
         if self._lock >= 0:
             os.close(self._lock)
             self._lock = -1
+
+
+def spool_id(location: str) -> str:
+    """Return the identity of the spool in a folder, or nothing where there is none. Changes nothing."""
+    folder = Path(location)
+    if not (folder / "spool.json").exists():
+        return ""
+    try:
+        return str(_read_state(folder)["spool"])
+    except (OSError, ValueError, KeyError) as exc:
+        raise SpoolError(f"the spool in {location} cannot be used: {exc}") from exc
 
 
 def spool_rows(location: str) -> tuple[int, int]:

@@ -1,0 +1,152 @@
+"""Where a broker listens: the TCP, HTTP and HTTPS ports, and the poller that reads their plain sockets.
+
+Listeners owns what is bound, where, and the TLS context that new TCP connections get. Connections belong to sessions
+and to the HTTP API once they are accepted.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import socket
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from flintmq import addresses
+from flintmq.broker.net import sockets
+from flintmq.errors import OptionError, StartError
+
+if TYPE_CHECKING:
+    import ssl
+
+    from flintmq.broker.daemon import Broker
+    from flintmq.broker.http.api import Api
+    from flintmq.broker.net.session import Session
+
+__all__ = ["Listeners"]
+
+logger = logging.getLogger(__name__)
+
+#: Connections that the system accepts before the broker does.
+ACCEPT_QUEUE = 1024
+
+
+class Listeners:
+    def __init__(self, broker: Broker) -> None:
+        self._broker = broker
+        self._server: asyncio.Server | None = None
+        #: Reads plain sockets; None where the system has no epoll.
+        self.poller: sockets.Poller | None = None
+        self.api: Api | None = None
+        #: Addresses as really bound; empty where nothing is.
+        self.tcp = self.http = self.https = ""
+        #: What TCP connections that ask for TLS get.
+        self.tls: ssl.SSLContext | None = None
+
+    # --- Start -----------------------------------------------------------------------------------------------------
+
+    def load_certificates(self) -> None:
+        """Read the certificates that the options name. StartError says why they are no good."""
+        if self._broker.options.tls_cert:
+            from flintmq.broker.net import tls
+
+            try:
+                self.tls = tls.server_context(self._broker.options)
+            except OptionError as exc:
+                raise StartError(str(exc)) from exc
+
+    def reload_certificates(self) -> None:
+        """Read the certificates again, for connections that come from now on. Bad ones leave all as it was."""
+        broker = self._broker
+        if self.tls is None or broker.stopping:
+            return
+        from flintmq.broker.net import tls
+
+        def done(context: Any, error: BaseException | None) -> None:
+            if error is not None:
+                logger.error("TLS: the certificates are not replaced - %s", error)
+            else:
+                self.tls = context
+                logger.info("TLS: the certificates were read again")
+
+        broker.disk.submit(lambda: tls.server_context(broker.options), done)
+
+    async def open(self, new_session: Callable[[], Session]) -> None:
+        """Listen on every port that the options name."""
+        broker = self._broker
+        loop = asyncio.get_running_loop()
+        self.descriptors = sockets.Descriptors(loop.time, self._connection_count)
+        if sockets.available():
+            self.poller = sockets.Poller(loop, broker.turns.end, broker.disk.system, self.descriptors)
+            broker.turns.follow(self.poller)
+        sock, self.tcp = self._bind(broker.options.tcp_address)
+        if self.poller is not None:
+            self.poller.listen(sock, new_session)
+        elif sock.family == socket.AF_UNIX:
+            self._server = await loop.create_unix_server(new_session, sock=sock, backlog=ACCEPT_QUEUE)
+        else:
+            self._server = await loop.create_server(new_session, sock=sock, backlog=ACCEPT_QUEUE)
+        logger.info("TCP: listening on %s", self.tcp)
+        await self._open_http()
+
+    async def _open_http(self) -> None:
+        options = self._broker.options
+        secure = options.https_address if options.tls_cert else ""
+        if not options.http_address and not secure:
+            return
+        # Late: a broker that only speaks TCP need not pay for it.
+        from flintmq.broker.http.api import Api
+
+        self.api = Api(self._broker)
+        if secure:
+            # First: the plain port may have to name this one in its answers.
+            sock, self.https = self._bind(secure)
+            await self.api.listen_tls(sock)
+        if options.http_address:
+            sock, self.http = self._bind(options.http_address)
+            await self.api.listen(sock, self.poller)
+            logger.info("HTTP: listening on %s", self.http)
+        if secure:
+            logger.info("HTTPS: listening on %s", self.https)
+
+    def _bind(self, address: str) -> tuple[socket.socket, str]:
+        """Return a listening socket, and where it really is."""
+        sock = addresses.bind(address)
+        return sock, addresses.text_of(sock.getsockname())
+
+    def _connection_count(self) -> int:
+        return len(self._broker.sessions) + (0 if self.api is None else self.api.connection_count())
+
+    # --- Stop ------------------------------------------------------------------------------------------------------
+
+    def stop_accepting(self) -> None:
+        if self.poller is not None:
+            self.poller.stop_listening()
+
+    async def end_requests(self) -> None:
+        """Take no more requests over HTTP; those that are under way get a moment to end."""
+        if self.api is not None:
+            await self.api.close()
+
+    def drop(self) -> None:
+        """Accept nothing more, and drop every HTTP connection at once."""
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+        self.stop_accepting()
+        if self.api is not None:
+            self.api.drop()
+
+    def close_poller(self) -> None:
+        if self.poller is not None:
+            self.poller.close()
+            self.poller = None
+
+    def remove_sockets(self) -> None:
+        """Delete the files of unix sockets."""
+        for bound in (self.tcp, self.http):
+            if bound and addresses.split(bound, listening=True).path:
+                with contextlib.suppress(OSError):
+                    os.unlink(bound)
