@@ -294,7 +294,8 @@ def read_sink_options(options: Mapping[str, str]) -> SinkOptions:
         write_id=given.text("writeId"),
         home=given.text("home"),
         repeated_batch=given.choice("repeatedBatch", ("stop", "skip")),
-        checkpoint=given.text("checkpointLocation"),
+        # Among what Spark itself hands over.
+        checkpoint=_Given(options).text("checkpointLocation"),
     )
     if read.topic and not NAME.fullmatch(read.topic):
         raise OptionError(f'topic: "{read.topic}" is no name of a topic')
