@@ -167,18 +167,18 @@ def test_lines_outside_the_buffer_are_refused(kernel: Any, pos: int, stop: int) 
         kernel.line_records(bytearray(b"a\nb"), pos, stop)
 
 
-# --- Scan -------------------------------------------------------------------------------------------------------------
+# --- BatchParser -----------------------------------------------------------------------------------------------------
 
 
 @given(bodies_of_any_size, st.data())
 def test_a_scan_in_pieces_finds_what_one_scan_finds(kernel: Any, bodies: list[bytes], draw: st.DataObject) -> None:
     data = records(*bodies)
-    scan = kernel.Scan(0)
+    scan = kernel.BatchParser(0)
     stop = 0
     while stop < len(data):
         stop = draw.draw(st.integers(stop + 1, len(data)))
         status = scan.run(data, stop, len(bodies), 30)
-        assert status == (kernel.SCAN_DONE if stop == len(data) else kernel.SCAN_MORE)
+        assert status == (kernel.PARSE_DONE if stop == len(data) else kernel.PARSE_MORE)
         assert scan.pos <= stop
         assert data[: scan.pos] == records(*bodies[: scan.index])
     assert (scan.pos, scan.index) == (len(data), len(bodies))
@@ -187,19 +187,19 @@ def test_a_scan_in_pieces_finds_what_one_scan_finds(kernel: Any, bodies: list[by
 @pytest.mark.parametrize("size", [0, -1, -(1 << 31), 31, (1 << 31) - 1])
 def test_a_scan_stops_at_a_size_out_of_range(kernel: Any, size: int) -> None:
     data = records(b"one", b"two") + size.to_bytes(4, "big", signed=True) + bytes(100)
-    scan = kernel.Scan(0)
-    assert scan.run(data, len(data), 3, 30) == kernel.SCAN_BAD
+    scan = kernel.BatchParser(0)
+    assert scan.run(data, len(data), 3, 30) == kernel.PARSE_BAD
     assert (scan.index, scan.pos, scan.size) == (2, 14, size)
 
 
 def test_a_scan_of_the_largest_size_allowed(kernel: Any) -> None:
     data = records(b"x" * 30)
-    assert kernel.Scan(0).run(data, len(data), 1, 30) == kernel.SCAN_DONE
+    assert kernel.BatchParser(0).run(data, len(data), 1, 30) == kernel.PARSE_DONE
 
 
 def test_a_scan_beyond_the_buffer_is_refused(kernel: Any) -> None:
     with pytest.raises(ValueError, match="beyond the buffer"):
-        kernel.Scan(0).run(bytearray(10), 11, 1, 30)
+        kernel.BatchParser(0).run(bytearray(10), 11, 1, 30)
 
 
 # --- Block ------------------------------------------------------------------------------------------------------------

@@ -22,6 +22,15 @@ from dataclasses import dataclass
 from hashlib import md5
 from typing import Any, ClassVar, TypeVar
 
+from flintmq.durations import (
+    HOUR,
+    MICROSECOND,
+    MILLISECOND,
+    MINUTE,
+    SECOND,
+    format_duration,
+    parse_duration,
+)
 from flintmq.errors import OptionError
 
 __all__ = [
@@ -48,80 +57,9 @@ __all__ = [
 
 logger = logging.getLogger(__name__)
 
-MICROSECOND = 1_000
-MILLISECOND = 1_000_000
-SECOND = 1_000_000_000
-MINUTE = 60 * SECOND
-HOUR = 60 * MINUTE
+_INT64_MAX = 2**63 - 1
 #: The log keeps the delay of a deferred message in 32 bits of milliseconds.
 LONGEST_DEFER = (2**32 - 1) * MILLISECOND
-
-
-# --- Durations, as Go writes them -------------------------------------------------------------------------------------
-
-_UNITS = {
-    "ns": 1,
-    "us": MICROSECOND,
-    "µs": MICROSECOND,  # U+00B5, the micro sign
-    "μs": MICROSECOND,  # U+03BC, the Greek letter
-    "ms": MILLISECOND,
-    "s": SECOND,
-    "m": MINUTE,
-    "h": HOUR,
-}
-_DURATION_PART = re.compile(r"(?=\.?[0-9])([0-9]*)(?:\.([0-9]*))?([^0-9.]*)")
-_INT64_MAX = 2**63 - 1
-
-
-def parse_duration(text: str) -> int:
-    """The nanoseconds of `250ms`, `1h30m`, `-1.5s` …; raises ValueError with the reason."""
-    digits = text[1:] if text[:1] in ("+", "-") else text
-    if digits == "0":
-        return 0
-    total = position = 0
-    while position < len(digits):
-        part = _DURATION_PART.match(digits, position)
-        if part is None:
-            break
-        whole, fraction, unit = part[1], part[2] or "", part[3]
-        if not unit:
-            raise ValueError(f'missing unit in duration "{text}", such as 250ms, 5s or 1h30m')
-        if unit not in _UNITS:
-            raise ValueError(f'unknown unit "{unit}" in duration "{text}": use ns, us, ms, s, m or h')
-        total += int(whole or "0") * _UNITS[unit]
-        total += int(fraction or "0") * _UNITS[unit] // 10 ** len(fraction)
-        position = part.end()
-    if not digits or position < len(digits):
-        raise ValueError(f'invalid duration "{text}": write 250ms, 5s or 1h30m')
-    if total > _INT64_MAX:
-        raise ValueError(f'duration "{text}" is too long')
-    return -total if text.startswith("-") else total
-
-
-def format_duration(nanoseconds: int) -> str:
-    """`1h0m0s`, `1.5s`, `250ms`: the text Go prints for the same duration."""
-    size = abs(nanoseconds)
-    sign = "-" if nanoseconds < 0 else ""
-    if size == 0:
-        return "0s"
-    for unit, limit in (("ns", MICROSECOND), ("µs", MILLISECOND), ("ms", SECOND)):
-        if size < limit:
-            return f"{sign}{_decimal(size, limit // 1000)}{unit}"
-    minutes, seconds = divmod(size, MINUTE)
-    text = f"{_decimal(seconds, SECOND)}s"
-    if minutes:
-        hours, minutes = divmod(minutes, 60)
-        text = f"{hours}h{minutes}m{text}" if hours else f"{minutes}m{text}"
-    return sign + text
-
-
-def _decimal(value: int, unit: int) -> str:
-    """`value / unit` exactly, with no trailing zeros; `unit` is a power of ten."""
-    whole, rest = divmod(value, unit)
-    if not rest:
-        return str(whole)
-    digits = len(str(unit)) - 1
-    return f"{whole}.{rest:0{digits}d}".rstrip("0")
 
 
 # --- Kinds of values --------------------------------------------------------------------------------------------------
@@ -363,7 +301,10 @@ def default_node_id(hostname: str) -> int:
 
 @dataclass(frozen=True, kw_only=True)
 class NsqdOptions(Options):
-    """Settings of the broker. Also made by hand: `NsqdOptions(data_path=path, tcp_address="127.0.0.1:0")`."""
+    """Settings of the broker. Also made by hand: `NsqdOptions(data_path=path, tcp_address="127.0.0.1:0")`.
+
+    Size: one field is one flag, one key of the config file and one line of help, and nsqd has that many.
+    """
 
     program: ClassVar[str] = "nsqd"
     command_line_only: ClassVar[tuple[Option, ...]] = (

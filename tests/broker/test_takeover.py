@@ -30,6 +30,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flintmq.broker import takeover
+from flintmq.broker.storage.disk import Disk
 from flintmq.broker.takeover import GoData, GoMessage, GoQueue, found, move_aside, read
 from flintmq.errors import StartError
 
@@ -982,7 +983,7 @@ def full_path(tmp_path: Path) -> DataPath:
 
 
 def test_every_go_file_is_moved_into_one_folder(full_path: DataPath) -> None:
-    folder = move_aside(full_path.read(), full_path.path)
+    folder = move_aside(full_path.read(), full_path.path, Disk())
     assert folder == full_path.path / "go-nsqd-20231114T221320Z"
     assert contents(folder) == contents(CLEAN_STOP)
     assert contents(full_path.path) == {"notes.txt": b"not ours"}
@@ -991,8 +992,8 @@ def test_every_go_file_is_moved_into_one_folder(full_path: DataPath) -> None:
 
 def test_moving_aside_again_does_nothing(full_path: DataPath) -> None:
     data = full_path.read()
-    folder = move_aside(data, full_path.path)
-    assert move_aside(data, full_path.path) == folder
+    folder = move_aside(data, full_path.path, Disk())
+    assert move_aside(data, full_path.path, Disk()) == folder
     assert contents(folder) == contents(CLEAN_STOP)
 
 
@@ -1005,7 +1006,7 @@ def test_a_crash_while_moving_is_finished_by_the_next_start(
     full_path: DataPath, monkeypatch: pytest.MonkeyPatch, moved: int
 ) -> None:
     renames = iter(range(moved))
-    rename = os.rename
+    rename = os.replace
 
     def rename_until_the_crash(source: Path, target: Path) -> None:
         if next(renames, None) is None:
@@ -1013,22 +1014,22 @@ def test_a_crash_while_moving_is_finished_by_the_next_start(
         rename(source, target)
 
     with monkeypatch.context() as patch:
-        patch.setattr(os, "rename", rename_until_the_crash)
+        patch.setattr(os, "replace", rename_until_the_crash)
         with pytest.raises(Crash):
-            move_aside(full_path.read(), full_path.path)
+            move_aside(full_path.read(), full_path.path, Disk())
     assert found(full_path.path)  # nsqd.dat goes last: as long as it is there, there is something to do
 
-    folder = move_aside(full_path.read(), full_path.path)
+    folder = move_aside(full_path.read(), full_path.path, Disk())
     assert contents(folder) == contents(CLEAN_STOP)
     assert contents(full_path.path) == {"notes.txt": b"not ours"}
     assert [path for path in full_path.path.iterdir() if path.is_dir()] == [folder]
 
 
 def test_an_older_copy_is_never_written_over(full_path: DataPath) -> None:
-    first = move_aside(full_path.read(), full_path.path)
+    first = move_aside(full_path.read(), full_path.path, Disk())
     shutil.copytree(first, full_path.path, dirs_exist_ok=True)  # keeps the times, as `cp -a` does
     (full_path.path / "orders.diskqueue.meta.dat").write_bytes(b"0\n7,0\n7,0\n")
-    second = move_aside(full_path.read(), full_path.path)
+    second = move_aside(full_path.read(), full_path.path, Disk())
     assert second == first.with_name(first.name + "-2")
     assert contents(first) == contents(CLEAN_STOP)
     assert contents(second) == contents(CLEAN_STOP) | {"orders.diskqueue.meta.dat": b"0\n7,0\n7,0\n"}
@@ -1038,5 +1039,5 @@ def test_a_folder_that_cannot_be_made_stops_the_start(full_path: DataPath) -> No
     (full_path.path / "go-nsqd-20231114T221320Z").write_bytes(b"a file is in the way")
     before = contents(full_path.path)
     with pytest.raises(StartError, match=r"cannot move the files of the Go nsqd to .*go-nsqd-20231114T221320Z - "):
-        move_aside(full_path.read(), full_path.path)
+        move_aside(full_path.read(), full_path.path, Disk())
     assert contents(full_path.path) == before

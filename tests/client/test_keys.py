@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from flintmq import sync
+from flintmq import Broker, sync
 from flintmq.client import Consumer, Producer
 from flintmq.errors import (
     ClosedError,
@@ -297,3 +297,14 @@ def test_keys_without_asyncio(tmp_path: Path) -> None:
             assert sorted(got) == sorted([b"one", b"two", b"three", b"four", b"last"])
     finally:
         nsqd.stop()
+
+
+async def test_a_key_that_was_used_for_other_content_is_refused_for_good(tmp_path: Path) -> None:
+    async with Broker(data_path=tmp_path) as broker, Producer(broker.tcp_address) as nsq:
+        await nsq.publish("t", b"one", key="k")
+        await nsq.publish("t", b"one", key="k")
+        for publish in (nsq.publish("t", b"two", key="k"), nsq.publish_many("t", [b"one", b"two"], key="k")):
+            with pytest.raises(PublishError, match="E_KEY_CONTENT key k was used for another publish") as refused:
+                await publish
+            assert not refused.value.retriable
+        await nsq.publish("t", b"three", key="l")

@@ -610,7 +610,7 @@ class SimDisk(Disk):
         assert isinstance(node, _File)
         return node.content.part(0, node.content.size)
 
-    def replace(self, path: Path, content: bytes) -> None:
+    def swap(self, path: Path, content: bytes) -> None:
         """Put other bytes into a file, behind everybody's back; they are on the device."""
         folder = self.system._folder(path.parent)
         folder.entries[path.name] = folder.synced[path.name] = _File(_Bytes(content))

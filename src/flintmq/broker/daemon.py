@@ -423,11 +423,11 @@ class Broker:
             return
         self._failure = error
         self._halt()
-        # Not under the feet of those who found it out.
+        # Not now: the caller may be in the middle of using what is torn down.
         self.later(self._tear_down)
 
     def _halt(self) -> None:
-        """From here on nothing is taken, sent or written, whoever asks."""
+        """Take, send and write nothing from here on."""
         self.stopping = True
         self._statsd.cancel()
         self._cancel_timers()

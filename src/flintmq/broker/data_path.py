@@ -5,6 +5,7 @@
     flintmq/journal/           what happened (journal.py)
     flintmq/topics/NAME@N/     a topic's segment files (segment.py); N is its incarnation; ``side`` its side log;
                                keys of deleted segments (keys.py)
+    flintmq/stage/             staged publishes (stage/staging.py)
     flintmq/topics/NAME@N.lost a topic that the journal does not know, after damage to it
     flintmq.tmp                a first start that was cut off
     flintmq.restoring          a backup that is being restored: no broker starts beside it
@@ -17,7 +18,6 @@ from __future__ import annotations
 import errno
 import logging
 import os
-import secrets
 from pathlib import Path
 
 import msgspec
@@ -31,7 +31,8 @@ __all__ = ["FORMAT", "LOST", "RECOVERED", "RESTORING", "DataPath", "reason", "re
 
 logger = logging.getLogger(__name__)
 
-#: The format of the data path. 2: snapshots in pieces, redrives that go on, recorded node ids.
+#: The format of the data path. 2: snapshots in pieces, redrives that go on, recorded node ids, keys with their content,
+#: staged publishes.
 FORMAT = 2
 #: What is appended to the name of a topic's folder that is set aside.
 LOST = ".lost"
@@ -96,7 +97,7 @@ class DataPath:
             # The old files are ours now: out of the way with them, also after a crash half-way.
             if takeover.found(self.path):
                 data = takeover.read(self.path, max_msg_size=options.max_msg_size)
-                aside = takeover.move_aside(data, self.path)
+                aside = takeover.move_aside(data, self.path, disk)
                 logger.info("NSQ: the files of the old nsqd were moved to %s", aside)
             disk.remove(moving)
             disk.sync_folder(root)
@@ -123,24 +124,14 @@ class DataPath:
 
     def _write_identity(self, path: Path, about: _About) -> None:
         """Replace ``format.json`` durably: before the first file is written that an older version cannot read."""
-        disk, temporary = self._disk, path.with_suffix(".tmp")
-        if disk.exists(temporary):
-            disk.remove(temporary)
-        fd = disk.open(temporary, create=True)
-        try:
-            disk.write(fd, [msgspec.json.encode(about)], 0)
-            disk.sync(fd)
-        finally:
-            disk.close_file(fd)
-        disk.rename(temporary, path)
-        disk.sync_folder(path.parent)
+        self._disk.replace(path, [msgspec.json.encode(about)])
 
     def _make_root(self, root: Path) -> None:
         for folder in (root, root / "journal", root / "topics"):
             self._disk.make_folder(folder)
         for folder in (root / "journal", root / "topics"):
             self._disk.sync_folder(folder)
-        self._write_identity(root / "format.json", _About(FORMAT, secrets.token_hex(16)))
+        self._write_identity(root / "format.json", _About(FORMAT, self._disk.system.randbytes(16).hex()))
 
     def _take_over(self, root: Path, options: NsqdOptions, clock: Clock) -> None:
         """Build our files from those of a Go nsqd; nothing of its own is touched yet."""

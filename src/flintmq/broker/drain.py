@@ -1,7 +1,7 @@
 """Emptying a node before it goes: nothing more comes in, consumers take what is there, then the broker stops.
 
 Publishes are refused with the reason, so that producers go to another node. Everything else goes on: consumers come,
-finish and put back as ever. The node is empty when no channel that has a consumer has anything waiting or in flight.
+finish and requeue as ever. The node is empty when no channel that has a consumer has anything waiting or in flight.
 What nobody can take now stays in the log for the next start and is reported: what is deferred, what is paused, and what
 has no consumer or no channel.
 """

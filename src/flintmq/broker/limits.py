@@ -1,7 +1,7 @@
 """Limits that NSQ does not have: connections, what a topic may hold, how fast it may be filled and emptied.
 
 Everything here is off by default, and then there is no object of it: whoever asks finds ``None`` and pays for nothing
-else. With a limit, publishes to its topics leave the short way of many connections at once and are looked at one by
+else. With a limit, publishes to its topics leave the lane of many connections at once and are looked at one by
 one. What exceeds a limit is refused with the reason (``LimitError``, ``RateError``) or, where the policy says so, makes
 the oldest messages go. Nothing is ever made to wait here but deliveries, and those by a timer.
 """

@@ -9,9 +9,9 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-import os
 import socket
 from collections.abc import Callable
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flintmq import addresses
@@ -149,4 +149,4 @@ class Listeners:
         for bound in (self.tcp, self.http):
             if bound and addresses.split(bound, listening=True).path:
                 with contextlib.suppress(OSError):
-                    os.unlink(bound)
+                    self._broker.disk.remove(Path(bound))

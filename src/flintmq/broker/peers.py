@@ -19,7 +19,6 @@ import itertools
 import logging
 import os
 import random
-import socket
 from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, cast
 
@@ -368,7 +367,7 @@ class Peer:
         return msgspec.json.encode(
             {
                 "broadcast_address": options.broadcast_address,
-                "hostname": socket.gethostname(),
+                "hostname": broker.disk.system.hostname(),
                 "http_port": options.broadcast_http_port or port_of(broker.http_address),
                 "tcp_port": options.broadcast_tcp_port or port_of(broker.tcp_address),
                 "topology_region": options.topology_region,

@@ -28,11 +28,11 @@ from dataclasses import dataclass
 from fnmatch import translate
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from flintmq.durations import HOUR
 from flintmq.errors import OptionError, PublishError
 from flintmq.options import (
     DURABILITY,
     DURATION,
-    HOUR,
     INT,
     LONGEST_DEFER,
     NEW_CHANNEL,

@@ -377,7 +377,7 @@ def read(data_path: Path, *, max_msg_size: int) -> GoData:
     return GoData(known, metadata, (*files, metadata), orphans, damage, stopped)
 
 
-def move_aside(data: GoData, data_path: Path) -> Path:
+def move_aside(data: GoData, data_path: Path, disk: Disk) -> Path:
     """Move every Go file into one folder inside ``data_path``, durably, and return the folder.
 
     Call it before an nsqd.dat of our own is written. The folder is named after the time of the Go daemon's nsqd.dat and
@@ -392,27 +392,20 @@ def move_aside(data: GoData, data_path: Path) -> Path:
         copies += 1
         folder = data_path / f"{name}-{copies}"
     try:
-        folder.mkdir(exist_ok=True)
-        _sync_directory(data_path)
+        if not disk.exists(folder):
+            disk.make_folder(folder)
+        disk.sync_folder(data_path)
         for path in left:
             if path == data.metadata:
-                _sync_directory(folder)
-                _sync_directory(data_path)
-            os.rename(path, folder / path.name)
+                disk.sync_folder(folder)
+                disk.sync_folder(data_path)
+            disk.rename(path, folder / path.name)
         # First where the names are now, then where they were: they may show up twice, but never nowhere.
-        _sync_directory(folder)
-        _sync_directory(data_path)
+        disk.sync_folder(folder)
+        disk.sync_folder(data_path)
     except OSError as exc:
         raise StartError(f"cannot move the files of the Go nsqd to {folder} - {exc.strerror or exc}") from exc
     return folder
-
-
-def _sync_directory(path: Path) -> None:
-    fd = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)
 
 
 # --- Writing it in our form ------------------------------------------------------------------------------------------

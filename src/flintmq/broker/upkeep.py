@@ -7,7 +7,6 @@ deleted.
 from __future__ import annotations
 
 import logging
-import secrets
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
@@ -204,12 +203,5 @@ class Upkeep:
 
     def write_metadata(self, content: bytes | None = None) -> None:
         """Replace ``nsqd.dat``. OSError says why it cannot be."""
-        disk, path = self._broker.disk, self._broker.path
-        temporary = path / f"nsqd.dat.{secrets.randbelow(1 << 31)}.tmp"
-        fd = disk.open(temporary, create=True)
-        try:
-            disk.write(fd, [content if content is not None else self._metadata()], 0)
-            disk.sync(fd)
-        finally:
-            disk.close_file(fd)
-        disk.rename(temporary, path / "nsqd.dat")
+        path = self._broker.path / "nsqd.dat"
+        self._broker.disk.replace(path, [content if content is not None else self._metadata()])

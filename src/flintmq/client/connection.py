@@ -226,7 +226,11 @@ class Message(kernel.Delivery):
 
 
 class Connection(asyncio.Protocol):
-    """A connection after its handshake. Made by `open`; `close` or the peer ends it, and the owner hears of it once."""
+    """A connection after its handshake. Made by `open`; `close` or the peer ends it, and the owner hears of it once.
+
+    Size: one object is a protocol of asyncio, with both directions and what is under way in each; every read and every
+    flush looks at most of it, so it is flat.
+    """
 
     def __init__(self, address: str, settings: Settings, clock: Clock, owner: Owner) -> None:
         self.address = address

@@ -61,6 +61,9 @@ class Consumer:
                     bill(message.body)
 
     or, with a handler, `await Consumer("orders", "billing", nsqd="127.0.0.1:4150", handler=bill).run()`.
+
+    Size: half of it are the arguments, which are public; the rest is looked at for every message or batch of them, so
+    it is flat.
     """
 
     def __init__(

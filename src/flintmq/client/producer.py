@@ -44,7 +44,7 @@ _BATCH_BYTES = 1 << 20
 _ALONE_BYTES = 64 << 10
 
 #: Refused for what it is: no other broker would take it, nor this one later.
-_HOPELESS = frozenset({"E_BAD_TOPIC", "E_BAD_MESSAGE", "E_BAD_BODY", "E_INVALID"})
+_HOPELESS = frozenset({"E_BAD_TOPIC", "E_BAD_MESSAGE", "E_BAD_BODY", "E_INVALID", "E_KEY_CONTENT"})
 #: Refused as a whole because of one message in it.
 _ONE_IS_BAD = frozenset({"E_BAD_MESSAGE", "E_BAD_BODY"})
 #: The broker cannot take it now; another may.

@@ -22,7 +22,7 @@ else:
     from flintmq.kernel.layout import BODY_AT, FRAME_OVERHEAD, TIMESTAMP_AT, TYPE_AT, TYPE_MESSAGE
 
 #: A walk ended: with the last message; because the buffer ends before the batch does; because of a size out of range.
-SCAN_DONE, SCAN_MORE, SCAN_BAD = 0, 1, 2
+PARSE_DONE, PARSE_MORE, PARSE_BAD = 0, 1, 2
 
 _MASK = 0xFFFFFFFFFFFFFFFF
 _u32 = Struct(">I")
@@ -73,7 +73,7 @@ def sum_records(
     """The sum, modulo 2**64, of a 64-bit hash (MurmurHash64A with ``seed``) of each of the ``count`` records' bodies.
 
     It does not depend on the order of the records, nor on where a batch of them is cut in two. The records
-    ``[4-byte size][body]`` at ``data[pos:stop]`` were walked over by a ``Scan``: ValueError if they do not fit.
+    ``[4-byte size][body]`` at ``data[pos:stop]`` were walked over by a ``BatchParser``: ValueError if they do not fit.
     """
     if not 0 <= pos <= stop <= len(data):
         raise ValueError("pos and stop lie beyond the buffer")
@@ -209,7 +209,7 @@ def encode_mpub(line: bytes, bodies: list) -> bytes:
 
 
 @cython.cclass
-class Scan:
+class BatchParser:
     """A walk over ``count`` records ``[4-byte size][body]``, which can stop at the end of a buffer and go on later.
 
     ``pos`` is where it stands, ``index`` how many messages it has passed, ``size`` the last size read.
@@ -228,7 +228,7 @@ class Scan:
     def run(
         self, data: bytearray, stop: cython.Py_ssize_t, count: cython.Py_ssize_t, max_size: cython.longlong
     ) -> cython.int:
-        """Walk on up to ``stop``. ``SCAN_DONE``, ``SCAN_MORE`` or ``SCAN_BAD`` (``size`` is not in 1 … max_size)."""
+        """Walk on up to ``stop``. ``PARSE_DONE``, ``PARSE_MORE`` or ``PARSE_BAD`` (``size`` is not in 1 … max_size)."""
         pos: cython.Py_ssize_t = self.pos
         index: cython.Py_ssize_t = self.index
         size: cython.longlong
@@ -244,7 +244,7 @@ class Scan:
                     self.pos = pos
                     self.index = index
                     self.size = size
-                    return SCAN_BAD
+                    return PARSE_BAD
                 if pos + 4 + size > stop:
                     break
                 pos += 4 + size
@@ -259,14 +259,14 @@ class Scan:
                     self.pos = pos
                     self.index = index
                     self.size = size
-                    return SCAN_BAD
+                    return PARSE_BAD
                 if pos + 4 + size > stop:
                     break
                 pos += 4 + size
                 index += 1
         self.pos = pos
         self.index = index
-        return SCAN_DONE if index == count else SCAN_MORE
+        return PARSE_DONE if index == count else PARSE_MORE
 
 
 @cython.cclass

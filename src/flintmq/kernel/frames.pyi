@@ -4,16 +4,16 @@ from typing import Any, TypeVar
 
 _D = TypeVar("_D", bound="Delivery")
 
-SCAN_DONE: int
-SCAN_MORE: int
-SCAN_BAD: int
+PARSE_DONE: int
+PARSE_MORE: int
+PARSE_BAD: int
 
 def total_size(bodies: list[bytes]) -> int: ...
 def encode_mpub(line: bytes, bodies: list[bytes]) -> bytes: ...
 def sum_records(data: bytearray, pos: int, stop: int, count: int, seed: int) -> int: ...
 def line_records(data: bytearray, pos: int, stop: int) -> tuple[bytearray, int]: ...
 
-class Scan:
+class BatchParser:
     pos: int
     index: int
     size: int

@@ -551,7 +551,7 @@ async def test_a_reader_that_takes_nothing_is_cut_off(
 async def test_a_reader_that_hangs_up_leaves_nothing_behind(broker: Broker) -> None:
     written = await filled(broker)
     topic = broker.topics["t"]
-    for _ in range(2 * fetch_module.AT_ONCE):
+    for _ in range(32):
         async with HttpClient.connect(broker.http_address) as http:
             http.send(request_of("GET", f"/log/fetch?topic=t&from={min(written)}&to={max(written)}"))
     async with HttpClient.connect(broker.http_address) as http:
@@ -568,6 +568,9 @@ async def test_more_readers_than_may_read_at_once_all_get_theirs(
         async with HttpClient.connect(broker.http_address) as http:
             return await read(http, min(written), max(written) + 1, max_bytes=200_000)
 
+    monkeypatch.setattr(fetch_module, "AT_ONCE", 16)
+    # However long they wait for each other, they do not count as readers that take nothing.
+    monkeypatch.setattr(fetch_module, "STALLED", 0.5)
     for found in await asyncio.gather(*(one() for _ in range(3 * fetch_module.AT_ONCE))):
         assert found == written
 
@@ -762,9 +765,14 @@ async def test_the_reader_that_takes_nothing_goes_when_others_wait(
             for _ in range(2):
                 assert await read(http, min(written), max(written) + 1) == written
             # It is told by the end of its connection, not by an answer that looks whole.
-            stalled[0].writer.transport.resume_reading()  # type: ignore[attr-defined]
-            with pytest.raises((asyncio.IncompleteReadError, ConnectionError)):
-                await stalled[0].answer()
+            gone = 0
+            for client in stalled:
+                client.writer.transport.resume_reading()  # type: ignore[attr-defined]
+                try:
+                    await client.answer()
+                except (asyncio.IncompleteReadError, ConnectionError):
+                    gone += 1
+            assert gone >= 1
 
 
 async def test_a_reader_that_asks_how_far_the_log_is_makes_it_durable(broker: Broker, http: HttpClient) -> None:

@@ -289,7 +289,7 @@ def test_a_torn_tail_costs_the_torn_batch_and_what_follows_it() -> None:
             # A batch that ends in zeros is whole when zeros follow.
             expected = [state for offset, state in marks if torn[:offset] == content[:offset]][-1]
             disk = SimDisk(ROOT, inline=True)
-            disk.replace(path, torn)
+            disk.swap(path, torn)
             assert teller.recovered(disk) == expected, f"cut at {cut}"
 
 
@@ -299,7 +299,7 @@ def test_a_file_whose_header_never_arrived_is_passed_over() -> None:
     for size in (0, 10, HEADER, 5_000):
         disk = teller.disk.after_kill()
         disk.close_file(disk.open(ROOT / "journal-00000002", create=True))
-        disk.replace(ROOT / "journal-00000002", bytes(size))
+        disk.swap(ROOT / "journal-00000002", bytes(size))
         assert teller.recovered(disk) == dump(teller.state)
         again = Teller(disk, teller.clock)
         assert dump(again.state) == dump(teller.state)
@@ -328,7 +328,7 @@ def test_a_newer_journal_is_refused() -> None:
     content[8:10] = (3).to_bytes(2, "big")
     content[HEADER - 4 : HEADER] = google_crc32c.extend(0, bytes(content[: HEADER - 4])).to_bytes(4, "big")
     disk = teller.disk.after_kill()
-    disk.replace(path, bytes(content))
+    disk.swap(path, bytes(content))
     with pytest.raises(FormatError, match=r"newer version of flintmq \(format 3, known: 2\)"):
         teller.recovered(disk)
 
@@ -465,7 +465,7 @@ def test_a_damaged_snapshot_is_refused_not_guessed_at() -> None:
     content = teller.disk.content(path)
     for damaged in (content[:-1], content[:100] + b"?" + content[101:], b""):
         disk = teller.disk.after_kill()
-        disk.replace(path, damaged)
+        disk.swap(path, damaged)
         with pytest.raises(StorageError, match="is damaged"):
             teller.recovered(disk)
 
@@ -483,7 +483,7 @@ def test_a_topic_made_again_replaces_one_whose_deletion_was_lost() -> None:
     teller.note("topic", 3, "t", 1_000, 2_000)
     teller.journal.flush()
     disk = teller.disk.after_kill()
-    disk.replace(path, content[:before] + bytes(len(content) - before))
+    disk.swap(path, content[:before] + bytes(len(content) - before))
     state = reader(disk, teller.clock).recover()
     assert sorted(state.topics) == [2, 3]
     assert state.floor >= 1_000

@@ -52,7 +52,7 @@ def test_a_torn_tail_keeps_every_whole_batch_and_no_part_of_one(tear: str) -> No
     for cut in range(max(FILE_HEADER, len(content) - (64 << 10)), len(content) + 1, STEP):
         tail = {"cut off": b"", "zeros": bytes(len(content) - cut), "noise": noise[cut:]}[tear]
         disk = rig.disk.after_kill()
-        disk.replace(path, content[:cut] + tail)
+        disk.swap(path, content[:cut] + tail)
         again = rig.reopened(disk)
         end = max([seq for seq, offset in batches if offset <= cut], default=BASE)
         assert again.log.spans() == ([(BASE, end)] if end > BASE else []), f"cut at {cut}"
@@ -75,7 +75,7 @@ def test_a_batch_with_a_hole_anywhere_is_dropped_whole() -> None:
     content = rig.disk.content(rig.files[0])
     for start, stop in pairwise(offsets):
         disk = rig.disk.after_kill()
-        disk.replace(rig.files[0], content[:start] + bytes(stop - start) + content[stop:])
+        disk.swap(rig.files[0], content[:start] + bytes(stop - start) + content[stop:])
         assert list(rig.reopened(disk).bodies().values()) == [b"before", b"after"]
 
 
@@ -84,7 +84,7 @@ def test_a_batch_on_the_device_loses_only_what_is_damaged() -> None:
     rig.publish(*numbered(9, 30_000))
     content = rig.disk.content(rig.files[0])
     disk = rig.disk.after_kill()
-    disk.replace(rig.files[0], content[: FILE_HEADER + 50] + b"?" + content[FILE_HEADER + 51 :])
+    disk.swap(rig.files[0], content[: FILE_HEADER + 50] + b"?" + content[FILE_HEADER + 51 :])
     again = rig.reopened(disk, durable=rig.log.end)
     assert list(again.bodies().values()) == numbered(9, 30_000)[1:]
 
@@ -135,7 +135,7 @@ def test_a_flipped_bit_costs_one_record_and_is_told(sealed: bool) -> None:
         flipped = bytearray(content)
         flipped[at] ^= 1 << (at % 8)
         disk = rig.disk.after_power_loss("none")
-        disk.replace(path, bytes(flipped))
+        disk.swap(path, bytes(flipped))
         again = rig.reopened(disk, durable=BASE + 20)
         hit = [seq for seq, offset in enumerate(offsets, BASE) if offset <= at < end and at - offset < 2_000]
         lost = set(hit[-1:])
@@ -158,7 +158,7 @@ def test_messages_after_a_damaged_record_are_read_in_any_order() -> None:
     for record in (5, 6, 20):
         content[FILE_HEADER + record * (RECORD_HEADER + 1_034) + 300] ^= 1
     disk = rig.disk.after_power_loss("none")
-    disk.replace(path, bytes(content))
+    disk.swap(path, bytes(content))
     again = rig.reopened(disk, durable=BASE + 30)
     order = [seq for seq in range(BASE, BASE + 30) if seq - BASE not in (5, 6, 20)]
     random.Random(3).shuffle(order)
@@ -195,7 +195,7 @@ def test_a_record_inside_a_body_is_never_taken_for_one(sealed: bool, origin: str
         flipped = bytearray(content)
         flipped[at] ^= 0x10
         disk = rig.disk.after_power_loss("none")
-        disk.replace(path, bytes(flipped))
+        disk.swap(path, bytes(flipped))
         again = rig.reopened(disk, durable=BASE + 3)
         assert again.bodies() == {BASE: b"first", BASE + 2: b"last"}, f"byte {at}"
         with pytest.raises(DamageError):
@@ -511,7 +511,7 @@ def test_a_footer_without_its_records_is_not_believed() -> None:
     path = rig.files[0]
     content = rig.disk.content(path)
     disk = rig.disk.after_kill()
-    disk.replace(path, content[:16_384] + bytes(8_192) + content[24_576:])
+    disk.swap(path, content[:16_384] + bytes(8_192) + content[24_576:])
     again = rig.reopened(disk)
     assert again.seqs() == list(again.bodies()), "what is offered can be read"
     assert BASE + 2 not in again.seqs()
@@ -551,7 +551,7 @@ def test_a_newer_format_is_refused() -> None:
     crc = google_crc32c.extend(0, bytes(content[: FILE_HEADER - 4]))
     content[FILE_HEADER - 4 : FILE_HEADER] = crc.to_bytes(4, "big")
     disk = rig.disk.after_kill()
-    disk.replace(rig.files[0], bytes(content))
+    disk.swap(rig.files[0], bytes(content))
     with pytest.raises(FormatError, match=r"newer version of flintmq \(format 2, known: 1\)"):
         rig.reopened(disk)
 
@@ -823,7 +823,7 @@ async def test_a_newer_data_path_is_refused_at_the_start(start_broker: StartBrok
     broker = await start_broker(disk=disk)
     await broker.stop()
     disk = disk.after_power_loss("none")
-    disk.replace(tmp_path / "flintmq" / "format.json", b'{"format": 99, "node": "00"}')
+    disk.swap(tmp_path / "flintmq" / "format.json", b'{"format": 99, "node": "00"}')
     with pytest.raises(StartError, match="newer version of flintmq"):
         await start_broker(disk=disk)
 
@@ -955,7 +955,7 @@ def test_the_first_message_at_a_time_may_come_after_a_gap_or_be_damaged() -> Non
     assert seq_at(after_gap, rig.clock.wall()) == BASE + 5_000
     content = bytearray(after_gap.disk.content(after_gap.files[0]))
     content[FILE_HEADER + RECORD_HEADER + 40] ^= 1
-    after_gap.disk.replace(after_gap.files[0], bytes(content))
+    after_gap.disk.swap(after_gap.files[0], bytes(content))
     after_gap = after_gap.reopened(after_gap.disk, durable=after_gap.log.end)
     assert seq_at(after_gap, 0) == after_gap.log.first, "what cannot be read has no time"
 

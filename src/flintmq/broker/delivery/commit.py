@@ -10,7 +10,7 @@ import logging
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING
 
-from flintmq.kernel import Scan, send_each
+from flintmq.kernel import BatchParser, send_each
 from flintmq.protocol.wire import OK_FRAME
 
 if TYPE_CHECKING:
@@ -69,10 +69,10 @@ Piece = tuple[bytearray, int, int, int]
 
 def slices(data: bytearray, pos: int, stop: int, count: int) -> Iterator[Piece]:
     """The ``count`` records of ``data[pos:stop]``, which were found to be in order, in pieces of bounded length."""
-    scan = Scan(pos)
+    batch = BatchParser(pos)
     done = 0
     while done < count:
         target = min(done + SLICE, count)
-        scan.run(data, stop, target, stop)
-        yield data, pos, scan.pos, target - done
-        pos, done = scan.pos, target
+        batch.run(data, stop, target, stop)
+        yield data, pos, batch.pos, target - done
+        pos, done = batch.pos, target

@@ -51,7 +51,7 @@ class Expiry:
     def still_good(self, first: int, stop: int, most: int) -> tuple[list[int], int]:
         """Of these seqs, which were all published too early: those that were deferred and became due later.
 
-        At most so many deferred messages are looked at; the second value says up to which seq.
+        At most ``most`` deferred messages are looked at; the second value says up to which seq.
         """
         cutoff = self.cutoff
         good: list[int] = []

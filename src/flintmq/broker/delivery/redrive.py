@@ -40,7 +40,7 @@ logger = logging.getLogger(__name__)
 REDRIVE = "redrive"
 #: Dead letters that are looked through for those of one channel before the loop is handed back.
 LOOK_THROUGH = 1_000
-#: A redrive with a rate copies as many at once as may be sent in so many seconds.
+#: Seconds of its rate that a redrive copies at once.
 STRIDE = 0.05
 #: Where the journal's row of a redrive says how many were moved.
 MOVED = 5

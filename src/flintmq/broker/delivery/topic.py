@@ -30,7 +30,7 @@ from flintmq.broker.storage.log import TAKE_AT_ONCE, WRITE_AT, Log
 from flintmq.broker.storage.mover import Mover
 from flintmq.broker.storage.readers import Readers, Retention
 from flintmq.errors import DamageError, NotFoundError, PublishError
-from flintmq.kernel import FAILED, FRAME_OVERHEAD, Intake, Scan
+from flintmq.kernel import FAILED, FRAME_OVERHEAD, BatchParser, Intake
 from flintmq.protocol.wire import is_ephemeral
 
 if TYPE_CHECKING:
@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 RESERVE = 1 << 24
 #: Deferred messages, times channels, that are handed over before the loop is handed back.
 HAND_AT_ONCE = 10_000
-#: A channel has fallen behind when so many messages wait for its consumers.
+#: Waiting messages from which on a channel with consumers has fallen behind.
 BEHIND = 2_500
 #: More messages than are taken straight from sockets in one go.
 MOST_AT_ONCE = 1 << 20
@@ -55,6 +55,12 @@ def _never(first: int, stop: int) -> bool:
 
 
 class Topic:
+    """A log, its marks, its channels, and the publishers that wait for a commit.
+
+    Size: marks, commits and counters are looked at for every publish or turn, so they are flat; what is not has objects
+    of its own (Mover, Readers, Retention, Expiry, Keys, limits).
+    """
+
     def __init__(self, broker: Broker, name: str, incarnation: int, base: int, folder: Path | None) -> None:
         self.broker = broker
         self.name = name
@@ -146,7 +152,7 @@ class Topic:
 
     @property
     def durable(self) -> int:
-        """What lies before it will be there whatever happens, with these seqs: so much those get who read the log."""
+        """First seq that may be lost in a power failure. Log readers only see seqs below it."""
         return min(self.log.durable, self._usable)
 
     @property
@@ -224,7 +230,7 @@ class Topic:
                 # Nobody listens and the memory is full: the newest are dropped without a word, as NSQ does.
                 if room <= 0:
                     return None
-                fitting = Scan(pos)
+                fitting = BatchParser(pos)
                 fitting.run(data, stop, room, stop)
                 stop, count = fitting.pos, room
         self.log.append(data, pos, stop, count, self.broker.clock.wall(), delay=delay, extra=extra, more=more)
@@ -309,7 +315,7 @@ class Topic:
         """
         log = self.log
         end = log.end
-        # So many seqs may be used, and so much is safe when it is written, without asking again.
+        # May publishes be answered as soon as they are written, without another look at marks and commits?
         settled = not self._commits and end + MOST_AT_ONCE < self._usable and self._settled == NEVER
         status, answered = log.take_in(intake, fds, counts, start, settled, self._budget())
         count = log.end - end
@@ -716,7 +722,7 @@ class Topic:
         self.broker.turn(self)
 
     def close(self) -> None:
-        """The topic is going: whoever waits for a commit learns it."""
+        """Refuse everything from here on: the topic is deleted. Publishers that wait for a commit are refused."""
         self.exiting = True
         for commit in self._commits:
             commit.resolve(PublishError("exiting"))

@@ -195,7 +195,7 @@ class Api:
         info: dict[str, Any] = {
             "version": NSQ_VERSION,
             "broadcast_address": options.broadcast_address,
-            "hostname": socket.gethostname(),
+            "hostname": broker.disk.system.hostname(),
             "http_port": _shown_port(broker.http_address),
             "tcp_port": _shown_port(broker.tcp_address),
             "start_time": broker.counters.start_time,

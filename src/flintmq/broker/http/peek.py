@@ -41,14 +41,14 @@ __all__ = ["cursor_of", "peek_channel", "peek_topic", "routes"]
 LIMIT, MOST = 100, 1_000
 #: Bytes of each body that are shown, unless the request says otherwise.
 SHOWN = 256
-#: A page ends early once it holds so many bytes of bodies, or once so many pieces of files were read for it.
+#: Bytes of bodies, and pieces of files read, at which a page ends early.
 PAGE_BYTES = 4 << 20
 PAGE_READS = 64
 #: Messages looked through before the loop is handed back.
 SLICE = 20_000
 #: A device that does not answer for so long is not waited for.
 READ_SECONDS = 30.0
-#: Whoever waits for a read asks for it again this often.
+#: Seconds after which a read that is waited for is asked for again.
 ASK_AGAIN_SECONDS = 0.2
 
 _MS = 1_000_000

@@ -18,7 +18,7 @@ from flintmq.broker.storage.keys import content_of
 from flintmq.errors import HttpError, KeyContentError, LimitError, PublishError
 from flintmq.http.arguments import parse_query
 from flintmq.http.site import TEXT, Answer, envelope
-from flintmq.kernel import SCAN_BAD, SCAN_MORE, Scan, line_records
+from flintmq.kernel import PARSE_BAD, PARSE_MORE, BatchParser, line_records
 from flintmq.protocol.wire import valid_key, valid_name
 
 if TYPE_CHECKING:
@@ -189,10 +189,10 @@ class Publishing:
         count = int(_i32.unpack_from(data, pos)[0])
         if not 0 < count <= (options.max_body_size - 4) // 5:
             raise HttpError(413, "BAD_BODY")
-        scan = Scan(pos + 4)
-        if scan.run(data, stop, count, options.max_msg_size) in (SCAN_MORE, SCAN_BAD):
+        batch = BatchParser(pos + 4)
+        if batch.run(data, stop, count, options.max_msg_size) in (PARSE_MORE, PARSE_BAD):
             raise HttpError(413, "BAD_MESSAGE")
-        return pos + 4, scan.pos, count
+        return pos + 4, batch.pos, count
 
 
 def _check_lines(data: bytearray, pos: int, stop: int, longest: int) -> None:

@@ -18,7 +18,7 @@ from flintmq.broker.stage.state import Decision
 from flintmq.errors import HttpError, StageError
 from flintmq.http.arguments import Arguments, is_number
 from flintmq.http.site import ADMIN, PUBLISH, READ, Request, Route
-from flintmq.kernel import SCAN_BAD, SCAN_MORE, Scan
+from flintmq.kernel import PARSE_BAD, PARSE_MORE, BatchParser
 from flintmq.protocol.wire import valid_name
 
 if TYPE_CHECKING:
@@ -189,10 +189,10 @@ class _StageApi:
         count = int(_i32.unpack_from(body)[0])
         if not 0 < count <= (options.max_body_size - 4) // 5:
             raise HttpError(413, "BAD_BODY")
-        scan = Scan(4)
-        if scan.run(body, len(body), count, options.max_msg_size) in (SCAN_MORE, SCAN_BAD):
+        batch = BatchParser(4)
+        if batch.run(body, len(body), count, options.max_msg_size) in (PARSE_MORE, PARSE_BAD):
             raise HttpError(413, "BAD_MESSAGE")
-        return scan.pos, count
+        return batch.pos, count
 
     # --- Operators -------------------------------------------------------------------------------------------------
 

@@ -21,11 +21,10 @@ from flintmq.broker.delivery.topic import Topic
 from flintmq.broker.net.identity import FIELDS
 from flintmq.broker.storage.keys import content_of
 from flintmq.errors import KeyContentError, ProtocolError, PublishError
-from flintmq.kernel import SCAN_BAD, SCAN_MORE, Scan
+from flintmq.kernel import PARSE_BAD, PARSE_MORE, BatchParser
 from flintmq.protocol.compression import Deflate, Snappy
 from flintmq.protocol.wire import (
     CLOSE_WAIT_FRAME,
-    FRAME_ERROR,
     FRAME_RESPONSE,
     NSQ_VERSION,
     OK_FRAME,
@@ -329,7 +328,8 @@ def _pub_body(
             commit = target.publish(data, at, after, 1, delay=delay)
             _count(session, target, 1)
     except KeyContentError as exc:
-        return _other_content(session, exc, after)
+        # Fatal, as every refused publish is: a client expects that the connection ends with it.
+        raise ProtocolError(exc.code, str(exc)) from exc
     except PublishError as exc:
         raise ProtocolError(f"E_{verb}_FAILED", f"{verb} failed {exc}") from exc
     session.answer_when(commit, verb)
@@ -343,13 +343,6 @@ def _once(
     if not is_repeat:
         _count(session, topic, count)
     return commit
-
-
-def _other_content(session: Session, error: KeyContentError, after: int) -> int:
-    """The command was read as a whole, so the connection goes on behind it."""
-    logger.error("client(%s): %s %s", session.remote_address, error.code, error)
-    session.answer(encode_frame(FRAME_ERROR, f"{error.code} {error}".encode()))
-    return after
 
 
 def _mpub(session: Session, params: list[bytes], data: bytearray, at: int, stop: int) -> int:
@@ -380,38 +373,38 @@ def _mpub_body(session: Session, topic: Topic, data: bytearray, at: int, stop: i
         raise ProtocolError("E_BAD_BODY", f"MPUB invalid message count {count}")
     first = at + 8
     passed, index = session.missing.parsed if session.missing is not None else (0, 0)
-    scan = Scan(first + passed)
-    scan.index = index
-    status = scan.run(data, stop, count, options.max_msg_size)
-    read = scan.pos - at - 4
-    if max(read, stop - at if status == SCAN_MORE else 0) > 2 * options.max_body_size + RECEIVE_SLACK:
+    batch = BatchParser(first + passed)
+    batch.index = index
+    status = batch.run(data, stop, count, options.max_msg_size)
+    read = batch.pos - at - 4
+    if max(read, stop - at if status == PARSE_MORE else 0) > 2 * options.max_body_size + RECEIVE_SLACK:
         # NSQ would read on as long as messages come; here memory has a limit.
         raise ProtocolError("E_BAD_BODY", f"MPUB body too big {read} > {options.max_body_size}")
-    if status == SCAN_MORE:
-        text = "message body" if stop - scan.pos >= 4 else f"message({scan.index}) body size"
-        parsed = (scan.pos - first, scan.index)
+    if status == PARSE_MORE:
+        text = "message body" if stop - batch.pos >= 4 else f"message({batch.index}) body size"
+        parsed = (batch.pos - first, batch.index)
         return session.lacks("E_BAD_MESSAGE", f"MPUB failed to read {text}", parsed)
-    if status == SCAN_BAD:
-        if scan.size <= 0:
-            text = f"MPUB invalid message({scan.index}) body size {scan.size}"
+    if status == PARSE_BAD:
+        if batch.size <= 0:
+            text = f"MPUB invalid message({batch.index}) body size {batch.size}"
         else:
-            text = f"MPUB message too big {scan.size} > {options.max_msg_size}"
+            text = f"MPUB message too big {batch.size} > {options.max_msg_size}"
         raise ProtocolError("E_BAD_MESSAGE", text)
     if session.broker.store.congested or topic.busy:
         return session.wait(topic.when_free if topic.busy else session.broker.turns.when_relieved)
     try:
         if key:
-            publish = partial(_publish, topic, data, first, scan.pos, count, 0)
-            commit = _once(session, topic, key, count, publish, content_of(memoryview(data)[first : scan.pos]))
+            publish = partial(_publish, topic, data, first, batch.pos, count, 0)
+            commit = _once(session, topic, key, count, publish, content_of(memoryview(data)[first : batch.pos]))
         else:
             _count(session, topic, count)
-            commit = _publish(topic, data, first, scan.pos, count, 0, b"")
+            commit = _publish(topic, data, first, batch.pos, count, 0, b"")
     except KeyContentError as exc:
-        return _other_content(session, exc, scan.pos)
+        raise ProtocolError(exc.code, str(exc)) from exc
     except PublishError as exc:
         raise ProtocolError("E_MPUB_FAILED", f"MPUB failed {exc}") from exc
     session.answer_when(commit, "MPUB")
-    return scan.pos
+    return batch.pos
 
 
 def _count(session: Session, topic: Topic, count: int) -> None:

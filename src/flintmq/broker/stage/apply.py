@@ -34,6 +34,8 @@ logger = logging.getLogger(__name__)
 #: Bytes, and messages, that are published before the loop is handed back.
 BYTES_AT_ONCE = 1 << 20
 MESSAGES_AT_ONCE = 20_000
+#: Chunks that are looked for before the loop is handed back.
+CHUNKS_AT_ONCE = 1_000
 #: Chunks that are read ahead, as long as they are this many bytes in total.
 READ_AHEAD = 8 << 20
 #: Seconds until what failed is tried again.
@@ -131,15 +133,19 @@ class Apply:
                     f"the set with DELETE /stage?producer={self._producer.name}&txn={self._txn}"
                 )
             for number in range(chunks):
-                if not self._is_stored(winner.chunks[number].topic, self._digest(winner, number)):
+                if not self._is_stored(winner, number):
                     self._left.append((winner, number))
+                if number % CHUNKS_AT_ONCE == CHUNKS_AT_ONCE - 1:
+                    await asyncio.sleep(0)
 
     def _digest(self, attempt: Attempt, number: int) -> bytes:
         return reserved_digest(f"{self._set.set} {attempt.name} {number}".encode())
 
-    def _is_stored(self, name: str, digest: bytes) -> bool:
-        topic = self._broker.topics.get(name)
-        return topic is not None and topic.keys is not None and digest in topic.keys.reserved
+    def _is_stored(self, attempt: Attempt, number: int) -> bool:
+        topic = self._broker.topics.get(attempt.chunks[number].topic)
+        if topic is None or topic.keys is None or not topic.keys.reserved:
+            return False
+        return self._digest(attempt, number) in topic.keys.reserved
 
     # --- Publishing ------------------------------------------------------------------------------------------------
 

@@ -461,8 +461,8 @@ class Producer:
                         f"attempt {attempt.name} has {len(attempt.chunks)} chunks with {attempt.rows} rows here, "
                         f"{chunks} with {rows} were named: stage its rows again"
                     )
-                for chunk in attempt.chunks:
-                    topics.setdefault(chunk.topic, TopicSum()).add(chunk.rows, chunk.bytes, chunk.sum)
+                for topic, total in attempt.topics.items():
+                    topics.setdefault(topic, TopicSum()).add(total.count, total.bytes, total.sum)
             size = sum(attempt.size for attempt in mine)
             if not compare:
                 self._admit(topics, size)

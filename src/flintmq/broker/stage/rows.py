@@ -23,6 +23,7 @@ from typing import NamedTuple
 
 import google_crc32c
 
+from flintmq.broker.stage.state import TopicSum
 from flintmq.broker.storage.disk import Disk
 from flintmq.errors import FormatError, StorageError
 from flintmq.kernel import sum_records
@@ -76,6 +77,8 @@ class Attempt:
         self.name = name
         self.chunks: list[Chunk] = []
         self.rows = 0
+        #: What they hold, by topic.
+        self.topics: dict[str, TopicSum] = {}
         #: Bytes of the file that are whole chunks; 0: there is no file yet.
         self.size = 0
         #: Bytes that were synced; is a sync under way?
@@ -145,9 +148,10 @@ class Attempt:
         return chunk
 
     def wrote(self, chunk: Chunk) -> None:
-        """On the loop: the chunk is in the file."""
+        """The chunk is in the file. Called on the loop, or in a thread while nobody else uses the attempt."""
         self.chunks.append(chunk)
         self.rows += chunk.rows
+        self.topics.setdefault(chunk.topic, TopicSum()).add(chunk.rows, chunk.bytes, chunk.sum)
         self.size = chunk.offset + chunk.size
 
     def sync(self, disk: Disk) -> None:
@@ -167,8 +171,9 @@ class Attempt:
                 disk.truncate(fd, size)
         finally:
             disk.close_file(fd)
-        self.chunks, self.size = chunks, size
-        self.rows = sum(chunk.rows for chunk in chunks)
+        self.chunks, self.rows, self.topics, self.size = [], 0, {}, 0
+        for chunk in chunks:
+            self.wrote(chunk)
         self.checked = True
 
     def _walk(self, disk: Disk, fd: int, stop: int, bodies: bool) -> tuple[list[Chunk], int]:

@@ -235,6 +235,26 @@ class Disk:
     def rename(self, old: Path, new: Path) -> None:
         self.system.rename(old, new)
 
+    def replace(self, path: Path, content: Sequence[Buffer]) -> None:
+        """Write a file, or write it anew, durably: after a crash it is the old one or the new one."""
+        temporary = path.with_name(f"{path.name}.tmp")
+        if self.exists(temporary):
+            # Of a try that was cut off.
+            self.remove(temporary)
+        fd = self.open(temporary, create=True)
+        try:
+            self.write(fd, content, 0)
+            self.sync(fd)
+        except OSError:
+            # Half a file would only take the room that is missing.
+            with contextlib.suppress(OSError):
+                self.remove(temporary)
+            raise
+        finally:
+            self.close_file(fd)
+        self.rename(temporary, path)
+        self.sync_folder(path.parent)
+
     def remove(self, path: Path) -> None:
         self.system.unlink(path)
 

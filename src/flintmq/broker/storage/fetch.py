@@ -18,6 +18,7 @@ import functools
 import logging
 from collections import deque
 from collections.abc import AsyncIterator, Callable
+from math import inf
 from typing import Any
 
 from flintmq.broker.storage.disk import FETCH, Disk
@@ -54,8 +55,8 @@ class Fetches:
         """Return when the fetch may begin."""
         loop = asyncio.get_running_loop()
         while len(self._open) >= AT_ONCE:
-            stalled = min(self._open, key=lambda one: one.moved)
-            left = stalled.moved + STALLED - loop.time()
+            stalled = min(self._open, key=lambda one: one.given)
+            left = min(stalled.given + STALLED - loop.time(), STALLED)
             if left <= 0:
                 stalled.cut()
                 self._open.discard(stalled)
@@ -115,18 +116,17 @@ class Fetch:
         self._frames: memoryview | None = None
         self._seq = first
         self._ahead: asyncio.Future[Block] | None = None
-        # Who sends it, and the loop's time when the reader last took something.
+        # Who sends it.
         self._task: asyncio.Task[Any] | None = None
-        self.moved = 0.0
+        #: The loop's time when the reader was given what it has not taken yet; infinite while it is not its turn.
+        self.given = inf
         # The segment that must stay.
         self._segment: Segment | None = None
 
     async def open(self) -> None:
         """Read the first chunk and decide how far to go."""
         self._task = asyncio.current_task()
-        self._progressed()
         await self._fetches.enter(self)
-        self._progressed()
         place = self._log.reader.place_from(self._seq, self._stop)
         if place is None:
             return
@@ -165,9 +165,9 @@ class Fetch:
             while self._frames is not None:
                 place = self._log.reader.place_from(self._seq, self.next) if self._seq < self.next else None
                 self._ahead = None if place is None else self._read(place)
-                self._progressed()
+                self.given = asyncio.get_running_loop().time()
                 yield self._frames
-                self._progressed()
+                self.given = inf
                 self._frames = None
                 if place is not None and self._ahead is not None:
                     self._take(await self._ahead, place[0], self.next, MOST_BYTES)
@@ -214,9 +214,6 @@ class Fetch:
         self._let_go()
         self._task = None
         self._fetches.leave(self)
-
-    def _progressed(self) -> None:
-        self.moved = asyncio.get_running_loop().time()
 
     def cut(self) -> None:
         """Disconnect the reader, which takes nothing, for the sake of those who wait."""

@@ -178,17 +178,7 @@ class NodeIds:
         return result
 
     def _write(self, root: Path, record: _Record) -> None:
-        temporary = root / f"{NODE_IDS}.tmp"
-        if self._disk.exists(temporary):
-            self._disk.remove(temporary)
-        fd = self._disk.open(temporary, create=True)
-        try:
-            self._disk.write(fd, [msgspec.json.encode(record)], 0)
-            self._disk.sync(fd)
-        finally:
-            self._disk.close_file(fd)
-        self._disk.rename(temporary, root / NODE_IDS)
-        self._disk.sync_folder(root)
+        self._disk.replace(root / NODE_IDS, [msgspec.json.encode(record)])
         self._record = record
 
 

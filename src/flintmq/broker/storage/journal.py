@@ -21,7 +21,6 @@ from __future__ import annotations
 
 import functools
 import logging
-import os
 from array import array
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -83,7 +82,7 @@ FIRST_ROLL_DELAY = 1_000_000_000
 LONGEST_ROLL_DELAY = 64_000_000_000
 #: Notes that go into a snapshot before the loop is handed back.
 _SLICE = 50
-#: A part of a channel that needs several counts as so many notes.
+#: Notes that one part of a channel counts as, where it needs several.
 _LARGE = 10
 
 
@@ -96,7 +95,7 @@ class Journalled(Protocol):
         """Finished since the last call: pairs (first, stop)."""
 
     def take_back(self) -> bytes:
-        """Put back since the last call: rows (seq, attempts, due on the clock, due on the wall)."""
+        """Return what was requeued since the last call: rows (seq, attempts, due on the clock, due on the wall)."""
 
 
 class Journal:
@@ -155,7 +154,7 @@ class Journal:
         return self.noted
 
     def touch(self, channel: Journalled) -> None:
-        """Messages of this channel were finished or put back; it is asked at the next write."""
+        """Messages of this channel were finished or requeued; it is asked at the next write."""
         self._dirty[channel] = None
 
     @property
@@ -172,7 +171,7 @@ class Journal:
             return
         channels, self._dirty = self._dirty, {}
         for channel in channels:
-            # Back before done: what was put back and then finished is finished.
+            # Back before done: what was requeued and then finished is finished.
             back = channel.take_back()
             done = channel.take_done()
             ident = _number.pack(channel.id)
@@ -282,7 +281,7 @@ class Journal:
 
     def _begin(self, name: str, space: int = 0) -> tuple[int, int]:
         """A new file with its header, and ``space`` allocated ahead; (file, salt)."""
-        salt = int.from_bytes(os.urandom(4), "big") or 1
+        salt = int.from_bytes(self._disk.system.randbytes(4), "big") or 1
         fd = self._disk.open(self._folder / name, create=True)
         try:
             if space:

@@ -26,7 +26,6 @@ Keys have the same form at the end of a sealed segment. Their numbers are little
 from __future__ import annotations
 
 import logging
-import os
 from array import array
 from bisect import bisect_left
 from collections.abc import Callable
@@ -42,6 +41,7 @@ import msgspec
 
 from flintmq.broker.storage.disk import Clock, Disk, pack_numbers, unpack_numbers
 from flintmq.errors import FormatError, KeyContentError, LimitError
+from flintmq.system import System
 
 if TYPE_CHECKING:
     from flintmq.broker.delivery.commit import Commit
@@ -265,11 +265,11 @@ class _Table:
 class Window:
     """The keys that are remembered. Times are the clock's ``now()``; limits are given by whoever asks."""
 
-    def __init__(self) -> None:
+    def __init__(self, system: System) -> None:
         self._tables: list[_Table] = []
         self._count = 0
         # Whoever chooses keys must not be able to choose where they land.
-        self._secret = int.from_bytes(os.urandom(8), "big") | 1
+        self._secret = int.from_bytes(system.randbytes(8), "big") | 1
 
     def __len__(self) -> int:
         return self._count
@@ -441,18 +441,7 @@ class KeyFiles:
         body = keys.encode()
         head = _head.pack(_MAGIC, _VERSION, 0, len(keys))
         crc = google_crc32c.extend(google_crc32c.extend(0, head), body)
-        temporary = path.with_suffix(".keys.tmp")
-        if self._disk.exists(temporary):
-            # Of a try that failed.
-            self._disk.remove(temporary)
-        fd = self._disk.open(temporary, create=True)
-        try:
-            self._disk.write(fd, [head, _crc.pack(crc), body], 0)
-            self._disk.sync(fd)
-        finally:
-            self._disk.close_file(fd)
-        self._disk.rename(temporary, path)
-        self._disk.sync_folder(self._folder)
+        self._disk.replace(path, [head, _crc.pack(crc), body])
 
     def replace(self, keys: KeyBlock) -> None:
         """The same, with these in place of all that there were."""
@@ -488,7 +477,7 @@ class Keys:
     def __init__(self, topic: Topic) -> None:
         self._topic = topic
         self._clock: Clock = topic.broker.clock
-        self.window = Window()
+        self.window = Window(topic.broker.disk.system)
         #: How many publishes were repeats.
         self.repeats = 0
         # Publishes that are being committed, and their contents, by digest; and the digests by commit.
@@ -616,7 +605,7 @@ class Keys:
 
     def close(self) -> None:
         """A clean stop. With durability ``memory`` much was never in a file, so the window itself is saved."""
-        window, self.window = self.window, Window()
+        window, self.window = self.window, Window(self._topic.broker.disk.system)
         if self._files is None or not self._unwritten or not len(window):
             return
         now, wall = self._clock.now(), self._clock.wall()

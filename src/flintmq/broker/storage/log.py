@@ -542,7 +542,7 @@ class Log:
             if segment is None:
                 assert self.folder is not None
                 path = self.folder / f"{record.seq:016x}.seg"
-                segment = Segment(path, record.seq, new_salt(), self._store.clock.boot_id())
+                segment = Segment(path, record.seq, new_salt(self._store.disk.system), self._store.clock.boot_id())
                 segment.created = False
                 piece = None
             if piece is None:

@@ -146,7 +146,7 @@ class Recovery:
 
     def _write_copy(self, segment: Segment, salvage: Salvage, path: Path) -> Segment:
         unknown = salvage.entries
-        copy = Segment(path, unknown[0].seq, new_salt(), segment.boot)
+        copy = Segment(path, unknown[0].seq, new_salt(self._disk.system), segment.boot)
         temporary = path.with_suffix(".tmp")
         out = self._store.open(temporary, create=True)
         try:

@@ -23,7 +23,6 @@ Version 1. A later version must read every earlier one, and a file of a later ve
 
 from __future__ import annotations
 
-import os
 import sys
 from array import array
 from bisect import bisect_right
@@ -40,6 +39,7 @@ from flintmq.broker.storage.disk import Disk, pack_numbers, unpack_numbers
 from flintmq.broker.storage.keys import RESERVED, KeyBlock, key_in
 from flintmq.errors import FormatError
 from flintmq.kernel import Block, RecordParser, gather
+from flintmq.system import System
 
 _MAGIC = b"FLINTLOG"
 _END_MAGIC = b"FLINTEND"
@@ -251,8 +251,8 @@ class Record:
 # --- Records as bytes -----------------------------------------------------------------------------------------------
 
 
-def new_salt() -> int:
-    return int.from_bytes(os.urandom(4), "big") or 1
+def new_salt(system: System) -> int:
+    return int.from_bytes(system.randbytes(4), "big") or 1
 
 
 def timestamp_of(frames: bytes | bytearray | memoryview, at: int = 0) -> int:
@@ -601,7 +601,7 @@ class Salvage:
         return [(first, min(stop, self._durable)) for first, stop in missing if first < min(stop, self._durable)]
 
     def frames(self, entry: Entry, most: int = sys.maxsize) -> bytes:
-        """The entry's frames, or so many bytes of them."""
+        """Return the entry's frames, or their first ``most`` bytes."""
         skip = RECORD_HEADER + len(entry.extra)
         return self._disk.read(self._fd, min(entry.size - skip, most), entry.offset + skip)
 

@@ -86,7 +86,7 @@ class Store:
         self.dirty: dict[Syncer, None] = {}
         # Open files, least recently used first; descriptors in reserve.
         self._files: OrderedDict[Segment, None] = OrderedDict()
-        # So many are open at once, unless more are in use.
+        # Files open at once, unless more are in use.
         self._most_files, _ = shares_of_descriptors()
         self._reserve: list[int] = []
         self._reserve_folder: Path | None = None
