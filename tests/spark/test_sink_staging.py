@@ -772,6 +772,23 @@ def test_a_batch_write_that_fails_leaves_nothing(nodes):
     assert sum(map(staged_bytes, nodes)) == before
 
 
+def test_large_bodies_come_in_whole_on_every_route(nodes):
+    """The general HTTP server's parser stops while its reader is behind, and must go on afterwards."""
+    node = nodes[0]
+    name = f"p-{uuid.uuid4().hex}"
+
+    def call(verb, **body):
+        return node.post(f"/stage/{verb}", json.dumps({"producer": name, **body}).encode())
+
+    assert call("open", run="r", job="j", txn=0)["epoch"] == 1
+    call("begin", epoch=1, txn=0, attempt="a", decided=None)
+    # Just above what the server reads at once, twice: little is left to come when the parser stops.
+    for chunk, size in enumerate(range(525_000, 600_000, 1_871)):
+        body = Chunk("t0", 0, [b"x" * size]).body()
+        node.post("/stage/put", body, producer=name, epoch=1, txn=0, attempt="a", chunk=chunk, topic="t0")
+    call("abort", epoch=1, txn=0)
+
+
 # --- Chunks -----------------------------------------------------------------------------------------------------------
 
 

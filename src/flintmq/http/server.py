@@ -249,6 +249,10 @@ def _classes() -> tuple[Any, type[aio.Response], type[aio.StreamResponse]]:
         _feeding: asyncio.Handle | None = None
 
         def data_received(self, data: bytes) -> None:
+            if not data:
+                # aiohttp itself: its handler has room again, and the parser goes on with what it has.
+                self._parse(data)
+                return
             self._unfed += data
             if self._feeding is None:
                 self._feed()
