@@ -4,7 +4,8 @@
 
 Rows of odd sizes (99 % up to 1 KB, 1 % up to 100 KB) are published to three topics of a source broker. A query on a
 cluster takes them through a shuffle into five topics on three target brokers (``topic``), or `flintmq pipeline archive`
-archives them (``archive``). Speculation is on, rows come in another order at each computation, and every new driver has
+archives them (``archive``). Speculation is set, although Spark starts copies on another host only and so none on one
+machine; rows come in another order at each computation, and every new driver has
 other options. One after the other, faults happen:
 
     driver      killed, with all its processes or its Python alone
