@@ -3,10 +3,9 @@
 import asyncio
 import os
 
-from flintmq import Consumer, Message, Producer
+from flintmq import Consumer, Producer
 
 NSQD = os.environ.get("NSQD", "127.0.0.1:4150")
-BATCH = 100
 
 
 def store(rows: list[bytes]) -> None:
@@ -21,17 +20,12 @@ async def main() -> None:
         await asyncio.gather(*(producer.publish("rows", b"%d" % n) for n in range(250, 300)))
 
     seen = 0
-    batch: list[Message] = []
-    async with Consumer("rows", "database", nsqd=NSQD, max_in_flight=BATCH) as consumer:
-        async for message in consumer:
-            batch.append(message)
-            # Not len(batch) == BATCH: each of several brokers sends its share, and the shares may add up to less.
-            if consumer.is_starved or seen + len(batch) == 300:
+    async with Consumer("rows", "database", nsqd=NSQD, max_in_flight=200) as consumer:
+        # A batch is handed out when it is full, or a second after its first message came.
+        async for batch in consumer.batches(100, wait=1.0):
+            with batch:  # all are finished at the end of the block, or requeued if it raises
                 store([message.body for message in batch])
-                for message in batch:
-                    message.finish()
-                seen += len(batch)
-                batch.clear()
+            seen += len(batch)
             if seen == 300:
                 break
 

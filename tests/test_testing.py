@@ -254,7 +254,7 @@ def test_a_crash_costs_nothing_that_was_acknowledged(nsq_broker: NsqBroker) -> N
         with pytest.raises(ClosedError, match="restart it"):
             call()
     with pytest.raises(ConnectError):
-        sync.publish("t", b"three", nsqd=address)
+        sync.publish("t", b"three", nsqd=address, timeout=0.1)
 
     nsq_broker.restart()
     assert nsq_broker.address == address
@@ -465,3 +465,42 @@ def test_without_pytest_there_are_the_classes() -> None:
         timeout=DEADLINE,
     )
     assert (done.returncode, done.stderr) == (0, "")
+
+
+# --- One clock, and no threads left
+
+
+async def test_a_clients_backoff_goes_by_the_brokers_clock(nsq_broker: NsqBroker) -> None:
+    """Three failing attempts, with minutes of backoff and requeue delay between them, take no time."""
+    attempts: list[int] = []
+
+    async def handler(message: Message) -> None:
+        attempts.append(message.attempts)
+        if message.attempts < 3:
+            raise ZeroDivisionError
+
+    nsq_broker.publish("t", b"x")
+    begin = time.monotonic()
+    async with Consumer("t", "c", nsqd=nsq_broker.address, handler=handler, clock=nsq_broker.clock) as consumer:
+        for count in (1, 2, 3):
+            while len(attempts) < count:  # noqa: ASYNC110
+                await asyncio.sleep(0.001)
+            await asyncio.sleep(0.02)
+            nsq_broker.clock.advance(600)
+        assert consumer.connections == [nsq_broker.address]
+    assert attempts == [1, 2, 3]
+    assert time.monotonic() - begin < 30
+
+
+def test_a_start_that_fails_leaves_no_thread(tmp_path: Path) -> None:
+    before = threading.active_count()
+    with NsqBroker(tmp_path):
+        second = NsqBroker(tmp_path)
+        during = threading.active_count()
+        with pytest.raises(StartError):
+            second.start()
+        assert threading.active_count() == during
+    second.start()
+    second.publish("t", b"x")
+    second.close()
+    assert threading.active_count() <= before

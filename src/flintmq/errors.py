@@ -11,6 +11,7 @@ FlintError
 ├── AuthError          no auth server could say what a client may do
 ├── ConnectError       no broker can be reached, or the one that was is not what it should be
 ├── ClosedError        this producer or consumer was closed
+├── DecodeError        a message's body is not of the type that its consumer expects
 ├── ClusterError       nobody of those who were asked over HTTP gave an answer; carries what each said
 ├── NotFoundError      no such topic or channel
 ├── HttpError          a request over HTTP is refused: status and code of the answer
@@ -37,6 +38,7 @@ __all__ = [
     "ConnectError",
     "DamageError",
     "DataLossError",
+    "DecodeError",
     "FlintError",
     "FormatError",
     "FullError",
@@ -135,6 +137,10 @@ class ConnectError(FlintError):
 
 class ClosedError(FlintError):
     """The producer or consumer was closed."""
+
+
+class DecodeError(FlintError):
+    """A message's body is not of the type that its consumer expects; the text says why."""
 
 
 class ClusterError(FlintError):

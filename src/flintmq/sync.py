@@ -25,11 +25,13 @@ import os
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Sequence
 from types import TracebackType
-from typing import Any, Concatenate, Generic, ParamSpec, Protocol, Self, TypeVar
+from typing import Any, Concatenate, Generic, ParamSpec, Protocol, Self, TypeVar, Unpack, cast, overload
 
 from flintmq.client import consumer as _consumer
 from flintmq.client import producer as _producer
-from flintmq.client.connection import Message
+from flintmq.client.codecs import Body
+from flintmq.client.connection import Message, T
+from flintmq.client.options import ConsumerOptions, ProducerOptions
 from flintmq.cluster import node as _node
 from flintmq.errors import ClosedError
 
@@ -55,7 +57,8 @@ class _Background:
         self.process = os.getpid()
         self._loop = asyncio.new_event_loop()
         # A daemon: a program that forgets to close something still ends.
-        threading.Thread(target=self._loop.run_forever, name="flintmq", daemon=True).start()
+        self._thread = threading.Thread(target=self._loop.run_forever, name="flintmq", daemon=True)
+        self._thread.start()
 
     @classmethod
     def get(cls) -> _Background:
@@ -64,17 +67,34 @@ class _Background:
                 cls._current = cls()
             return cls._current
 
+    @classmethod
+    def forget(cls) -> None:
+        """Begin anew in a process that was forked: another thread may have held the lock at that moment.
+
+        The old loop is only replaced, by the next `get`. To close it would close what the parent still uses.
+        """
+        cls._lock = threading.Lock()
+
     def run(self, work: Coroutine[Any, Any, _T]) -> _T:
         """Wait for a coroutine. Ctrl-C cancels it."""
         if self.process != os.getpid():
             work.close()
             raise ClosedError("made before this process was forked; make another one here")
+        if threading.current_thread() is self._thread:
+            work.close()
+            raise RuntimeError(
+                "flintmq.sync was called on its own event loop, which would wait for itself: "
+                "use a plain function as callback, which runs in a thread"
+            )
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()
         except BaseException:
             future.cancel()
             raise
+
+
+os.register_at_fork(after_in_child=_Background.forget)
 
 
 class _Waiting(Generic[_A]):
@@ -111,7 +131,7 @@ def _waits(
 class Producer(_Waiting[_producer.Producer]):
     """As `flintmq.Producer`; takes the same arguments. Each call returns when it is done."""
 
-    def __init__(self, nsqd: str | Sequence[str] | None = None, **options: Any) -> None:
+    def __init__(self, nsqd: str | Sequence[str] | None = None, **options: Unpack[ProducerOptions]) -> None:
         super().__init__(_producer.Producer(nsqd, **options))
 
     start = _waits(_producer.Producer.start)
@@ -124,15 +144,39 @@ class Producer(_Waiting[_producer.Producer]):
         return self
 
 
-class Consumer(_Waiting[_consumer.Consumer]):
+class Consumer(_Waiting[_consumer.Consumer[T]], Generic[T]):
     """As `flintmq.Consumer` without a handler; takes the same arguments. Iterating waits for the next message."""
 
-    def __init__(self, topic: str, channel: str, **options: Any) -> None:
+    @overload
+    def __init__(
+        self: Consumer[bytes],
+        topic: str,
+        channel: str,
+        *,
+        on_give_up: Callable[[Message], Any] | None = None,
+        type: None = None,
+        **options: Unpack[ConsumerOptions],
+    ) -> None: ...
+
+    @overload
+    def __init__(
+        self,
+        topic: str,
+        channel: str,
+        *,
+        type: type[T],
+        on_give_up: Callable[[Message[T]], Any] | None = None,
+        **options: Unpack[ConsumerOptions],
+    ) -> None: ...
+
+    def __init__(self, topic: str, channel: str, *, type: type[Any] | None = None, **options: Any) -> None:
         if "handler" in options:
             raise TypeError("iterate over the consumer; handlers are for flintmq.Consumer")
-        super().__init__(_consumer.Consumer(topic, channel, **options))
+        wrapped: _consumer.Consumer[T] = _consumer.Consumer(topic, channel, type=cast(Any, type), **options)
+        super().__init__(wrapped)
 
-    start = _waits(_consumer.Consumer.start)
+    def start(self) -> None:
+        self._background.run(self._wrapped.start())
 
     def __enter__(self) -> Self:
         self.start()
@@ -142,24 +186,28 @@ class Consumer(_Waiting[_consumer.Consumer]):
     def stats(self) -> _consumer.Stats:
         return self._wrapped.stats
 
-    def get(self, timeout: float | None = None) -> Message:
-        """The next message. TimeoutError if none came in time, ClosedError if none will come."""
-        return self._background.run(self._next(timeout))
+    def get(self, timeout: float | None = None) -> Message[T]:
+        return self._background.run(self._wrapped.get(timeout))
 
-    async def _next(self, seconds: float | None) -> Message:
-        try:
-            # Here and not in the caller's thread, where a message could come between the timeout and its notice.
-            async with asyncio.timeout(seconds):
-                return await anext(self._wrapped)
-        except StopAsyncIteration:
-            raise ClosedError("the consumer was stopped") from None
+    def batches(self, size: int, wait: float) -> Iterator[_consumer.Batch[T]]:
+        while (batch := self._background.run(self._wrapped._batch(size, wait))) is not None:
+            yield batch
 
-    def __iter__(self) -> Iterator[Message]:
+    start.__doc__ = _consumer.Consumer.start.__doc__
+    get.__doc__ = _consumer.Consumer.get.__doc__
+    batches.__doc__ = _consumer.Consumer.batches.__doc__
+
+    def __iter__(self) -> Iterator[Message[T]]:
         while True:
             try:
-                yield self.get()
+                message = self.get()
             except ClosedError:
                 return
+            except KeyboardInterrupt:
+                # Ctrl-C while nothing is being worked on: the loop ends as after `stop`.
+                self.stop()
+                continue
+            yield message
 
     def stop(self) -> None:
         """Take nothing more. What is here is still handed out; then iterating ends. Signal handlers may call it."""
@@ -229,7 +277,9 @@ class NodeClient(_Waiting[_node.NodeClient]):
             self._background.run(close())
 
 
-def publish(topic: str, *bodies: bytes, nsqd: str | Sequence[str] = "127.0.0.1:4150", **options: Any) -> None:
+def publish(
+    topic: str, *bodies: Body, nsqd: str | Sequence[str] = "127.0.0.1:4150", **options: Unpack[ProducerOptions]
+) -> None:
     """Publish once and disconnect: for scripts."""
     with Producer(nsqd, **options) as producer:
         producer.publish_many(topic, bodies)

@@ -181,7 +181,7 @@ async def test_a_writer_waits_for_its_broker(fake: FakeNsqd, caplog: pytest.LogC
     await fake.stop()
     writer = nsq.Writer([fake.address], reconnect_interval=0.01)
     published = writer.pub("t", b"x")
-    await until(lambda: "no broker" in caplog.text)
+    await until(lambda: "Connect call failed" in caplog.text)
     await fake.start()
     await published
     writer.close()
@@ -624,3 +624,129 @@ def test_a_program_moves_by_its_import(line: str, tmp_path: Path) -> None:
     finally:
         nsqd.stop()
     assert sorted(lines) == ["1 1", "2 1", "3 1", "ended", "stored b'OK'"]
+
+
+# --- Under Tornado, as pynsq's own programs are written
+
+needs_tornado = pytest.mark.skipif(importlib.util.find_spec("tornado") is None, reason="Tornado is not installed")
+
+#: From pynsq's documentation and its folder of examples; only the import, the address and the end are ours.
+PYNSQ_PROGRAMS = {
+    "the example of a Writer": """
+        import tornado.ioloop
+        import time
+
+        def pub_message():
+            writer.pub('test', time.strftime('%H:%M:%S').encode(), finish_pub)
+
+        def finish_pub(conn, data):
+            print(data)
+            told.append(data)
+            if len(told) == 2:
+                end()
+
+        told = []
+        writer = nsq.Writer([NSQD])
+        tornado.ioloop.PeriodicCallback(pub_message, 50).start()
+        nsq.run()
+    """,
+    "a Reader on Tornado's own loop": """
+        import tornado.ioloop
+
+        def handler(message):
+            print(message.body)
+            tornado.ioloop.IOLoop.current().call_later(0, tornado.ioloop.IOLoop.current().stop)
+            return True
+
+        r = nsq.Reader(message_handler=handler, nsqd_tcp_addresses=[NSQD], topic='numbers', channel='asdf',
+                       lookupd_poll_interval=15)
+        tornado.ioloop.IOLoop.current().start()
+    """,
+    "an asynchronous Reader": """
+        import tornado.ioloop
+        buf = []
+
+        def process_message(message):
+            message.enable_async()
+            buf.append(message)
+            if len(buf) >= 3:
+                for msg in buf:
+                    print(msg.body)
+                    msg.finish()
+                buf.clear()
+                end()
+
+        r = nsq.Reader(message_handler=process_message, nsqd_tcp_addresses=[NSQD], topic='numbers',
+                       channel='async', max_in_flight=9)
+        nsq.run()
+    """,
+    "a web application with a Writer": """
+        import functools
+        import tornado.ioloop
+        import tornado.web
+        import tornado.httpclient
+        import tornado.httpserver
+
+        class MainHandler(tornado.web.RequestHandler):
+            @property
+            def nsq(self):
+                return self.application.nsq
+
+            def get(self):
+                topic = 'log'
+                msg = b'Hello world'
+                self.nsq.pub(topic, msg)
+                self.nsq.pub(topic, msg, functools.partial(self.finish_pub, topic=topic, msg=msg))
+                self.write(msg)
+
+            def finish_pub(self, conn, data, topic, msg):
+                print(data)
+                tornado.ioloop.IOLoop.current().stop()
+
+        class Application(tornado.web.Application):
+            def __init__(self, handlers, **settings):
+                self.nsq = nsq.Writer([NSQD])
+                super(Application, self).__init__(handlers, **settings)
+
+        application = Application([(r'/', MainHandler)])
+        server = tornado.httpserver.HTTPServer(application)
+        server.listen(0, '127.0.0.1')
+        port = next(iter(server._sockets.values())).getsockname()[1]
+
+        async def ask():
+            await tornado.httpclient.AsyncHTTPClient().fetch('http://127.0.0.1:%d/' % port)
+
+        tornado.ioloop.IOLoop.current().add_callback(ask)
+        tornado.ioloop.IOLoop.current().start()
+    """,
+    "a Reader without Tornado": """
+        def handler(message):
+            print(message.body)
+            end()
+            return True
+
+        r = nsq.Reader(message_handler=handler, nsqd_tcp_addresses=[NSQD], topic='numbers', channel='plain')
+        nsq.run()
+    """,
+}
+
+_BEFORE = """
+import os, signal, sys
+from flintmq.compat import pynsq as nsq
+NSQD = sys.argv[1]
+
+def end():
+    os.kill(os.getpid(), signal.SIGTERM)
+"""
+
+
+@needs_tornado
+@pytest.mark.parametrize("name", PYNSQ_PROGRAMS)
+def test_programs_of_pynsq_run_unchanged(nsq_broker: NsqBroker, name: str) -> None:
+    nsq_broker.publish("numbers", b"1", b"2", b"3")
+    program = _BEFORE + textwrap.dedent(PYNSQ_PROGRAMS[name])
+    command = [sys.executable, "-c", program, nsq_broker.address]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+    assert "b'" in done.stdout, done.stderr
+    assert "Traceback" not in done.stderr

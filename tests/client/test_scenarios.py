@@ -106,7 +106,7 @@ async def test_a_lookupd_that_is_gone_costs_no_connection(start_nsqd: StartNsqd,
 async def test_a_producer_finds_brokers_too(start_nsqd: StartNsqd, lookupd: Lookupd) -> None:
     nsqd = start_nsqd()
     with pytest.raises(ConnectError, match="know of none"):
-        async with Producer(lookupd=lookupd.at["HTTP"]):
+        async with Producer(lookupd=lookupd.at["HTTP"], timeout=1):
             pass
     async with lookupd.registered(nsqd, "any"), Producer(lookupd=lookupd.at["HTTP"]) as producer:
         await producer.publish("t", b"x")

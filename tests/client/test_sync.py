@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 import sys
 import textwrap
 import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -74,7 +76,7 @@ def test_many_threads_may_share_a_producer(address: str) -> None:
 
 def test_errors_are_raised_where_they_are_made() -> None:
     with pytest.raises(ConnectError):
-        sync.publish("t", b"x", nsqd="127.0.0.1:1")
+        sync.publish("t", b"x", nsqd="127.0.0.1:1", timeout=0.1)
     with pytest.raises(OptionError):
         sync.Consumer("t", "c")
     with pytest.raises(TypeError):
@@ -111,3 +113,121 @@ def test_a_program_that_forgets_to_close_still_ends(address: str, tmp_path: Path
     script = "import sys; from flintmq import sync; p = sync.Producer(sys.argv[1]); p.start(); p.publish('t', b'x')"
     done = subprocess.run([sys.executable, "-c", script, address], capture_output=True, text=True, timeout=100)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+# --- Callbacks, forks, and no time at all
+
+
+def test_a_message_that_is_here_is_had_without_waiting(address: str) -> None:
+    sync.publish("no_time", b"a", b"b", nsqd=address)
+    with sync.Consumer("no_time", "c", nsqd=address, max_in_flight=2) as consumer:
+        consumer.get(timeout=60).finish()
+        found = None
+        for _ in range(10_000):
+            try:
+                found = consumer.get(timeout=0)
+                break
+            except TimeoutError:
+                pass
+        assert found is not None and found.body == b"b"
+        with pytest.raises(TimeoutError):
+            consumer.get(timeout=0)
+
+
+def test_callbacks_may_use_it_themselves(address: str) -> None:
+    """Each would wait for the event loop; on the event loop, that would be for ever."""
+    called: set[str] = set()
+    everything = threading.Event()
+
+    def note(name: str) -> None:
+        sync.publish("noted", name.encode(), nsqd=address)
+        called.add(name)
+        if len(called) == 3:
+            everything.set()
+
+    sync.publish("given_up", b"x", nsqd=address)
+    with sync.Consumer(
+        "given_up",
+        "c",
+        nsqd=[address, "127.0.0.1:1"],
+        max_attempts=1,
+        max_backoff_duration=0,
+        heartbeat_interval=1,
+        on_give_up=lambda message: note("on_give_up"),
+        on_error=lambda where, error: note("on_error"),
+        on_heartbeat=lambda where: note("on_heartbeat"),
+    ) as consumer:
+        consumer.get(timeout=60).requeue(0)
+        with pytest.raises(TimeoutError):
+            while not everything.is_set():
+                consumer.get(timeout=10)
+            consumer.get(timeout=0)
+    assert called == {"on_give_up", "on_error", "on_heartbeat"}
+
+
+def test_on_its_own_event_loop_it_is_an_error_and_no_deadlock(address: str) -> None:
+    errors: list[Exception] = []
+    heard = threading.Event()
+
+    async def on_heartbeat(where: str) -> None:
+        try:
+            sync.publish("t", b"x", nsqd=address)
+        except Exception as exc:
+            errors.append(exc)
+        heard.set()
+
+    with sync.Consumer("own_loop", "c", nsqd=address, heartbeat_interval=1, on_heartbeat=on_heartbeat):
+        assert heard.wait(60)
+    assert isinstance(errors[0], RuntimeError) and "its own event loop" in str(errors[0])
+
+
+def test_a_fork_while_another_thread_makes_a_client_is_no_deadlock(address: str) -> None:
+    script = """
+        import os, sys
+        from flintmq import sync
+        sync.publish("fork", b"parent", nsqd=sys.argv[1])
+        # As another thread that has come into the middle of it.
+        sync._Background._lock.acquire()
+        if os.fork() == 0:
+            sync.publish("fork", b"child", nsqd=sys.argv[1])
+            os._exit(0)
+        sys.exit(os.waitstatus_to_exitcode(os.wait()[1]))
+    """
+    command = [sys.executable, "-c", textwrap.dedent(script), address]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("form", ["sync", "asyncio"])
+def test_ctrl_c_ends_an_idle_loop_without_a_traceback(address: str, form: str) -> None:
+    script = {
+        "sync": """
+            import sys
+            from flintmq import sync
+            with sync.Consumer("idle", "c", nsqd=sys.argv[1]) as consumer:
+                print("ready", flush=True)
+                for message in consumer:
+                    pass
+            print("the end", flush=True)
+        """,
+        "asyncio": """
+            import asyncio, sys
+            from flintmq import Consumer
+            async def main():
+                async with Consumer("idle", "c", nsqd=sys.argv[1]) as consumer:
+                    asyncio.get_running_loop().call_later(0.1, print, "ready")
+                    asyncio.get_running_loop().call_later(0.1, sys.stdout.flush)
+                    async for message in consumer:
+                        pass
+                print("the end", flush=True)
+            asyncio.run(main())
+        """,
+    }[form]
+    command = [sys.executable, "-c", textwrap.dedent(script), address]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        assert process.stdout is not None and process.stderr is not None
+        assert process.stdout.readline() == "ready\n"
+        time.sleep(0.2)  # until it waits; too early, ctrl-C would hit the print
+        process.send_signal(signal.SIGINT)
+        output, errors = process.communicate(timeout=60)
+    assert (output, errors, process.returncode) == ("the end\n", "", 0)

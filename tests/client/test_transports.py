@@ -167,7 +167,7 @@ async def test_compressed_nonsense_is_reported(fake: FakeNsqd, noise: bytes) -> 
 
     fake.on_command = nonsense
     with pytest.raises(ConnectError):
-        await Producer(fake.address, snappy=True).start()
+        await Producer(fake.address, snappy=True, timeout=0.2).start()
 
 
 # --- AUTH

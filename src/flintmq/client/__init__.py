@@ -2,9 +2,24 @@
 
 from __future__ import annotations
 
+from flintmq.client.codecs import Codec, Json, MessagePack
 from flintmq.client.connection import Clock, Message, Settings
-from flintmq.client.consumer import Consumer
+from flintmq.client.consumer import Batch, Consumer
+from flintmq.client.options import ConsumerOptions, ProducerOptions
 from flintmq.client.producer import Producer
 from flintmq.cluster.node import NodeClient
 
-__all__ = ["Clock", "Consumer", "Message", "NodeClient", "Producer", "Settings"]
+__all__ = [
+    "Batch",
+    "Clock",
+    "Codec",
+    "Consumer",
+    "ConsumerOptions",
+    "Json",
+    "Message",
+    "MessagePack",
+    "NodeClient",
+    "Producer",
+    "ProducerOptions",
+    "Settings",
+]

@@ -1,21 +1,21 @@
 """Which brokers there are, and one connection to each, kept alive.
 
-Brokers are named by the user, or found by asking nsqlookupds now and then. A Keeper dials one of them, and when the
-connection is lost dials again, with growing pauses. A lookupd that is down or has forgotten a broker costs no open
-connection. What is said over the connections is their owner's business.
+Brokers are named by the user, or found by asking nsqlookupds now and then, and every few seconds while a connection is
+missing. A Keeper dials one of them, and when the connection is lost dials again, with growing pauses while that fails.
+A broker that the lookupds no longer name is dialled for some minutes more: one that restarts is unregistered first.
+What is said over the connections is their owner's business.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import random
-from collections.abc import Awaitable, Callable, Sequence
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 
-from flintmq.client.connection import Clock, Connection, Owner, Settings, sleep
+from flintmq.client.connection import Clock, Connection, Owner, Settings, Timer, sleep
 from flintmq.cluster.lookupds import Answer, Node
-from flintmq.errors import ConnectError, FlintError
+from flintmq.errors import ConnectError, FlintError, ProtocolError
 
 __all__ = ["Brokers", "Keeper"]
 
@@ -23,10 +23,20 @@ logger = logging.getLogger(__name__)
 
 #: After a connection was lost the lookupds are asked at once, but not more often than this.
 _EARLY_LOOK_SECONDS = 1.0
+#: How often the lookupds are asked while there is no connection at all, or while one that was lost is missing.
+_MISSING_LOOK_SECONDS = 2.0
+#: How long a lost connection counts as missing.
+_MISSING_SECONDS = 60.0
+#: How long a broker is dialled that no lookupd names any more.
+_FORGET_SECONDS = 300.0
+#: How often a broker is dialled at least while a start waits for it.
+_START_DIAL_SECONDS = 1.0
+#: How long tasks may take to end after they were cancelled.
+_CANCEL_SECONDS = 2.0
 
 
 class Keeper:
-    """Keeps a connection to one nsqd: dials, and when it is lost dials again, with growing pauses."""
+    """Keeps a connection to one nsqd: dials, and when it is lost dials again, with growing pauses while that fails."""
 
     def __init__(
         self,
@@ -43,6 +53,11 @@ class Keeper:
         self.connection: Connection | None = None
         #: Why there is no connection; None before the first try has ended.
         self.error: Exception | None = None
+        #: When a lookupd named it last, or a connection to it ended; and whether the last answer left it out.
+        self.seen = clock.time()
+        self.vanished = False
+        #: When a connection to it was lost; None if there never was one.
+        self.lost_at: float | None = None
         self._settings = settings
         self._clock = clock
         self._owner = owner
@@ -50,7 +65,13 @@ class Keeper:
         self._on_open = on_open
         self._on_failure = on_failure
         self._failures = 0
-        self._task = asyncio.get_running_loop().create_task(self._run(), name=f"flintmq connection to {address}")
+        self._now = asyncio.Event()
+        self.task = asyncio.get_running_loop().create_task(self._run(), name=f"flintmq connection to {address}")
+
+    def dial_now(self) -> None:
+        """End the pause between two tries."""
+        self._failures = 0
+        self._now.set()
 
     async def _run(self) -> None:
         while True:
@@ -60,33 +81,38 @@ class Keeper:
                 )
             except FlintError as exc:
                 self.error = exc
+                self._failures += 1
                 self._on_failure(self.address, exc)
+                await self._pause(self._settings.reconnect_delay * 2.0 ** min(self._failures - 1, 64))
             else:
-                since = self._clock.time()
-                self.connection = connection
-                self.error = None
-                self._on_open(connection)
-                await asyncio.shield(connection.lost)
-                self.connection = None
-                self.error = connection.reason
-                if self._clock.time() - since >= self._settings.max_reconnect_delay:
-                    self._failures = 0
-            await self._pause()
+                await self._hold(connection)
 
-    async def _pause(self) -> None:
-        self._failures += 1
-        # Beyond this it is at its most anyway; and 2.0 ** 2000 is an error.
-        longest = self._settings.reconnect_delay * 2.0 ** min(self._failures - 1, 64)
-        delay = min(longest, self._settings.max_reconnect_delay)
+    async def _hold(self, connection: Connection) -> None:
+        """Be there until a connection is lost."""
+        opened = self._clock.time()
+        self._failures = 0
+        self.connection = connection
+        self.error = None
+        self._on_open(connection)
+        await asyncio.shield(connection.lost)
+        self.connection = None
+        self.error = connection.reason
+        self.seen = self.lost_at = self._clock.time()
+        # A broker closes the connection after it has refused one command: that is no reason to keep others waiting.
+        # But one that does so all the time is not dialled all the time.
+        if not isinstance(connection.reason, ProtocolError) or self.lost_at - opened < self._settings.reconnect_delay:
+            await self._pause(self._settings.reconnect_delay)
+
+    async def _pause(self, seconds: float) -> None:
+        delay = min(seconds, self._settings.max_reconnect_delay)
         # Many clients lose the same broker at the same moment: let them not come back at the same moment.
         delay *= random.uniform(0.5, 1.0)
-        await sleep(self._clock, delay)
-
-    async def stop(self) -> None:
-        """No more dialling. An open connection is left to its owner."""
-        self._task.cancel()
-        with contextlib.suppress(asyncio.CancelledError):
-            await self._task
+        self._now.clear()
+        timer = self._clock.call_later(delay, self._now.set)
+        try:
+            await self._now.wait()
+        finally:
+            timer.cancel()
 
 
 class Brokers:
@@ -104,7 +130,7 @@ class Brokers:
         poll_interval: float,
         poll_jitter: float,
         on_open: Callable[[Connection], None],
-        on_error: Callable[[str, Exception], object] | None,
+        on_error: Callable[[str, Exception], object],
         subscribe: tuple[str, str] | None = None,
     ) -> None:
         """`look` asks the lookupds. `on_error` hears of every broker and lookupd that fails, with its address."""
@@ -124,9 +150,8 @@ class Brokers:
         self._discovery: asyncio.Task[None] | None = None
         #: What the lookupds said last, if it was nothing good; empty before the first answer.
         self._lookup_error: FlintError | None = None
-        self._has_looked = look is None
         self._forbidden = False
-        #: Set whenever there is news.
+        #: Set whenever there is news of a connection.
         self._news = asyncio.Event()
         for address in fixed:
             self._keep(address)
@@ -134,23 +159,55 @@ class Brokers:
             task = self._discover()
             self._discovery = asyncio.get_running_loop().create_task(task, name=f"flintmq discovery for {name}")
 
-    async def first(self) -> None:
-        """Wait for the first connection. ConnectError if every broker there is was tried in vain."""
-        while not any(keeper.connection for keeper in self._keepers.values()):
-            if self._has_looked and all(keeper.error for keeper in self._keepers.values()):
-                raise ConnectError(self.why_none())
-            self._news.clear()
-            await self._news.wait()
+    async def first(self, seconds: float) -> None:
+        """Wait for the first connection. ConnectError if there is none within so many seconds.
+
+        Brokers that are not up yet are waited for; those that are up and refuse us would do so again.
+        """
+        over = False
+        dialling: Timer
+
+        def give_up() -> None:
+            nonlocal over
+            over = True
+            self._news.set()
+
+        def dial() -> None:
+            # Somebody waits: no growing pauses.
+            nonlocal dialling
+            for keeper in self._keepers.values():
+                keeper.dial_now()
+            dialling = self._clock.call_later(_START_DIAL_SECONDS, dial)
+
+        timer = self._clock.call_later(seconds, give_up)
+        dialling = self._clock.call_later(_START_DIAL_SECONDS, dial)
+        try:
+            while not self._is_connected:
+                if over or self._is_hopeless():
+                    raise ConnectError(self.why_none())
+                self._news.clear()
+                await self._news.wait()
+        finally:
+            timer.cancel()
+            dialling.cancel()
+
+    def _is_hopeless(self) -> bool:
+        errors = [keeper.error for keeper in self._keepers.values()]
+        return self._look is None and all(error is not None and not _is_not_up(error) for error in errors)
+
+    @property
+    def _is_connected(self) -> bool:
+        return any(keeper.connection for keeper in self._keepers.values())
 
     def why_none(self) -> str:
-        """Why there is no connection, for an error's text."""
+        """Return why there is no connection, for an error's text."""
         reasons = [str(keeper.error) for keeper in self._keepers.values() if keeper.error]
         if self._lookup_error is not None:
             reasons.append(str(self._lookup_error))
         return "no broker can be reached: " + ("; ".join(reasons) or "the lookupds know of none")
 
     def add(self, address: str) -> None:
-        """One more that was named by the user: it is dialled until the end."""
+        """Add one that was named by the user: it is dialled until the end."""
         if self._forbidden:
             return
         self._fixed.add(address)
@@ -167,14 +224,32 @@ class Brokers:
         if self._discovery is not None:
             self._discovery.cancel()
 
+    def abandon(self) -> None:
+        """As `stop`, without waiting for anything."""
+        self.forbid()
+        for keeper in self._keepers.values():
+            keeper.task.cancel()
+
     async def stop(self) -> None:
         """Neither look nor dial any more. Open connections are their owner's to close."""
         self.forbid()
+        tasks = [keeper.task for keeper in self._keepers.values()]
         if self._discovery is not None:
-            with contextlib.suppress(asyncio.CancelledError):
-                await self._discovery
-        for keeper in self._keepers.values():
-            await keeper.stop()
+            tasks.append(self._discovery)
+        await self._end(tasks)
+
+    async def _end(self, tasks: Iterable[asyncio.Task[None]]) -> None:
+        """Cancel tasks and wait for their ends, unless we are cancelled ourselves."""
+        tasks = list(tasks)
+        for task in tasks:
+            task.cancel()
+        if tasks:
+            done, late = await asyncio.wait(tasks, timeout=_CANCEL_SECONDS)
+            for task in late:
+                logger.warning("%s: %s does not end", self._name, task.get_name())
+            for task in done:
+                if not task.cancelled() and (error := task.exception()):
+                    logger.error("%s: %s failed", self._name, task.get_name(), exc_info=error)
 
     def _keep(self, address: str) -> None:
         if address not in self._keepers:
@@ -196,11 +271,7 @@ class Brokers:
     def _failed(self, address: str, error: Exception) -> None:
         logger.warning("%s: %s", self._name, error)
         self._news.set()
-        if self._on_error is not None:
-            try:
-                self._on_error(address, error)
-            except Exception:
-                logger.exception("%s: on_error failed", self._name)
+        self._on_error(address, error)
 
     async def look(self) -> None:
         """Ask the lookupds now, and dial those that are new."""
@@ -217,16 +288,20 @@ class Brokers:
                 self._failed(url, ConnectError(f"nsqlookupd {url}: {reason}"))
             if not answer.value:
                 logger.info("%s: the lookupds know of no nsqd yet", self._name)
-            await self._follow([node.tcp_address for node in answer.value])
-        self._has_looked = True
-        self._news.set()
+            await self._follow([node.tcp_address for node in answer.value], is_whole=not answer.failures)
 
     async def _discover(self) -> None:
         while True:
             self._look_early.clear()
-            await self.look()
+            try:
+                await self.look()
+            except Exception:
+                # Whatever it is, it must not be the last look.
+                logger.exception("%s: looking for brokers failed", self._name)
             # Clients that were started together should not ask together for ever.
             interval = self._poll_interval * (1 + random.random() * self._poll_jitter)
+            if self._is_one_missing():
+                interval = min(interval, _MISSING_LOOK_SECONDS * random.uniform(0.75, 1.0))
             early = min(interval, _EARLY_LOOK_SECONDS)
             await sleep(self._clock, early)
             timer = self._clock.call_later(interval - early, self._look_early.set)
@@ -235,15 +310,42 @@ class Brokers:
             finally:
                 timer.cancel()
 
-    async def _follow(self, found: list[str]) -> None:
-        """Connect to those that are new; stop dialling those that are neither known any more nor connected."""
+    def _is_one_missing(self) -> bool:
+        if not self._is_connected:
+            return True
+        since = self._clock.time() - _MISSING_SECONDS
+        return any(
+            keeper.connection is None and keeper.lost_at is not None and keeper.lost_at > since
+            for keeper in self._keepers.values()
+        )
+
+    async def _follow(self, found: list[str], *, is_whole: bool) -> None:
+        """Connect to those that are new; stop dialling those that have been neither named nor connected for long."""
         if self._forbidden:
             return
+        now = self._clock.time()
         for address in found:
             self._keep(address)
+        forgotten: list[Keeper] = []
         for address, keeper in list(self._keepers.items()):
-            if address not in found and address not in self._fixed and keeper.connection is None:
-                # Two looks may come to the same end.
-                if self._keepers.get(address) is keeper:
+            if address in found:
+                keeper.seen = now
+                if keeper.vanished and keeper.connection is None:
+                    # It has registered again, so it is up again.
+                    keeper.dial_now()
+                keeper.vanished = False
+            else:
+                keeper.vanished = True
+                if not is_whole:
+                    # A lookupd that did not answer may be the one that knows it.
+                    keeper.seen = now
+                elif address not in self._fixed and keeper.connection is None and now - keeper.seen >= _FORGET_SECONDS:
                     del self._keepers[address]
-                await keeper.stop()
+                    forgotten.append(keeper)
+        await self._end(keeper.task for keeper in forgotten)
+
+
+def _is_not_up(error: Exception) -> bool:
+    """Return whether a broker could not be reached at all, or closed the connection without a word."""
+    cause = error.__cause__
+    return isinstance(cause, OSError) and type(cause).__module__ != "ssl"

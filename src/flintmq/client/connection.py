@@ -15,7 +15,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
 from threading import get_ident
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Protocol, cast
+from typing import TYPE_CHECKING, Any, Generic, Protocol, cast
 
 import msgspec
 
@@ -28,9 +28,18 @@ from flintmq.protocol import wire
 if TYPE_CHECKING:
     import ssl
 
+    # With a default, so that `Message` alone means one of bytes.
+    from typing_extensions import TypeVar
+
     from flintmq.protocol.compression import Codec
 
-__all__ = ["Clock", "Connection", "Message", "Owner", "Settings", "Timer", "addresses", "sleep"]
+    T = TypeVar("T", default=bytes)
+else:
+    from typing import TypeVar
+
+    T = TypeVar("T")
+
+__all__ = ["Clock", "Connection", "Message", "Owner", "Settings", "Timer", "addresses", "limit", "sleep"]
 
 #: What a broker answers during the handshake is small.
 _HANDSHAKE_BYTES = 1 << 20
@@ -52,7 +61,11 @@ class Timer(Protocol):
 
 
 class Clock(Protocol):
-    """Where the client's time comes from. An event loop will do; tests pass one that they can move."""
+    """Where the client's time comes from. An event loop will do; tests pass one that they can move.
+
+    A clock that jumps may have an attribute `steady`, another clock. Connections go by that in judging whether the
+    other side is silent: after a jump of an hour, no heartbeat is missing.
+    """
 
     def time(self) -> float: ...
     def call_later(self, delay: float, callback: Callable[..., object], *args: Any) -> Timer: ...
@@ -147,31 +160,53 @@ class Settings:
 class Owner(Protocol):
     """What a connection tells; all of it in plain calls that must not wait."""
 
-    def messages_came(self, connection: Connection, messages: list[Message]) -> None: ...
-    def response_came(self, connection: Connection, payload: bytes) -> None: ...
-    def error_came(self, connection: Connection, error: ProtocolError) -> None: ...
-    def heartbeat_came(self, connection: Connection) -> None: ...
-    def connection_lost(self, connection: Connection, reason: Exception) -> None: ...
-    def finished(self, connection: Connection, message: Message) -> None: ...
-    def requeued(self, connection: Connection, message: Message, backoff: bool) -> None: ...
-    def requeue_delay(self, message: Message) -> float: ...
+    def _messages_came(self, connection: Connection, messages: list[Message[Any]]) -> None: ...
+    def _response_came(self, connection: Connection, payload: bytes) -> None: ...
+    def _error_came(self, connection: Connection, error: ProtocolError) -> None: ...
+    def _heartbeat_came(self, connection: Connection) -> None: ...
+    def _connection_ended(self, connection: Connection, reason: Exception) -> None: ...
+    def _finished(self, connection: Connection, message: Message[Any]) -> None: ...
+    def _requeued(self, connection: Connection, message: Message[Any], backoff: bool) -> None: ...
+    def _delay_of(self, message: Message[Any]) -> float: ...
 
 
-class Message(kernel.Delivery):
+class Message(kernel.Delivery, Generic[T]):
     """A message, ours until it is answered or its time is over.
 
     ``body`` and ``id`` are bytes, ``timestamp`` is the time of the publish in ns, ``attempts`` counts this delivery.
-    Answers may be given from any thread; only the first counts. As a context manager (``with message:``) it is
-    finished at the end of the block and requeued if the block raises.
+    ``value`` is what a consumer with a ``type`` has read from the body. Answers may be given from any thread; only the
+    first counts. As a context manager (``with message:``) it is finished at the end of the block and requeued if the
+    block raises.
     """
 
-    __slots__ = ()
+    __slots__ = ("_value",)
 
     source: Connection | None
+    _value: T
 
-    def __init__(self, body: bytes, *, id: bytes = b"0" * 16, timestamp: int = 0, attempts: int = 1) -> None:
+    def __init__(
+        self,
+        body: bytes = b"",
+        *,
+        id: bytes = b"0" * 16,
+        timestamp: int = 0,
+        attempts: int = 1,
+        value: T | None = None,
+    ) -> None:
         """For tests of handlers: a message that came from nowhere. Its answers are noted and go nowhere."""
         super().__init__(timestamp, attempts, id, body)
+        if value is not None:
+            self._value = value
+
+    @property
+    def value(self) -> T:
+        """The body as the consumer's `type`; the body itself without one. DecodeError if it is none."""
+        try:
+            return self._value
+        except AttributeError:
+            decode = None if self.source is None else self.source.decode
+            self._value = cast(T, self.body) if decode is None else decode(self.body)
+            return self._value
 
     def finish(self) -> None:
         """It is done: the channel forgets it."""
@@ -206,7 +241,7 @@ class Message(kernel.Delivery):
         """The nsqd it came from."""
         return "" if self.source is None else self.source.address
 
-    def __enter__(self) -> Message:
+    def __enter__(self) -> Message[T]:
         return self
 
     def __exit__(
@@ -251,7 +286,9 @@ class Connection(asyncio.Protocol):
         self.msg_timeout = float("inf")
         self.last_message = clock.time()
         #: Messages that came and were not answered.
-        self.unanswered: set[Message] = set()
+        self.unanswered: set[Message[Any]] = set()
+        #: Reads a body; None where nobody wants more than bytes.
+        self.decode: Callable[[bytes], Any] | None = None
         #: Whoever waits for the end.
         self.lost: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         #: CLS was sent; the broker has confirmed it.
@@ -261,6 +298,7 @@ class Connection(asyncio.Protocol):
         self.reason: Exception | None = None
         self._settings = settings
         self._clock = clock
+        self._steady: Clock = getattr(clock, "steady", clock)
         self._owner = owner
         self._loop = asyncio.get_running_loop()
         self._thread = get_ident()
@@ -271,7 +309,7 @@ class Connection(asyncio.Protocol):
         self._inbox = bytearray()
         self._waiter: asyncio.Future[None] | None = None
         # Afterwards.
-        self._decoder = wire.MessageDecoder(Message, self, settings.max_frame_size)
+        self._decoder: wire.MessageDecoder[Message[Any]] = wire.MessageDecoder(Message, self, settings.max_frame_size)
         # The commands of this turn. RDY is apart because it goes first: sent after a FIN, it would come too late for
         # the message that the FIN makes room for.
         self._out: list[bytes] = []
@@ -281,10 +319,10 @@ class Connection(asyncio.Protocol):
         # Beyond this the broker does not keep to RDY.
         self._most_unanswered = 1000
         # Silence.
-        self._last_received = clock.time()
+        self._last_received = self._steady.time()
         # Bytes of a frame that is not whole yet, and when the one before it was.
         self._unfinished = 0
-        self._last_frame = clock.time()
+        self._last_frame = self._steady.time()
         self._read_timer: Timer | None = None
         # Bytes given to the transport, and how many of them had left it when that was looked at last.
         self._written = 0
@@ -300,9 +338,9 @@ class Connection(asyncio.Protocol):
         """Connect, IDENTIFY, upgrade, AUTH, and SUB where asked. ConnectError says why not."""
         connection = cls(address, settings, clock, owner)
         try:
-            async with _limit(clock, settings.dial_timeout):
+            async with limit(connection._steady, settings.dial_timeout):
                 await (settings.connect or connect)(address, lambda: connection)
-            async with _limit(clock, settings.dial_timeout):
+            async with limit(connection._steady, settings.dial_timeout):
                 await connection._shake_hands(subscribe)
         except BaseException as exc:
             connection._abandon()
@@ -420,8 +458,8 @@ class Connection(asyncio.Protocol):
     def _start(self) -> None:
         """The handshake is over: from here on the owner is told."""
         self._shaking = False
-        self._last_frame = self._clock.time()
-        self._read_timer = self._clock.call_later(self._settings.read_timeout, self._look_for_silence)
+        self._last_frame = self._steady.time()
+        self._read_timer = self._steady.call_later(self._settings.read_timeout, self._look_for_silence)
         if self._inbox:
             # In the next turn: the owner does not know us yet.
             self._loop.call_soon(self._receive, bytes(self._inbox))
@@ -447,7 +485,7 @@ class Connection(asyncio.Protocol):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
 
     def data_received(self, data: bytes) -> None:
-        self._last_received = self._clock.time()
+        self._last_received = self._steady.time()
         if self._codec is None:
             self._receive(data)
             return
@@ -464,8 +502,9 @@ class Connection(asyncio.Protocol):
                 self.fail(ProtocolError("E_INVALID", "too much in answer to the handshake"))
             self._wake()
             return
+        now = self._last_received if self._steady is self._clock else self._clock.time()
         try:
-            messages, others = self._decoder.feed(data, self._last_received + self.msg_timeout)
+            messages, others = self._decoder.feed(data, now + self.msg_timeout)
         except ProtocolError as exc:
             self.fail(exc)
             return
@@ -475,35 +514,50 @@ class Connection(asyncio.Protocol):
         else:
             self._unfinished += len(data)
         if messages:
-            self.last_message = self._last_received
+            self.last_message = now
             self.unanswered.update(messages)
-            if len(self.unanswered) > self._most_unanswered:
+            if len(self.unanswered) > self._most_unanswered and not self._forget_expired():
                 self.fail(ProtocolError("E_INVALID", "many more messages than were asked for"))
                 return
-            self._owner.messages_came(self, messages)
+            self._owner._messages_came(self, messages)
         for kind, payload in others:
             if kind == wire.FRAME_ERROR:
                 self._refused(wire.decode_error(payload))
             elif payload == wire.HEARTBEAT:
                 self._send(b"NOP\n")
-                self._owner.heartbeat_came(self)
+                self._owner._heartbeat_came(self)
             elif payload == b"CLOSE_WAIT" and self.closing:
                 self.drained = True
-                self._owner.response_came(self, payload)
+                self._owner._response_came(self, payload)
             else:
-                self._owner.response_came(self, payload)
+                self._owner._response_came(self, payload)
+
+    def _forget_expired(self) -> bool:
+        """Drop messages that nobody answered in time. Return whether the rest is what the broker may have sent."""
+        now = self._clock.time()
+        self.unanswered = {message for message in self.unanswered if message.deadline > now}
+        return len(self.unanswered) <= self._most_unanswered
 
     def _refused(self, error: ProtocolError) -> None:
         if self.reason is not None:
             return  # we are leaving already
-        self._owner.error_came(self, error)
+        if not error.fatal:
+            self._take_back(error)
+        self._owner._error_came(self, error)
         if error.fatal:
             # The broker closes after it. So do we, should it not.
             self.fail(error)
 
+    def _take_back(self, error: ProtocolError) -> None:
+        """A command for a message failed, as in ``TOUCH <id> failed ID not in flight``: it is the broker's again."""
+        words = error.text.encode().split()
+        for message in self.unanswered:
+            if message.id in words[1:2]:
+                message.deadline = float("-inf")
+
     def pause_writing(self) -> None:
         self._left = self._bytes_left()
-        self._write_timer = self._clock.call_later(self._settings.write_timeout, self._look_at_writes)
+        self._write_timer = self._steady.call_later(self._settings.write_timeout, self._look_at_writes)
 
     def _look_at_writes(self) -> None:
         if self._bytes_left() == self._left:
@@ -538,10 +592,10 @@ class Connection(asyncio.Protocol):
         assert self.reason is not None
         self.ready = 0
         self.unanswered.clear()
-        self._owner.connection_lost(self, self.reason)
+        self._owner._connection_ended(self, self.reason)
 
     def _look_for_silence(self) -> None:
-        now = self._clock.time()
+        now = self._steady.time()
         quiet = now - self._last_received
         waited = now - self._last_frame
         left = self._settings.read_timeout - quiet
@@ -551,7 +605,7 @@ class Connection(asyncio.Protocol):
             # With a wrong length everything that follows looks like a piece of the same frame: heartbeats too.
             self.fail(ConnectError(f"{self.address}: no frame was whole for {waited:.0f} s"))
         else:
-            self._read_timer = self._clock.call_later(left, self._look_for_silence)
+            self._read_timer = self._steady.call_later(left, self._look_for_silence)
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
@@ -572,7 +626,11 @@ class Connection(asyncio.Protocol):
     def in_flight(self) -> int:
         return len(self.unanswered)
 
-    def finish(self, message: Message) -> None:
+    def in_flight_at(self, now: float) -> int:
+        """Return how many messages are ours at that time: the broker has taken back those whose time is over."""
+        return sum(message.deadline > now for message in self.unanswered)
+
+    def finish(self, message: Message[Any]) -> None:
         if get_ident() != self._thread:
             self._from_thread(self.finish, message)
             return
@@ -580,13 +638,14 @@ class Connection(asyncio.Protocol):
             self.unanswered.remove(message)
         except KeyError:
             return  # its connection is gone, and the broker gives it to somebody else
-        self._owner.finished(self, message)
+        # The answer first: whatever the owner makes of it, the broker is told.
         self._fins.append(message.id)
         if not self._flush_due:
             self._flush_due = True
             self._loop.call_soon(self.flush)
+        self._owner._finished(self, message)
 
-    def requeue(self, message: Message, delay: float | None, backoff: bool) -> None:
+    def requeue(self, message: Message[Any], delay: float | None, backoff: bool) -> None:
         if get_ident() != self._thread:
             self._from_thread(self.requeue, message, delay, backoff)
             return
@@ -594,16 +653,18 @@ class Connection(asyncio.Protocol):
             return
         self.unanswered.remove(message)
         if delay is None:
-            delay = self._owner.requeue_delay(message)
-        self._owner.requeued(self, message, backoff)
+            delay = self._owner._delay_of(message)
         self.write(b"REQ %b %d\n" % (message.id, _milliseconds(min(delay, _LONGEST_DELAY))))
+        self._owner._requeued(self, message, backoff)
 
-    def touch(self, message: Message) -> None:
+    def touch(self, message: Message[Any]) -> None:
         if get_ident() != self._thread:
             self._from_thread(self.touch, message)
             return
-        if message in self.unanswered:
-            message.deadline = self._clock.time() + self.msg_timeout
+        now = self._clock.time()
+        # Too late, the broker has taken it back: it would only refuse.
+        if message in self.unanswered and message.deadline > now:
+            message.deadline = now + self.msg_timeout
             self.write(b"TOUCH %b\n" % message.id)
 
     def _from_thread(self, command: Callable[..., None], *args: object) -> None:
@@ -682,9 +743,13 @@ class Connection(asyncio.Protocol):
                 self._transport.write_eof()
             else:
                 self._transport.close()
-        timer = self._clock.call_later(_GOODBYE_SECONDS, self._abandon)
+        timer = self._steady.call_later(_GOODBYE_SECONDS, self._abandon)
         try:
             await asyncio.shield(self.lost)
+        except asyncio.CancelledError:
+            # Whoever waited has no more time: the socket must not stay open.
+            self._abandon()
+            raise
         finally:
             timer.cancel()
 
@@ -722,8 +787,8 @@ async def sleep(clock: Clock, seconds: float) -> None:
 
 
 @contextlib.asynccontextmanager
-async def _limit(clock: Clock, seconds: float) -> AsyncIterator[None]:
-    """`asyncio.timeout` on a clock that tests can move."""
+async def limit(clock: Clock, seconds: float) -> AsyncIterator[None]:
+    """Limit the time of a block, as `asyncio.timeout` does, on a clock that tests can move."""
     task = asyncio.current_task()
     assert task is not None
     cancelled_before = task.cancelling()

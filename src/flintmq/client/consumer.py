@@ -8,35 +8,40 @@ sockets are its Connections'. Handlers run in a fixed number of tasks, not in on
 from __future__ import annotations
 
 import asyncio
-import inspect
+import functools
 import logging
 import signal
 import threading
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Any
+from typing import Any, Generic, Unpack, overload
 
 from flintmq.addresses import split
-from flintmq.client import tracing
+from flintmq.client import codecs, tracing
 from flintmq.client.brokers import Brokers
-from flintmq.client.connection import Clock, Connection, Message, Settings, Timer, addresses
+from flintmq.client.callbacks import Calls, check, is_asynchronous, result_of
+from flintmq.client.connection import Clock, Connection, Message, T, Timer, addresses, limit
 from flintmq.client.flow import Flow
+from flintmq.client.options import ConsumerOptions, ConsumerSettings, parse
 from flintmq.cluster.lookupds import Lookupds
-from flintmq.errors import ClosedError, OptionError, ProtocolError
+from flintmq.errors import ClosedError, DecodeError, OptionError, ProtocolError
 from flintmq.protocol import wire
 
-__all__ = ["Consumer", "Stats"]
+__all__ = ["Batch", "Consumer", "Stats"]
 
 logger = logging.getLogger(__name__)
 
 #: How long handlers that never wait may have the event loop for themselves.
 _SLICE_SECONDS = 0.005
 _SLICE_MESSAGES = 1000
-
-Handler = Callable[[Message], Any]
+#: Deliveries after which a body that cannot be read is given up where `max_attempts` is no limit.
+_UNDECODABLE_ATTEMPTS = 5
+#: How long handlers may take to end after they were cancelled; those that do not are left to themselves.
+_CANCEL_SECONDS = 2.0
+#: How long `close` waits for brokers to confirm that they send no more, once nothing is left to answer.
+_CONFIRM_SECONDS = 5.0
 
 
 @dataclass
@@ -50,9 +55,36 @@ class Stats:
     given_up: int = 0
     #: Timed out before a handler was free; the broker delivers them again.
     expired: int = 0
+    #: Bodies that were not of the consumer's `type`; each delivery counts.
+    undecodable: int = 0
 
 
-class Consumer:
+class Batch(list[Message[T]]):
+    """Messages that are answered together. As a context manager it is a single message to its block."""
+
+    __slots__ = ()
+
+    def finish(self) -> None:
+        """All are done."""
+        for message in self:
+            message.finish()
+
+    def requeue(self, delay: float | None = None, *, backoff: bool = True) -> None:
+        """Give back those that are not answered yet."""
+        for message in self:
+            message.requeue(delay, backoff=backoff)
+
+    def __enter__(self) -> Batch[T]:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        for message in self:
+            message.__exit__(kind, error, trace)
+
+
+class Consumer(Generic[T]):
     """Messages of a channel, from every nsqd that has the topic.
 
         async with Consumer("orders", "billing", lookupd=["127.0.0.1:4161"]) as consumer:
@@ -66,106 +98,94 @@ class Consumer:
     it is flat.
     """
 
+    @overload
+    def __init__(
+        self: Consumer[bytes],
+        topic: str,
+        channel: str,
+        *,
+        handler: Callable[[Message], Any] | None = None,
+        on_give_up: Callable[[Message], Any] | None = None,
+        type: None = None,
+        **options: Unpack[ConsumerOptions],
+    ) -> None: ...
+
+    @overload
     def __init__(
         self,
         topic: str,
         channel: str,
         *,
-        nsqd: str | Sequence[str] | None = None,
-        lookupd: str | Sequence[str] | None = None,
-        handler: Handler | None = None,
-        concurrency: int = 1,
-        max_in_flight: int | None = None,
-        max_attempts: int = 5,
-        on_give_up: Handler | None = None,
-        on_error: Callable[[str, Exception], object] | None = None,
-        on_heartbeat: Callable[[str], object] | None = None,
-        default_requeue_delay: float = 90.0,
-        max_requeue_delay: float = 900.0,
-        auto_touch: bool = False,
-        lookupd_poll_interval: float = 60.0,
-        lookupd_poll_jitter: float = 0.3,
-        lookupd_timeout: float = 5.0,
-        lookupd_token: str | None = None,
-        lookupd_tls: bool | Any = True,
-        max_backoff_duration: float = 120.0,
-        backoff_multiplier: float = 1.0,
-        backoff_strategy: Callable[[int], float] | None = None,
-        backoff_jitter: bool = False,
-        low_rdy_idle_timeout: float = 1.0,
-        low_rdy_timeout: float = 5.0,
-        rdy_redistribute_interval: float = 0.5,
-        stop_timeout: float = 30.0,
-        clock: Clock | None = None,
-        **settings: Any,
+        type: type[T],
+        handler: Callable[[Message[T]], Any] | None = None,
+        on_give_up: Callable[[Message[T]], Any] | None = None,
+        **options: Unpack[ConsumerOptions],
+    ) -> None: ...
+
+    def __init__(
+        self,
+        topic: str,
+        channel: str,
+        *,
+        handler: Callable[[Message[Any]], Any] | None = None,
+        on_give_up: Callable[[Message[Any]], Any] | None = None,
+        type: type[Any] | None = None,
+        **options: Unpack[ConsumerOptions],
     ) -> None:
-        """Other keywords are those of `Settings`."""
+        """Make a consumer; `start`, `run` or ``async with`` begins.
+
+        A `handler` is called with each message, and `on_give_up` with each that came more than `max_attempts` times.
+        With a `type`, bodies are read as JSON, or by the `codec`, and ``message.value`` is of that type. All other
+        options are described in `flintmq.client.options.ConsumerOptions`.
+        """
         if not wire.valid_name(topic):
             raise OptionError(f'"{topic}" is not a topic name')
         if not wire.valid_name(channel):
             raise OptionError(f'"{channel}" is not a channel name')
-        if concurrency < 1:
-            raise OptionError("concurrency must be at least 1")
-        if not 0 <= max_attempts <= 65535:
-            raise OptionError("max_attempts must be 0 (no limit) to 65535")
-        if not 0 <= lookupd_poll_jitter <= 1:
-            raise OptionError("lookupd_poll_jitter must be 0 to 1")
+        check(handler, "handler")
+        check(on_give_up, "on_give_up")
+        self._options, self._settings = parse(ConsumerSettings, options)
+        own = self._options
         self.topic = topic
         self.channel = channel
         self.stats = Stats()
         self._name = f"{topic}/{channel}"
-        self._fixed = addresses(nsqd)
+        self._fixed = addresses(own.nsqd)
         for address in self._fixed:
             split(address)
-        looked_up = addresses(lookupd)
+        looked_up = addresses(own.lookupd)
         if not self._fixed and not looked_up:
             raise OptionError("a consumer needs nsqd or lookupd addresses")
-        self._settings = Settings(**settings)
-        self._lookupds = Lookupds(looked_up, timeout=lookupd_timeout, token=lookupd_token, tls=lookupd_tls)
-        self._poll_interval = lookupd_poll_interval
-        self._poll_jitter = lookupd_poll_jitter
+        self._lookupds = Lookupds(looked_up, timeout=own.lookupd_timeout, token=own.lookupd_token, tls=own.lookupd_tls)
         self._handler = handler
-        self._concurrency = concurrency
-        self._max_attempts = max_attempts
         self._on_give_up = on_give_up
-        self._on_error = on_error
-        self._on_heartbeat = on_heartbeat
-        self._default_requeue_delay = default_requeue_delay
-        self._max_requeue_delay = max_requeue_delay
-        self._auto_touch = auto_touch
-        self._stop_timeout = stop_timeout
-        self._clock_or_loop = clock
-        self._max_in_flight = concurrency if max_in_flight is None else max_in_flight
-        self._flow_options = {
-            "name": self._name,
-            "max_backoff_duration": max_backoff_duration,
-            "backoff_multiplier": backoff_multiplier,
-            "backoff_strategy": backoff_strategy,
-            "backoff_jitter": backoff_jitter,
-            "low_rdy_idle_timeout": low_rdy_idle_timeout,
-            "low_rdy_timeout": low_rdy_timeout,
-            "rdy_redistribute_interval": rdy_redistribute_interval,
-        }
+        self._type = type
+        self._max_attempts = own.max_attempts
+        self._max_in_flight = own.concurrency if own.max_in_flight is None else own.max_in_flight
         # Brokers.
-        self._connections: set[Connection] = set()
+        self._connections: dict[Connection, None] = {}
         # Messages that nobody has taken, and who waits for one.
-        self._queue: deque[Message] = deque()
+        self._queue: deque[Message[T]] = deque()
         self._waiting: deque[asyncio.Future[None]] = deque()
         self._slice_end = 0.0
         self._slice_left = 0
         # Handlers.
         self._workers: list[asyncio.Task[None]] = []
-        self._threads: ThreadPoolExecutor | None = None
+        self._busy = 0
+        self._handler_calls = Calls(f"{topic}-{channel}", own.concurrency)
+        self._calls = Calls(f"CONSUMER({self._name})")
         self._touch_timer: Timer | None = None
         # The end.
         self._started = False
         self._stopping = False
         self._closed = False
         self._changed = asyncio.Event()
+        # Gives ctrl-C back its meaning.
+        self._interrupt: Callable[[], None] | None = None
 
     # --- Start and stop ----------------------------------------------------------------------------------------------
 
-    async def __aenter__(self) -> Consumer:
+    async def __aenter__(self) -> Consumer[T]:
         await self.start()
         return self
 
@@ -180,14 +200,26 @@ class Consumer:
             raise ClosedError("a consumer runs once")
         self._started = True
         self._loop = asyncio.get_running_loop()
-        self._clock: Clock = self._clock_or_loop or self._loop
+        own = self._options
+        self._clock: Clock = own.clock or self._loop
         self._time = self._clock.time
-        self.flow = Flow(self._clock, self._max_in_flight, **self._flow_options)  # type: ignore[arg-type]
+        self.flow = Flow(
+            self._clock,
+            self._max_in_flight,
+            name=self._name,
+            max_backoff_duration=own.max_backoff_duration,
+            backoff_multiplier=own.backoff_multiplier,
+            backoff_strategy=own.backoff_strategy,
+            backoff_jitter=own.backoff_jitter,
+            low_rdy_idle_timeout=own.low_rdy_idle_timeout,
+            low_rdy_timeout=own.low_rdy_timeout,
+            rdy_redistribute_interval=own.rdy_redistribute_interval,
+        )
         if self._handler is not None:
             work = self._handler_coroutine(self._handler)
             self._workers = [
                 self._loop.create_task(self._work(work), name=f"flintmq handler {number} of {self._name}")
-                for number in range(self._concurrency)
+                for number in range(own.concurrency)
             ]
         self._brokers = Brokers(
             f"CONSUMER({self._name})",
@@ -196,14 +228,12 @@ class Consumer:
             self._clock,
             fixed=self._fixed,
             look=(lambda: self._lookupds.producers(self.topic)) if self._lookupds.urls else None,
-            poll_interval=self._poll_interval,
-            poll_jitter=self._poll_jitter,
+            poll_interval=own.lookupd_poll_interval,
+            poll_jitter=own.lookupd_poll_jitter,
             on_open=self._opened,
-            on_error=self._on_error,
+            on_error=lambda address, error: self._calls.tell("on_error", own.on_error, address, error),
             subscribe=(self.topic, self.channel),
         )
-        if self._auto_touch:
-            self._touch_timer = self._clock.call_later(0.25, self._touch_all)
 
     async def run(self, stop_on: Sequence[signal.Signals] = (signal.SIGTERM, signal.SIGINT)) -> None:
         """Handle messages until `stop` is called or one of these signals comes; then end in order."""
@@ -242,8 +272,18 @@ class Consumer:
         try:
             await self._brokers.stop()
             await self._drain()
+            await self._end_workers()
+            self._give_back()
+            await asyncio.gather(*(connection.close() for connection in list(self._connections)))
         finally:
-            await self._end()
+            # Cancelled or not, nothing stays behind; and here nothing waits for a broker any more.
+            self._abandon()
+            if self._interrupt is not None:
+                self._interrupt()
+            await self._lookupds.close()
+            await self._handler_calls.close()
+            await self._calls.close()
+            self._something_changed()
 
     async def _drain(self) -> None:
         """Until the brokers have confirmed and, where handlers work, all is answered; or the time is over."""
@@ -254,40 +294,73 @@ class Consumer:
             time_over = True
             self._changed.set()
 
-        timer = self._clock.call_later(self._stop_timeout, give_up)
+        timer = self._clock.call_later(self._options.stop_timeout, give_up)
+        is_answered = False
         try:
-            while not time_over and not self._is_drained():
-                self._changed.clear()
-                await self._changed.wait()
+            while not time_over:
+                if self._handler is None:
+                    # Nobody will take what is here: back with it, now and as long as more comes.
+                    self._give_back()
+                left = self._seconds_of_work()
+                if not left:
+                    if all(connection.drained for connection in self._connections):
+                        return
+                    if not is_answered:
+                        # A broker that does not even confirm is not waited for as a handler is.
+                        is_answered = True
+                        timer.cancel()
+                        timer = self._clock.call_later(min(_CONFIRM_SECONDS, self._options.stop_timeout), give_up)
+                await self._change(left)
         finally:
             timer.cancel()
-        if time_over:
-            logger.warning("CONSUMER(%s): stopped after %g s with work left", self._name, self._stop_timeout)
+        if not is_answered:
+            logger.warning("CONSUMER(%s): stopped after %g s with work left", self._name, self._options.stop_timeout)
 
-    def _is_drained(self) -> bool:
-        if self._handler is None:
-            # Nobody will take what is here: back with it, now and as long as more comes.
-            self._give_back()
-        return all(connection.drained and not connection.unanswered for connection in self._connections)
+    def _seconds_of_work(self) -> float:
+        """Return how long there may be something to wait for: a handler, or a message that can still be answered."""
+        if self._busy or self._queue:
+            return float("inf")
+        # Messages past their deadline are the brokers' again, answered or not.
+        deadlines = [message.deadline for connection in self._connections for message in connection.unanswered]
+        return max(0.0, max(deadlines) - self._time()) if deadlines else 0.0
 
-    async def _end(self) -> None:
+    async def _change(self, seconds: float) -> None:
+        """Wait for a change, or for some seconds if that is sooner."""
+        self._changed.clear()
+        timer = self._clock.call_later(seconds, self._changed.set) if 0 < seconds < float("inf") else None
+        try:
+            await self._changed.wait()
+        finally:
+            if timer is not None:
+                timer.cancel()
+
+    async def _end_workers(self) -> None:
         if self._touch_timer is not None:
             self._touch_timer.cancel()
         for worker in self._workers:
             worker.cancel()
-        # Theirs too: a handler that was cancelled has given its message back by now.
-        await asyncio.gather(*self._workers, return_exceptions=True)
+        if self._workers:
+            # Theirs too: a handler that was cancelled has given its message back by then.
+            _, late = await asyncio.wait(self._workers, timeout=_CANCEL_SECONDS)
+            if late:
+                logger.error("CONSUMER(%s): %d handlers go on although they were cancelled", self._name, len(late))
+
+    def _abandon(self) -> None:
+        """End what is left at once: after a `close` that was cancelled."""
+        if self._touch_timer is not None:
+            self._touch_timer.cancel()
+        self._brokers.abandon()
+        for worker in self._workers:
+            worker.cancel()
         self._give_back()
-        await asyncio.gather(*(connection.close() for connection in list(self._connections)))
-        await self._lookupds.close()
-        if self._threads is not None:
-            self._threads.shutdown(wait=False)
-        self._something_changed()
+        for connection in list(self._connections):
+            connection.flush()
+            connection.fail(ClosedError(f"{connection.address}: closed"))
 
     def _give_back(self) -> None:
         self._queue.clear()
         for connection in self._connections:
-            for message in list(connection.unanswered):
+            for message in sorted(connection.unanswered, key=lambda message: message.id):
                 message.requeue(0, backoff=False)
 
     def _something_changed(self) -> None:
@@ -346,12 +419,37 @@ class Consumer:
 
     # --- Messages out ------------------------------------------------------------------------------------------------
 
-    def __aiter__(self) -> AsyncIterator[Message]:
+    def __aiter__(self) -> AsyncIterator[Message[T]]:
         if self._handler is not None:
             raise OptionError("a consumer with a handler cannot be iterated over")
+        self._stop_on_interrupt()
         return self
 
-    async def __anext__(self) -> Message:
+    def _stop_on_interrupt(self) -> None:
+        """Let ctrl-C end the iteration, where it would otherwise cancel this very task; the second is as ever."""
+        if self._interrupt is not None or threading.current_thread() is not threading.main_thread():
+            return
+        before = signal.getsignal(signal.SIGINT)
+        if not (
+            isinstance(before, functools.partial)
+            and isinstance(getattr(before.func, "__self__", None), asyncio.Runner)
+            and before.keywords.get("main_task") is asyncio.current_task()
+        ):
+            return
+        loop = asyncio.get_running_loop()
+
+        def restore() -> None:
+            if signal.getsignal(signal.SIGINT) is interrupt:
+                signal.signal(signal.SIGINT, before)
+
+        def interrupt(number: int, frame: object) -> None:
+            restore()
+            loop.call_soon_threadsafe(self.stop)
+
+        signal.signal(signal.SIGINT, interrupt)
+        self._interrupt = restore
+
+    async def __anext__(self) -> Message[T]:
         if not self._started:
             raise ClosedError("start the consumer first: async with Consumer(…) as consumer")
         message = await self._next()
@@ -359,7 +457,65 @@ class Consumer:
             raise StopAsyncIteration
         return message
 
-    async def _next(self) -> Message | None:
+    async def get(self, timeout: float | None = None) -> Message[T]:  # noqa: ASYNC109
+        """Return the next message. TimeoutError if none comes within so many seconds, ClosedError if none will come.
+
+        With a `timeout` of 0 it is one that is here already.
+        """
+        if self._handler is not None:
+            raise OptionError("a consumer with a handler cannot be asked for messages")
+        if not self._started:
+            raise ClosedError("start the consumer first: async with Consumer(…) as consumer")
+        if self._time() >= self._slice_end:
+            # Before the time counts: a message that is here is given out whatever the timeout is.
+            await self._give_way()
+        if timeout is None:
+            message = await self._next()
+        else:
+            try:
+                async with limit(self._clock, timeout):
+                    message = await self._next()
+            except TimeoutError:
+                raise TimeoutError(f"no message within {timeout:g} s") from None
+        if message is None:
+            raise ClosedError("the consumer was stopped")
+        return message
+
+    async def batches(self, size: int, wait: float) -> AsyncIterator[Batch[T]]:
+        """Yield messages in batches of at most `size`, each at most `wait` seconds after its first message came.
+
+            async for batch in consumer.batches(100, wait=1.0):
+                with batch:                # all finished at the end, or requeued if the block raises
+                    store([message.body for message in batch])
+
+        A batch is also over when `max_in_flight` messages are unanswered, since no more come then.
+        """
+        while (batch := await self._batch(size, wait)) is not None:
+            yield batch
+
+    async def _batch(self, size: int, wait: float) -> Batch[T] | None:
+        """The next batch; None at the end."""
+        if size < 1 or not wait >= 0:
+            raise OptionError("a batch has a size of at least 1, and wait is not below 0")
+        try:
+            batch = Batch([await self.get()])
+        except ClosedError:
+            return None
+        end = self._time() + wait
+        while len(batch) < size and (self._queue or self.in_flight < self.max_in_flight):
+            try:
+                batch.append(await self.get(max(0.0, end - self._time())))
+            except (TimeoutError, ClosedError):
+                break
+        return batch
+
+    async def _give_way(self) -> None:
+        """Let others have the event loop: our own reader, for one."""
+        await asyncio.sleep(0)
+        self._slice_end = self._time() + _SLICE_SECONDS
+        self._slice_left = _SLICE_MESSAGES
+
+    async def _next(self) -> Message[T] | None:
         """The next message that is worth handling; None at the end."""
         queue = self._queue
         while True:
@@ -367,17 +523,14 @@ class Consumer:
                 now = self._time()
                 self._slice_left -= 1
                 if now >= self._slice_end or self._slice_left < 0:
-                    # Others need the loop too: our own reader, for one.
-                    await asyncio.sleep(0)
-                    self._slice_end = self._time() + _SLICE_SECONDS
-                    self._slice_left = _SLICE_MESSAGES
+                    await self._give_way()
                     continue
                 message = queue.popleft()
                 if message.deadline <= now:
                     self._expire(message)
                 elif 0 < self._max_attempts < message.attempts:
                     await self._give_up(message)
-                else:
+                elif self._type is None or await self._decodes(message):
                     return message
             if self._stopping and all(connection.drained for connection in self._connections):
                 return None
@@ -401,16 +554,37 @@ class Consumer:
                 waiter.set_result(None)
                 count -= 1
 
-    def _expire(self, message: Message) -> None:
+    def _expire(self, message: Message[T]) -> None:
         """Its time was over before its turn came. The broker delivers it again, so to handle it would be twice."""
         self.stats.expired += 1
         message.answered = True
         connection = message.source
         if connection is not None:
             connection.unanswered.discard(message)
-            self.flow.answered(connection)
+            self._answered(connection)
 
-    async def _give_up(self, message: Message) -> None:
+    async def _decodes(self, message: Message[T]) -> bool:
+        """Read a message's body; one that cannot be read has failed, and is given up like any other."""
+        try:
+            _ = message.value
+        except DecodeError as exc:
+            id = message.id.decode(errors="replace")
+            logger.error("CONSUMER(%s): message %s: %s", self._name, id, exc)
+            self.stats.undecodable += 1
+            if not self._max_attempts and message.attempts >= _UNDECODABLE_ATTEMPTS:
+                # Without a limit it would come for ever.
+                await self._give_up(message)
+            else:
+                message.requeue()
+            return False
+        return True
+
+    def _decode(self, body: bytes) -> T:
+        kind: type[T] | None = self._type
+        assert kind is not None
+        return codecs.decode(self._options.codec, body, kind)
+
+    async def _give_up(self, message: Message[T]) -> None:
         self.stats.given_up += 1
         try:
             if self._on_give_up is None:
@@ -421,46 +595,50 @@ class Consumer:
                     message.attempts - 1,
                 )
             else:
-                result = self._on_give_up(message)
-                if inspect.isawaitable(result):
-                    await result
-        except Exception:
+                await self._calls.call(self._on_give_up, message)
+        except BaseException as exc:
+            if _ends_the_task(exc):
+                message.requeue(0, backoff=False)
+                raise
             logger.exception("CONSUMER(%s): on_give_up failed; the message is requeued", self._name)
             message.requeue()
-        except BaseException:
-            message.requeue(0, backoff=False)
-            raise
         if not message.kept:
             message.finish()
 
     # --- Handlers ----------------------------------------------------------------------------------------------------
 
-    def _handler_coroutine(self, handler: Handler) -> Callable[[Message], Awaitable[Any]]:
-        # An object may have a coroutine function for its __call__.
-        if inspect.iscoroutinefunction(handler) or inspect.iscoroutinefunction(getattr(handler, "__call__", None)):  # noqa: B004
+    def _handler_coroutine(self, handler: Callable[[Message[T]], Any]) -> Callable[[Message[T]], Awaitable[Any]]:
+        if is_asynchronous(handler):
             return tracing.traced_handler(handler, self.topic, self.channel)
-        # In threads: one that blocks would hold up heartbeats and everything else.
-        self._threads = ThreadPoolExecutor(self._concurrency, f"flintmq-{self.topic}-{self.channel}")
+        calls = self._handler_calls
 
-        async def in_thread(message: Message) -> None:
-            result = await self._loop.run_in_executor(self._threads, handler, message)
-            if inspect.isawaitable(result):
-                await result
+        async def in_thread(message: Message[T]) -> Any:
+            # One that blocks would hold up heartbeats and everything else.
+            return await calls.call_in_thread(handler, message)
 
         return tracing.traced_handler(in_thread, self.topic, self.channel)
 
-    async def _work(self, handler: Callable[[Message], Awaitable[Any]]) -> None:
+    async def _work(self, handler: Callable[[Message[T]], Awaitable[Any]]) -> None:
         while (message := await self._next()) is not None:
+            self._busy += 1
             try:
-                await handler(message)
-            except Exception:
-                logger.exception("CONSUMER(%s): the handler failed on message %s", self._name, message.id.decode())
+                returned = await handler(message)
+                if returned is not None:
+                    await result_of(returned)
+            except BaseException as exc:
+                if _ends_the_task(exc):
+                    message.requeue(0, backoff=False)
+                    raise
+                id = message.id.decode(errors="replace")
+                logger.exception("CONSUMER(%s): the handler failed on message %s", self._name, id)
                 message.requeue()
-            except BaseException:
-                message.requeue(0, backoff=False)
-                raise
-            if not message.kept:
-                message.finish()
+            else:
+                if not message.kept:
+                    message.finish()
+            finally:
+                self._busy -= 1
+                if self._stopping:
+                    self._changed.set()
 
     def _touch_all(self) -> None:
         """Automatic touch: nothing that we hold times out before the broker's own limit."""
@@ -470,13 +648,20 @@ class Consumer:
             timeout = connection.msg_timeout
             for message in connection.unanswered:
                 if message.deadline - now < timeout / 2:
+                    # One whose time is over is the broker's again; the connection knows.
                     connection.touch(message)
             soonest = min(soonest, timeout / 4)
         self._touch_timer = self._clock.call_later(soonest, self._touch_all)
 
+    def _touch_sooner(self) -> None:
+        """A broker has come whose messages may run out of time sooner than those of the others."""
+        if self._touch_timer is not None:
+            self._touch_timer.cancel()
+        self._touch_all()
+
     # --- What connections tell ---------------------------------------------------------------------------------------
 
-    def messages_came(self, connection: Connection, messages: list[Message]) -> None:
+    def _messages_came(self, connection: Connection, messages: list[Message[T]]) -> None:
         self.stats.received += len(messages)
         if connection.counts_down:
             self.flow.received(connection, len(messages))
@@ -485,31 +670,27 @@ class Consumer:
             self._changed.set()
         self._wake(len(messages))
 
-    def response_came(self, connection: Connection, payload: bytes) -> None:
+    def _response_came(self, connection: Connection, payload: bytes) -> None:
         if connection.drained:
             self._something_changed()
 
-    def error_came(self, connection: Connection, error: ProtocolError) -> None:
+    def _error_came(self, connection: Connection, error: ProtocolError) -> None:
         if not error.fatal:
             # Somebody answered too late; the broker had given the message away.
             logger.warning("CONSUMER(%s): %s: %s", self._name, connection.address, error)
         # A fatal one is reported with the connection's end.
 
-    def heartbeat_came(self, connection: Connection) -> None:
-        if self._on_heartbeat is not None:
-            try:
-                self._on_heartbeat(connection.address)
-            except Exception:
-                logger.exception("CONSUMER(%s): on_heartbeat failed", self._name)
+    def _heartbeat_came(self, connection: Connection) -> None:
+        self._calls.tell("on_heartbeat", self._options.on_heartbeat, connection.address)
 
-    def finished(self, connection: Connection, message: Message) -> None:
+    def _finished(self, connection: Connection, message: Message[T]) -> None:
         self.stats.finished += 1
         flow = self.flow
         if flow.level:
             flow.succeeded()
         self._answered(connection)
 
-    def requeued(self, connection: Connection, message: Message, backoff: bool) -> None:
+    def _requeued(self, connection: Connection, message: Message[T], backoff: bool) -> None:
         self.stats.requeued += 1
         if backoff:
             self.flow.failed()
@@ -520,14 +701,14 @@ class Consumer:
     def _answered(self, connection: Connection) -> None:
         if not connection.ready:
             self.flow.answered(connection)
-            if self._stopping and not connection.unanswered:
+            if self._stopping:
                 self._changed.set()
 
-    def requeue_delay(self, message: Message) -> float:
-        return min(self._default_requeue_delay * message.attempts, self._max_requeue_delay)
+    def _delay_of(self, message: Message[T]) -> float:
+        return min(self._options.default_requeue_delay * message.attempts, self._options.max_requeue_delay)
 
-    def connection_lost(self, connection: Connection, reason: Exception) -> None:
-        self._connections.discard(connection)
+    def _connection_ended(self, connection: Connection, reason: Exception) -> None:
+        self._connections.pop(connection, None)
         self.flow.remove(connection)
         if self._queue:
             # Nobody could answer these any more.
@@ -539,8 +720,20 @@ class Consumer:
         self._something_changed()
 
     def _opened(self, connection: Connection) -> None:
-        self._connections.add(connection)
+        self._connections[connection] = None
+        if self._type is not None:
+            connection.decode = self._decode
         if self._stopping:
             connection.say_goodbye()
         else:
             self.flow.add(connection)
+            if self._options.auto_touch:
+                self._touch_sooner()
+
+
+def _ends_the_task(error: BaseException) -> bool:
+    """Return whether an error of the user's code is none: the program ends, or the task around it was cancelled."""
+    if isinstance(error, KeyboardInterrupt | SystemExit):
+        return True
+    task = asyncio.current_task()
+    return isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling() > 0

@@ -33,6 +33,7 @@ class Peer(Protocol):
 
     @property
     def in_flight(self) -> int: ...
+    def in_flight_at(self, now: float) -> int: ...
     def set_ready(self, count: int) -> None: ...
 
 
@@ -67,8 +68,8 @@ class Flow:
         # Backoff. At level 0 there is none.
         self.level = 0
         self._longest = max_backoff_duration
-        # Beyond 2 ** 64 it is longer than any limit; and 2.0 ** 2000 is an error.
-        self._duration = backoff_strategy or (lambda level: backoff_multiplier * 2.0 ** min(level, 64))
+        self._strategy = backoff_strategy
+        self._multiplier = backoff_multiplier
         self._jitter = backoff_jitter
         self._wait: Timer | None = None
         # Taking turns.
@@ -110,9 +111,10 @@ class Flow:
         if not peer.ready or self._stopped:
             return
         if self._takes_turns:
-            # The turn is over; the next begins when this message was answered.
+            # The turn is over; the next begins when this message was answered, or its time is over.
             if peer.credit <= 0:
                 peer.ready = 0
+                self._look_at_turns_later()
             return
         share = self._share(self._peers.index(peer))
         if peer.credit <= 1 or peer.credit < peer.ready // 4 or peer.credit > share:
@@ -120,8 +122,17 @@ class Flow:
 
     def answered(self, peer: Peer) -> None:
         """A message was answered. Where connections take turns, that may end one's turn."""
-        if self._takes_turns and peer.ready == 0 and peer.in_flight == 0 and not self._stopped:
-            self._apply()
+        if self._takes_turns and peer.ready == 0 and not self._stopped and not self._holds(peer):
+            if peer.counts_down and self._may_go_on(peer):
+                peer.set_ready(1)
+            else:
+                self._apply()
+
+    def _may_go_on(self, peer: Peer) -> bool:
+        """Return whether a turn is not over yet, where the broker has counted RDY down to 0."""
+        taken = sum(max(other.ready, self._holds(other)) for other in self._peers)
+        is_new = self._clock.time() - self._granted.get(peer, float("-inf")) < self._held_timeout
+        return is_new and not self.level and self._wait is None and taken < self._max_in_flight
 
     def stop(self) -> None:
         """No RDY goes out any more."""
@@ -155,6 +166,19 @@ class Flow:
     def is_waiting(self) -> bool:
         """In backoff, and nothing may come."""
         return self._wait is not None
+
+    def _duration(self, level: int) -> float:
+        """Return the seconds of a level. A strategy of the user's that fails must not cost a message its answer."""
+        if self._strategy is not None:
+            try:
+                seconds = float(self._strategy(level))
+                if seconds >= 0:
+                    return seconds
+                logger.error("CONSUMER(%s): backoff_strategy(%d) is %r seconds", self._name, level, seconds)
+            except Exception:
+                logger.exception("CONSUMER(%s): backoff_strategy(%d) failed", self._name, level)
+        # Beyond 2 ** 64 it is longer than any limit; and 2.0 ** 2000 is an error.
+        return self._multiplier * 2.0 ** min(level, 64)
 
     def _outcome(self, change: int) -> None:
         # One outcome counts per round: a burst of a hundred failures is one reason to slow down, not a hundred.
@@ -212,6 +236,10 @@ class Flow:
                 self._granted[peer] = self._clock.time()
             peer.set_ready(count)
 
+    def _holds(self, peer: Peer) -> int:
+        """Return how many places a connection takes up. A message past its deadline is the broker's again."""
+        return peer.in_flight and peer.in_flight_at(self._clock.time())
+
     def _take_turns(self) -> None:
         places = min(1, self._max_in_flight) if self.level else self._max_in_flight
         is_paused = places == 0
@@ -221,17 +249,25 @@ class Flow:
         for peer in holders[:places]:
             if peer.ready > 1:
                 self._grant(peer, 1)
+        # In backoff, messages still being worked on from before are no reason to let no test through. But a broker that
+        # counts RDY down would send one test after the other.
+        places -= sum(max(peer.ready, self._holds(peer)) for peer in self._peers if not self.level or peer.counts_down)
         if self.level:
-            # What is still being worked on from before is no reason to let no test through.
-            places -= sum(peer.ready for peer in self._peers)
-        else:
-            places -= sum(max(peer.ready, peer.in_flight) for peer in self._peers)
-        waiting = [peer for peer in self._peers if not peer.ready and (self.level or not peer.in_flight)]
+            places -= sum(peer.ready for peer in self._peers if not peer.counts_down)
+        waiting = [
+            peer
+            for peer in self._peers
+            if not peer.ready and ((self.level and not peer.counts_down) or not self._holds(peer))
+        ]
         # Who waited longest; among those with nothing in flight, since RDY 1 would bring the others nothing.
-        waiting.sort(key=lambda peer: (peer.in_flight > 0, self._granted[peer]))
+        waiting.sort(key=lambda peer: (self._holds(peer) > 0, self._granted[peer]))
         for peer in waiting[: max(0, places)]:
             self._grant(peer, 1)
-        if self._turns is None and not is_paused and not all(peer.ready for peer in self._peers):
+        if not is_paused and not all(peer.ready for peer in self._peers):
+            self._look_at_turns_later()
+
+    def _look_at_turns_later(self) -> None:
+        if self._turns is None:
             self._turns = self._clock.call_later(self._interval, self._next_turn)
 
     def _next_turn(self) -> None:

@@ -12,17 +12,21 @@ key can be sent again to the same broker, which stores it once.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from hashlib import blake2b
 from types import TracebackType
-from typing import Any
+from typing import Any, Unpack, cast
 
 from flintmq import kernel
 from flintmq.addresses import split
 from flintmq.client import tracing
 from flintmq.client.brokers import Brokers
-from flintmq.client.connection import Clock, Connection, Message, Settings, Timer, addresses
+from flintmq.client.callbacks import Calls
+from flintmq.client.codecs import Body, encode
+from flintmq.client.connection import Clock, Connection, Message, Timer, addresses
+from flintmq.client.options import ProducerOptions, ProducerSettings, parse
 from flintmq.cluster.lookupds import Answer, Lookupds, Node
 from flintmq.errors import (
     ClosedError,
@@ -58,13 +62,14 @@ class _Command:
 
     __slots__ = (
         "bodies",
+        "deadline",
         "delay",
         "futures",
         "home",
         "in_doubt",
         "key",
         "refused_by",
-        "sent",
+        "sent_at",
         "settled",
         "size",
         "timer",
@@ -81,11 +86,13 @@ class _Command:
         # One for each message, or one for all where they were published together.
         self.futures: list[asyncio.Future[None]] = []
         self.size = 0
-        self.sent = False
+        #: When it was given to a connection; None while it waits for one.
+        self.sent_at: float | None = None
         #: Sent before, on a connection that was lost: whatever comes of it now, it may be stored.
         self.in_doubt = False
         self.settled = False
         self.timer: Timer | None = None
+        self.deadline = 0.0
         self.refused_by: set[str] = set()
 
     def encode(self) -> bytes:
@@ -111,6 +118,7 @@ class _Command:
         self.settled = True
         if self.timer is not None:
             self.timer.cancel()
+        self.bodies = []
         for future in self.futures:
             if not future.done():
                 if error is None:
@@ -139,52 +147,30 @@ class Producer:
         await producer.defer("orders", b"later", delay=30)
     """
 
-    def __init__(
-        self,
-        nsqd: str | Sequence[str] | None = None,
-        *,
-        lookupd: str | Sequence[str] | None = None,
-        linger: float = 0.0,
-        timeout: float = 30.0,
-        retry_unknown: bool = False,
-        max_pending_bytes: int = 64 << 20,
-        max_defer: float = 3600.0,
-        on_error: Callable[[str, Exception], object] | None = None,
-        lookupd_poll_interval: float = 60.0,
-        lookupd_poll_jitter: float = 0.3,
-        lookupd_timeout: float = 5.0,
-        lookupd_token: str | None = None,
-        lookupd_tls: bool | Any = True,
-        clock: Clock | None = None,
-        **settings: Any,
-    ) -> None:
-        """`linger` seconds are waited for more calls to join one command; other keywords are those of `Settings`.
+    def __init__(self, nsqd: str | Sequence[str] | None = None, **options: Unpack[ProducerOptions]) -> None:
+        """Make a producer; `start` or ``async with`` connects it.
 
-        With several brokers each command goes to the one with the least to do. `retry_unknown` sends again what may
-        have been stored: at least once in place of an error, perhaps twice.
+        With several brokers each command goes to the one with the least to do. All options are described in
+        `flintmq.client.options.ProducerOptions`.
         """
         self._fixed = addresses(nsqd)
         for address in self._fixed:
             split(address)
-        looked_up = addresses(lookupd)
+        self._options, self._settings = parse(ProducerSettings, options)
+        own = self._options
+        looked_up = addresses(own.lookupd)
         if not self._fixed and not looked_up:
             raise OptionError("a producer needs nsqd or lookupd addresses")
-        if not linger >= 0 or not timeout > 0:
-            raise OptionError("linger must not be below 0, timeout must be above 0")
-        self._settings = Settings(**settings)
-        self._lookupds = Lookupds(looked_up, timeout=lookupd_timeout, token=lookupd_token, tls=lookupd_tls)
-        self._poll_interval = lookupd_poll_interval
-        self._poll_jitter = lookupd_poll_jitter
-        self._on_error = on_error
-        self._linger = linger
-        self._timeout = timeout
-        self._retry_unknown = retry_unknown
-        self._max_pending_bytes = max_pending_bytes
-        self._max_defer = max_defer
-        self._clock_or_loop = clock
+        self._lookupds = Lookupds(looked_up, timeout=own.lookupd_timeout, token=own.lookupd_token, tls=own.lookupd_tls)
+        self._calls = Calls("PRODUCER")
+        self._linger = own.linger
+        self._timeout = own.timeout
+        self._retry_unknown = own.retry_unknown
+        self._max_pending_bytes = own.max_pending_bytes
         self._spans = tracing.publish_spans()
         self._started = False
         self._closed = False
+        self._abandoned = False
         self._outlets: dict[Connection, _Outlet] = {}
         # Calls that may still be joined, by topic; commands that no broker could be given yet.
         self._gathering: dict[str, _Command] = {}
@@ -209,12 +195,16 @@ class Producer:
         await self.close()
 
     async def start(self) -> None:
-        """Connect. ConnectError if no broker can be reached now; one that is lost later is dialled again by itself."""
+        """Connect. ConnectError if no broker can be reached within `timeout`.
+
+        A broker that is not up yet is waited for; one that is lost later is dialled again by itself.
+        """
         if self._started:
             raise ClosedError("a producer runs once")
         self._started = True
         self._loop = asyncio.get_running_loop()
-        self._clock: Clock = self._clock_or_loop or self._loop
+        own = self._options
+        self._clock: Clock = own.clock or self._loop
         self._brokers = Brokers(
             "PRODUCER",
             self,
@@ -222,13 +212,13 @@ class Producer:
             self._clock,
             fixed=self._fixed,
             look=self._look if self._lookupds.urls else None,
-            poll_interval=self._poll_interval,
-            poll_jitter=self._poll_jitter,
+            poll_interval=own.lookupd_poll_interval,
+            poll_jitter=own.lookupd_poll_jitter,
             on_open=self._opened,
-            on_error=self._on_error,
+            on_error=lambda address, error: self._calls.tell("on_error", own.on_error, address, error),
         )
         try:
-            await self._brokers.first()
+            await self._brokers.first(self._timeout)
         except BaseException:
             await self.close()
             raise
@@ -246,17 +236,29 @@ class Producer:
         if self._closed or not self._started:
             return
         self._closed = True
+        self._make_room()
         try:
-            if self._outlets:
-                await self.flush()
-        finally:
+            await self.flush()
             await self._brokers.stop()
-            for command in [*self._gathering.values(), *self._backlog]:
-                self._settle(command, ClosedError("the producer was closed"))
-            self._gathering.clear()
-            self._backlog.clear()
             await asyncio.gather(*(connection.close() for connection in list(self._outlets)))
+        finally:
+            # Cancelled or not, nothing stays behind; and here nothing waits for a broker any more.
+            self._abandon()
             await self._lookupds.close()
+            await self._calls.close()
+
+    def _abandon(self) -> None:
+        """End what is left at once: after a `close` that was cancelled."""
+        self._abandoned = True
+        self._brokers.abandon()
+        for command in [*self._gathering.values(), *self._backlog]:
+            self._settle(command, ClosedError("the producer was closed"))
+            self._release(command)
+        self._gathering.clear()
+        self._backlog.clear()
+        for connection in list(self._outlets):
+            connection.fail(ClosedError(f"{connection.address}: closed"))
+        self._make_room()
 
     @property
     def connections(self) -> list[str]:
@@ -273,17 +275,21 @@ class Producer:
 
     # --- Publishing --------------------------------------------------------------------------------------------------
 
-    async def publish(self, topic: str, body: bytes, *, key: str | None = None) -> None:
-        """Publish one message. Returns when a broker has stored it.
+    async def publish(self, topic: str, body: Body, *, key: str | None = None) -> None:
+        """Publish one message. Return when a broker has stored it.
+
+        A struct, a dataclass, a pydantic model, a dict or a list is published as JSON, or as the `codec` has it.
 
         With a `key` a broker stores it once, however often it is published under this key. Where the connection is
         lost it is sent again to the same broker. KeysUnsupportedError if no broker knows keys.
         """
+        if type(body) is not bytes:
+            body = encode(self._options.codec, body)
         self._check(topic, body)
         if key is not None:
             await self._publish_command(topic, [body], len(body), None, key)
             return
-        if self._pending_bytes >= self._max_pending_bytes:
+        if self._pending_bytes >= self._max_pending_bytes or self._waiting_for_room:
             await self._room()
         if self._spans is not None:
             with self._spans(topic, 1):
@@ -291,33 +297,36 @@ class Producer:
         else:
             await self._gather(topic, body)
 
-    async def publish_many(self, topic: str, bodies: Sequence[bytes], *, key: str | None = None) -> None:
+    async def publish_many(self, topic: str, bodies: Sequence[Body], *, key: str | None = None) -> None:
         """Publish messages together, in one command: all are stored or none. One `key` stands for all of them."""
-        bodies = list(bodies)
         if not bodies:
             return
-        size = kernel.total_size(bodies)
-        # The first that is wrong stands for all.
-        wrong = size < 0
-        self._check(topic, next(body for body in bodies if type(body) is not bytes or not body) if wrong else bodies[0])
-        await self._publish_command(topic, bodies, size, None, key)
+        encoded = cast(list[bytes], list(bodies))
+        size = kernel.total_size(encoded)
+        if size < 0:
+            # Not all are bytes, or one is empty: the first of those stands for all.
+            encoded = [body if type(body) is bytes else encode(self._options.codec, body) for body in bodies]
+            size = sum(map(len, encoded))
+            self._check(topic, next((body for body in encoded if not body), encoded[0]))
+        else:
+            self._check(topic, encoded[0])
+        await self._publish_command(topic, encoded, size, None, key)
 
-    async def defer(self, topic: str, body: bytes, delay: float, *, key: str | None = None) -> None:
+    async def defer(self, topic: str, body: Body, delay: float, *, key: str | None = None) -> None:
         """Publish one message that is delivered only after `delay` seconds."""
+        if type(body) is not bytes:
+            body = encode(self._options.codec, body)
         self._check(topic, body)
         # The broker would close the connection, and others' publishes with it.
-        if not 0 <= delay <= self._max_defer:
+        if not 0 <= delay <= self._options.max_defer:
             raise OptionError(
-                f"a message can be deferred for 0 to {self._max_defer:g} seconds (max_defer), not {delay}"
+                f"a message can be deferred for 0 to {self._options.max_defer:g} seconds (max_defer), not {delay}"
             )
         await self._publish_command(topic, [body], len(body), round(delay * 1000), key)
 
     def _check(self, topic: str, body: bytes) -> None:
         if not self._started or self._closed:
             raise ClosedError("the producer is not open: async with Producer(…) as producer")
-        # Exactly bytes: anything that can change could do so before it is sent.
-        if type(body) is not bytes:
-            raise TypeError(f"a message is bytes, not {type(body).__name__}")
         if not body:
             raise OptionError("a message cannot be empty")
         if topic not in self._gathering and not wire.valid_name(topic):
@@ -328,7 +337,8 @@ class Producer:
         size = len(body)
         is_large = size > _ALONE_BYTES
         if command is None or is_large or len(command.bodies) >= _BATCH_MESSAGES or command.size + size > _BATCH_BYTES:
-            if command is not None and not is_large:
+            if command is not None:
+                # Before it, also if it is a large one that goes alone: order is kept.
                 self._send(self._gathering.pop(topic))
             command = _Command(topic)
             self._pending += 1
@@ -363,8 +373,11 @@ class Producer:
     ) -> None:
         if key is not None and not wire.valid_key(key):
             raise OptionError(f"{key!r} is not a key: 1 to 128 printable ASCII characters without space")
-        if self._pending_bytes >= self._max_pending_bytes:
+        if self._pending_bytes >= self._max_pending_bytes or self._waiting_for_room:
             await self._room()
+        if topic in self._gathering:
+            # What was published before goes before.
+            self._send(self._gathering.pop(topic))
         command = _Command(topic, delay, key or "")
         command.bodies = bodies
         command.size = size
@@ -381,33 +394,60 @@ class Producer:
             await future
 
     async def _room(self) -> None:
-        """Too much is unanswered: wait, or a slow broker would fill our memory."""
-        while self._pending_bytes >= self._max_pending_bytes:
-            waiter = self._loop.create_future()
-            self._waiting_for_room.append(waiter)
+        """Too much is unanswered: wait, or a slow broker would fill our memory. ConnectError after `timeout`."""
+        waiter: asyncio.Future[None] = self._loop.create_future()
+        self._waiting_for_room.append(waiter)
+        timer = self._clock.call_later(self._timeout, self._no_room, waiter)
+        try:
             await waiter
+        finally:
+            timer.cancel()
+            with contextlib.suppress(ValueError):
+                self._waiting_for_room.remove(waiter)
+            # The next may have room too; or this one was cancelled when its turn had come.
+            self._loop.call_soon(self._make_room)
         if self._closed:
             raise ClosedError("the producer was closed")
+
+    def _no_room(self, waiter: asyncio.Future[None]) -> None:
+        if not waiter.done():
+            text = (
+                f"not sent within {self._timeout:g} s: {self._pending_bytes} bytes are unanswered (max_pending_bytes)"
+            )
+            waiter.set_exception(ConnectError(text))
+            self._fail_silent()
+
+    def _make_room(self) -> None:
+        """Let the first go on of those who wait for room: one at a time, and in their order."""
+        if self._waiting_for_room and (self._closed or self._pending_bytes < self._max_pending_bytes):
+            waiter = self._waiting_for_room[0]
+            if not waiter.done():
+                waiter.set_result(None)
 
     # --- Commands out, answers in ------------------------------------------------------------------------------------
 
     def _send(self, command: _Command) -> None:
         if command.timer is None:
-            command.timer = self._clock.call_later(self._timeout, self._time_over, command)
+            if not command.deadline:
+                command.deadline = self._clock.time() + self._timeout
+            left = max(0.0, command.deadline - self._clock.time())
+            command.timer = self._clock.call_later(left, self._time_over, command)
         size = command.size
         if not command.forget_cancelled():
             self._settle(command)
+            self._release(command)
             return
         try:
             outlet = self._pick_for_key(command) if command.key else self._pick(command)
         except KeysUnsupportedError as exc:
             self._settle(command, exc)
+            self._release(command)
             return
         if outlet is None:
-            command.sent = False
+            command.sent_at = None
             self._backlog.append(command)
             return
-        command.sent = True
+        command.sent_at = self._clock.time()
         outlet.unanswered.append(command)
         outlet.bytes += size
         outlet.connection.write(command.encode())
@@ -448,26 +488,39 @@ class Producer:
         if error is not None and command.in_doubt and not isinstance(error, PublishUnknownError):
             error = PublishUnknownError(f"sent before on a connection that was lost: it may be stored; now: {error}")
         command.settle(error)
-        self._pending_bytes -= command.size
         self._pending -= 1
         if not self._pending:
             self._idle.set()
-        if self._waiting_for_room and self._pending_bytes < self._max_pending_bytes:
-            for waiter in self._waiting_for_room:
-                if not waiter.done():
-                    waiter.set_result(None)
-            self._waiting_for_room.clear()
+
+    def _release(self, command: _Command) -> None:
+        """Nothing of it is in memory any more, neither here nor on the way out."""
+        self._pending_bytes -= command.size
+        command.size = 0
+        if self._waiting_for_room:
+            self._make_room()
 
     def _time_over(self, command: _Command) -> None:
-        if command.sent:
-            # Its place in the queue of answers stays: the answer may still come, and belongs to nobody else.
-            text = f"no answer within {self._timeout:g} s: it may or may not be stored"
-            self._settle(command, PublishUnknownError(text))
-        else:
+        if command.sent_at is None:
             self._backlog.remove(command)
             self._settle(command, ConnectError(f"not sent within {self._timeout:g} s: {self._brokers.why_none()}"))
+            self._release(command)
+            return
+        # Its place in the queue of answers stays: the answer may still come, and belongs to nobody else. Its bytes
+        # count until then, or a broker that reads and never answers would be given more and more.
+        text = f"no answer within {self._timeout:g} s: it may or may not be stored"
+        self._settle(command, PublishUnknownError(text))
+        self._fail_silent()
 
-    def response_came(self, connection: Connection, payload: bytes) -> None:
+    def _fail_silent(self) -> None:
+        """End connections on which publishes are not answered, although heartbeats may come."""
+        longest = max(self._timeout, self._settings.read_timeout)
+        for outlet in list(self._outlets.values()):
+            oldest = outlet.unanswered[0].sent_at if outlet.unanswered else None
+            if oldest is not None and self._clock.time() - oldest >= longest:
+                address = outlet.connection.address
+                outlet.connection.fail(ConnectError(f"{address}: no publish was answered for {longest:g} s"))
+
+    def _response_came(self, connection: Connection, payload: bytes) -> None:
         outlet = self._outlets[connection]
         if payload != b"OK" or not outlet.unanswered:
             connection.fail(ProtocolError("E_INVALID", f"{payload[:40]!r} where no such answer was due"))
@@ -475,8 +528,9 @@ class Producer:
         command = outlet.unanswered.popleft()
         outlet.bytes -= command.size
         self._settle(command)
+        self._release(command)
 
-    def error_came(self, connection: Connection, error: ProtocolError) -> None:
+    def _error_came(self, connection: Connection, error: ProtocolError) -> None:
         outlet = self._outlets[connection]
         if not outlet.unanswered or not error.fatal:
             return  # it says nothing of a publish; a fatal one is reported with the connection's end
@@ -484,9 +538,10 @@ class Producer:
         command = outlet.unanswered.popleft()
         outlet.bytes -= command.size
         if command.settled:
+            self._release(command)
             return
         if error.code in _ONE_IS_BAD and len(command.futures) > 1:
-            self._send_one_by_one(command)
+            self._take_apart(command, outlet)
             return
         command.refused_by.add(connection.address)
         if command.key and error.code in _TRY_ANOTHER_WITH_KEY:
@@ -499,55 +554,77 @@ class Producer:
             return
         refusal = PublishError(str(error), code=error.code, retriable=error.code not in _HOPELESS)
         self._settle(command, refusal)
+        self._release(command)
 
-    def _send_one_by_one(self, command: _Command) -> None:
-        """One of the calls that we joined was refused, and all others with it: find out which."""
+    def _take_apart(self, command: _Command, outlet: _Outlet) -> None:
+        """One of the calls that we joined was refused, and all others with it: send each alone to find out which.
+
+        They go out when the connection has ended, with what was sent behind them, and before it.
+        """
+        singles: list[_Command] = []
         for body, future in zip(command.bodies, command.futures, strict=True):
             single = _Command(command.topic)
             single.bodies = [body]
             single.futures = [future]
             single.size = len(body)
             single.in_doubt = command.in_doubt
+            single.deadline = command.deadline
+            single.sent_at = command.sent_at
             self._pending += 1
             self._pending_bytes += single.size
-            self._send(single)
+            outlet.bytes += single.size
+            singles.append(single)
+        outlet.unanswered.extendleft(reversed(singles))
         command.futures = []
         self._settle(command)
+        self._release(command)
 
-    def connection_lost(self, connection: Connection, reason: Exception) -> None:
+    def _connection_ended(self, connection: Connection, reason: Exception) -> None:
         outlet = self._outlets.pop(connection)
+        again: list[_Command] = []
         for command in outlet.unanswered:
             if command.settled:
-                continue
-            if command.key and not outlet.refused:
+                self._release(command)
+            elif self._abandoned:
+                self._settle(command, PublishUnknownError("the producer was closed: it may or may not be stored"))
+                self._release(command)
+            elif command.key and not outlet.refused:
                 command.in_doubt = True
                 command.home = connection.node
-                self._send(command)
+                again.append(command)
             elif outlet.refused or self._retry_unknown:
                 command.in_doubt |= not outlet.refused
-                self._send(command)
+                again.append(command)
             else:
                 text = f"the connection was lost before the answer came ({reason}): it may or may not be stored"
                 self._settle(command, PublishUnknownError(text))
+                self._release(command)
+        if again:
+            # Before what was published meanwhile.
+            self._backlog.extendleft(reversed(again))
+            self._send_backlog()
         if not self._closed:
             self._brokers.lost(connection, reason)
 
-    def _opened(self, connection: Connection) -> None:
-        self._outlets[connection] = _Outlet(connection)
+    def _send_backlog(self) -> None:
         backlog, self._backlog = self._backlog, deque()
         for command in backlog:
             self._send(command)
 
-    def heartbeat_came(self, connection: Connection) -> None: ...
+    def _opened(self, connection: Connection) -> None:
+        self._outlets[connection] = _Outlet(connection)
+        self._send_backlog()
+
+    def _heartbeat_came(self, connection: Connection) -> None: ...
 
     # --- What a producer is never sent -------------------------------------------------------------------------------
 
-    def messages_came(self, connection: Connection, messages: list[Message]) -> None:
+    def _messages_came(self, connection: Connection, messages: list[Message[Any]]) -> None:
         connection.fail(ProtocolError("E_INVALID", "a message to a producer"))
 
-    def finished(self, connection: Connection, message: Message) -> None: ...
+    def _finished(self, connection: Connection, message: Message[Any]) -> None: ...
 
-    def requeued(self, connection: Connection, message: Message, backoff: bool) -> None: ...
+    def _requeued(self, connection: Connection, message: Message[Any], backoff: bool) -> None: ...
 
-    def requeue_delay(self, message: Message) -> float:
+    def _delay_of(self, message: Message[Any]) -> float:
         return 0.0

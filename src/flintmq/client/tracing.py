@@ -11,6 +11,7 @@ from contextlib import AbstractContextManager
 from typing import Any
 
 from flintmq import __version__
+from flintmq.client.callbacks import result_of
 from flintmq.client.connection import Message
 
 __all__ = ["publish_spans", "traced_handler"]
@@ -50,15 +51,15 @@ def publish_spans() -> Spans | None:
 
 
 def traced_handler(
-    handler: Callable[[Message], Awaitable[Any]], topic: str, channel: str
-) -> Callable[[Message], Awaitable[Any]]:
+    handler: Callable[[Message[Any]], Awaitable[Any]], topic: str, channel: str
+) -> Callable[[Message[Any]], Awaitable[Any]]:
     """The handler inside a span per message; the handler itself where nobody traces."""
     found = _tracing()
     if found is None:
         return handler
     trace, tracer = found
 
-    async def traced(message: Message) -> None:
+    async def traced(message: Message[Any]) -> Any:
         attributes = {
             "messaging.system": "nsq",
             "messaging.operation.type": "process",
@@ -69,6 +70,8 @@ def traced_handler(
             "messaging.nsq.attempts": message.attempts,
         }
         with tracer.start_as_current_span(f"process {topic}", kind=trace.SpanKind.CONSUMER, attributes=attributes):
-            await handler(message)
+            returned = await handler(message)
+            # Inside the span: it is part of the work.
+            return returned if returned is None else await result_of(returned)
 
     return traced

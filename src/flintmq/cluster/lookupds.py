@@ -111,8 +111,9 @@ class Lookupds:
         found: dict[str, Node] = {}
         failures: dict[str, str] = {}
         for url, answer in zip(self.urls, answers, strict=True):
-            if isinstance(answer, ClusterError):
-                failures[url] = str(answer)
+            if isinstance(answer, Exception):
+                # Of any kind: a name that cannot be one is a ValueError. The others have answered.
+                failures[url] = str(answer) or type(answer).__name__
             elif isinstance(answer, BaseException):
                 raise answer
             else:

@@ -46,6 +46,7 @@ from flintmq.compat.pynsq_conn import (
     requeue,
     running,
     subscribe,
+    tornado_loop,
     touch,
     unpack_response,
     valid_channel_name,
@@ -293,7 +294,7 @@ class Reader(_Client):
             else:
                 message.requeue()
 
-    def _on_heartbeat(self, address: str) -> None:
+    async def _on_heartbeat(self, address: str) -> None:
         self.heartbeat(Peer(address))
 
     # For users.
@@ -523,8 +524,15 @@ class LegacyReader:
 
 
 def run() -> None:
-    """Start every Reader and Writer there is, and run until SIGTERM or SIGINT; then end in order."""
-    asyncio.run(_main())
+    """Start every Reader and Writer there is, and run until SIGTERM or SIGINT; then end in order.
+
+    In a program that uses Tornado it is Tornado's loop that runs, with everything else that was put on it.
+    """
+    tornado = tornado_loop()
+    if tornado is None:
+        asyncio.run(_main())
+    else:
+        tornado.run_sync(_main)
 
 
 async def _main() -> None:
@@ -532,13 +540,14 @@ async def _main() -> None:
     stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, stop.set)
-    clients, waiting[:] = list(waiting), []
-    for each in clients:
-        each._start()
+    for each in list(waiting):
+        each._start_if_waiting()
     await stop.wait()
     logger.info("stopping")
     await asyncio.gather(*(each._stop() for each in list(running)))
     running.clear()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.remove_signal_handler(number)
 
 
 # --- Small things ---------------------------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ import contextlib
 import logging
 import re
 import socket
+import sys
 import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable
@@ -141,14 +142,22 @@ class Message(Events):
 
 
 class Runner:
-    """Something that lives on an event loop: started at once where one runs, else by `run`."""
+    """Something that lives on an event loop: started at once where one runs, else by `run` or Tornado's own loop."""
 
     def _start_soon(self) -> None:
         try:
             asyncio.get_running_loop()
         except RuntimeError:
             waiting.append(self)
+            tornado = tornado_loop()
+            if tornado is not None:
+                tornado.add_callback(self._start_if_waiting)
         else:
+            self._start()
+
+    def _start_if_waiting(self) -> None:
+        if self in waiting:
+            waiting.remove(self)
             self._start()
 
     def _start(self) -> None:
@@ -160,6 +169,16 @@ class Runner:
 
     async def _stop(self) -> None:
         raise NotImplementedError
+
+
+def tornado_loop() -> Any:
+    """Return Tornado's loop of this thread, or None in a program that does not use Tornado.
+
+    There is one as soon as a program has asked for it, as for a PeriodicCallback. Like pynsq's, our readers and
+    writers are put on it, whoever starts it.
+    """
+    module = sys.modules.get("tornado.ioloop")
+    return None if module is None else module.IOLoop.current()
 
 
 #: Made before there was an event loop.
@@ -395,34 +414,34 @@ class AsyncConn(Events, Runner):
 
     # What the connection tells.
 
-    def messages_came(self, connection: Connection, messages: list[client.Message]) -> None:
+    def _messages_came(self, connection: Connection, messages: list[client.Message]) -> None:
         self.last_recv_timestamp = self.last_msg_timestamp = time.time()
         for received in messages:
             self._tell("message", message=Message.of(received, self._requeue_delay))
 
-    def response_came(self, connection: Connection, payload: bytes) -> None:
+    def _response_came(self, connection: Connection, payload: bytes) -> None:
         self.last_recv_timestamp = time.time()
         self._tell("response", data=payload)
 
-    def error_came(self, connection: Connection, error: ProtocolError) -> None:
+    def _error_came(self, connection: Connection, error: ProtocolError) -> None:
         self.last_recv_timestamp = time.time()
         self._has_told = error.fatal
         self._tell("error", error=Error(str(error)))
 
-    def heartbeat_came(self, connection: Connection) -> None:
+    def _heartbeat_came(self, connection: Connection) -> None:
         self.last_recv_timestamp = time.time()
         self._tell("heartbeat")
 
-    def connection_lost(self, connection: Connection, reason: Exception) -> None:
+    def _connection_ended(self, connection: Connection, reason: Exception) -> None:
         self._ended(reason)
 
-    def finished(self, connection: Connection, message: client.Message) -> None:
+    def _finished(self, connection: Connection, message: client.Message) -> None:
         self._tell("resume")
 
-    def requeued(self, connection: Connection, message: client.Message, backoff: bool) -> None:
+    def _requeued(self, connection: Connection, message: client.Message, backoff: bool) -> None:
         self._tell("backoff" if backoff else "continue")
 
-    def requeue_delay(self, message: client.Message) -> float:
+    def _delay_of(self, message: client.Message) -> float:
         return float(self._requeue_delay * message.attempts)
 
 

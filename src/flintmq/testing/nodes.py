@@ -23,12 +23,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self, TypeVar, overload
 
 from flintmq import addresses
 from flintmq.broker.daemon import Broker
 from flintmq.broker.observe import stats
 from flintmq.broker.storage.disk import Disk, SystemClock
+from flintmq.client.codecs import Body, decode
 from flintmq.client.consumer import Consumer
 from flintmq.client.producer import Producer
 from flintmq.errors import ClosedError, OptionError
@@ -53,8 +54,64 @@ _NODE_OPTIONS = frozenset(
 )
 
 
+class _ClockTimer:
+    """A callback that a MovableClock owes to an event loop."""
+
+    def __init__(
+        self, clock: MovableClock, when: float, callback: Callable[..., object], args: tuple[Any, ...]
+    ) -> None:
+        self._clock = clock
+        self._when = when
+        self._callback = callback
+        self._args = args
+        self._loop = asyncio.get_running_loop()
+        self._is_over = False
+        self._handle: asyncio.TimerHandle | None = None
+        clock.follow(self._moved)
+        self._wait()
+
+    def cancel(self) -> None:
+        if not self._is_over:
+            self._is_over = True
+            self._clock.unfollow(self._moved)
+            if self._handle is not None:
+                self._handle.cancel()
+
+    def _moved(self) -> None:
+        # The clock is moved by other threads than the loop's.
+        with contextlib.suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._wait)
+
+    def _wait(self) -> None:
+        """Run, or wait for as long as it takes if nobody moves the clock."""
+        if self._is_over:
+            return
+        if self._handle is not None:
+            self._handle.cancel()
+        left = self._when - self._clock.time()
+        if left > 0:
+            self._handle = self._loop.call_later(left, self._wait)
+        else:
+            self._handle = None
+            self.cancel()
+            self._callback(*self._args)
+
+
+class _SteadyClock:
+    """The running event loop's own time, which nobody moves."""
+
+    def time(self) -> float:
+        return asyncio.get_running_loop().time()
+
+    def call_later(self, delay: float, callback: Callable[..., object], *args: Any) -> asyncio.TimerHandle:
+        return asyncio.get_running_loop().call_later(delay, callback, *args)
+
+
 class MovableClock:
-    """Goes by itself like any other, and further when it is told to. Several brokers may share one."""
+    """Goes by itself like any other, and further when it is told to. Several brokers may share one.
+
+    A client on the same clock, ``Consumer(…, clock=nsq_broker.clock)``, has its backoff, timeouts and linger moved too.
+    """
 
     def __init__(self) -> None:
         self._system = SystemClock()
@@ -62,6 +119,8 @@ class MovableClock:
         # Its own: on another clock, the times that this one's brokers write down mean something else.
         self._boot = os.urandom(16)
         self._followers: list[Callable[[], None]] = []
+        #: What connections of clients go by: a jump cuts nobody off.
+        self.steady = _SteadyClock()
 
     def advance(self, seconds: float) -> None:
         """Let time pass. What has become due by then is on its way when this returns, or a few milliseconds later."""
@@ -80,6 +139,14 @@ class MovableClock:
 
     def now(self) -> int:
         return self._system.now() + self._ahead
+
+    def time(self) -> float:
+        """Return the seconds that a client goes by."""
+        return self.now() / 1e9
+
+    def call_later(self, delay: float, callback: Callable[..., object], *args: Any) -> _ClockTimer:
+        """Call a function on the running event loop when so many seconds have passed, or were skipped."""
+        return _ClockTimer(self, self.time() + delay, callback, args)
 
     def wall(self) -> int:
         return self._system.wall() + self._ahead
@@ -130,10 +197,16 @@ class _EventLoop:
     """An event loop in a thread of its own."""
 
     def __init__(self) -> None:
-        self._started = threading.Event()
-        self._thread = threading.Thread(target=self._serve, name="flintmq-testing", daemon=True)
-        self._thread.start()
-        self._started.wait()
+        self._thread: threading.Thread | None = None
+        self._is_closed = False
+
+    def start(self) -> None:
+        """Have the thread; a second call changes nothing."""
+        if self._thread is None and not self._is_closed:
+            self._started = threading.Event()
+            self._thread = threading.Thread(target=self._serve, name="flintmq-testing", daemon=True)
+            self._thread.start()
+            self._started.wait()
 
     def _serve(self) -> None:
         # It also ends what is left of tasks and threads when the end has come.
@@ -148,9 +221,7 @@ class _EventLoop:
 
     def run(self, work: Coroutine[Any, Any, T]) -> T:
         """Wait for a coroutine. Ctrl-C cancels it."""
-        if not self._thread.is_alive():
-            work.close()
-            raise ClosedError("it was closed")
+        self._check(work)
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()
@@ -166,15 +237,24 @@ class _EventLoop:
 
     async def join(self, work: Coroutine[Any, Any, T]) -> T:
         """The same as `run`, for whoever has an event loop himself."""
-        if not self._thread.is_alive():
-            work.close()
-            raise ClosedError("it was closed")
+        self._check(work)
         return await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(work, self._loop))
 
-    def close(self) -> None:
-        if self._thread.is_alive():
+    def _check(self, work: Coroutine[Any, Any, Any]) -> None:
+        if self._thread is None or not self._thread.is_alive():
+            work.close()
+            raise ClosedError("it was closed" if self._is_closed else "it was not started")
+
+    def rest(self) -> None:
+        """End the thread until the next start."""
+        if self._thread is not None and self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._end.set)
             self._thread.join()
+        self._thread = None
+
+    def close(self) -> None:
+        self.rest()
+        self._is_closed = True
 
 
 class _Managed(ABC):
@@ -206,10 +286,21 @@ class _Node(_Managed):
     def __init__(self, loop: _EventLoop | None) -> None:
         # Given back in the opposite order, by `close`.
         self._resources = contextlib.ExitStack()
+        self._owns_loop = loop is None
         if loop is None:
             loop = _EventLoop()
             self._resources.callback(loop.close)
         self._loop = loop
+
+    def _begin(self, work: Coroutine[Any, Any, None]) -> None:
+        """Start the daemon. No thread is left if it cannot."""
+        self._loop.start()
+        try:
+            self._loop.run(work)
+        except BaseException:
+            if self._owns_loop:
+                self._loop.rest()
+            raise
 
     def _port(self) -> str:
         port = HeldPort()
@@ -275,7 +366,7 @@ class NsqBroker(_Node):
     def start(self) -> None:
         """Listen, with what is on the data path. StartError says why it cannot."""
         if self._broker is None:
-            self._loop.run(self._start())
+            self._begin(self._start())
 
     async def _start(self) -> None:
         broker = Broker(self._options, disk=_Disk(lambda: self._full), clock=self.clock)
@@ -336,25 +427,44 @@ class NsqBroker(_Node):
 
     # --- Messages ----------------------------------------------------------------------------------------------------
 
-    def publish(self, topic: str, *bodies: bytes, delay: float | None = None) -> None:
-        """Publish messages; with a ``delay`` in seconds each is deferred."""
+    def publish(self, topic: str, *bodies: Body, delay: float | None = None) -> None:
+        """Publish messages, bytes or values; with a ``delay`` in seconds each is deferred."""
         self._there()
         self._loop.run(self._publish(topic, bodies, delay))
 
-    async def _publish(self, topic: str, bodies: Sequence[bytes], delay: float | None) -> None:
+    async def _publish(self, topic: str, bodies: Sequence[Body], delay: float | None) -> None:
         async with Producer(self.address, max_defer=self._options.max_req_timeout / 1e9) as producer:
             if delay is None:
                 await producer.publish_many(topic, bodies)
             else:
                 await asyncio.gather(*(producer.defer(topic, body, delay) for body in bodies))
 
-    def take(self, topic: str, count: int = 1, *, channel: str = "testing", timeout: float = PATIENCE) -> list[bytes]:
-        """Consume so many messages, and give their bodies. TimeoutError if fewer come.
+    @overload
+    def take(
+        self, topic: str, count: int = 1, *, channel: str = "testing", timeout: float = PATIENCE, type: None = None
+    ) -> list[bytes]: ...
+
+    @overload
+    def take(
+        self, topic: str, count: int = 1, *, channel: str = "testing", timeout: float = PATIENCE, type: type[T]
+    ) -> list[T]: ...
+
+    def take(
+        self,
+        topic: str,
+        count: int = 1,
+        *,
+        channel: str = "testing",
+        timeout: float = PATIENCE,
+        type: type[Any] | None = None,
+    ) -> list[Any]:
+        """Consume so many messages, and return their bodies, or values of a type. TimeoutError if fewer come.
 
         A channel gets what is published after it was made, and the first one of a topic all that waits there.
         """
         self._there()
-        return self._loop.run(self._take(topic, count, channel, timeout))
+        bodies = self._loop.run(self._take(topic, count, channel, timeout))
+        return bodies if type is None else [decode(None, body, type) for body in bodies]
 
     async def _take(self, topic: str, count: int, channel: str, seconds: float) -> list[bytes]:
         bodies: list[bytes] = []
@@ -455,7 +565,7 @@ class NsqLookupd(_Node):
 
     def start(self) -> None:
         if self._lookupd is None:
-            self._loop.run(self._start())
+            self._begin(self._start())
 
     async def _start(self) -> None:
         lookupd = Lookupd(self._options)

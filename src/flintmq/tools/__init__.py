@@ -188,26 +188,26 @@ class Link:
         self._came.extend(news)
         self._something_came.set()
 
-    def messages_came(self, connection: Connection, messages: list[Message]) -> None:
+    def _messages_came(self, connection: Connection, messages: list[Message]) -> None:
         self._keep(*messages)
 
-    def response_came(self, connection: Connection, payload: bytes) -> None:
+    def _response_came(self, connection: Connection, payload: bytes) -> None:
         self._keep(payload)
 
-    def error_came(self, connection: Connection, error: ProtocolError) -> None:
+    def _error_came(self, connection: Connection, error: ProtocolError) -> None:
         self._keep(error)
 
-    def connection_lost(self, connection: Connection, reason: Exception) -> None:
+    def _connection_ended(self, connection: Connection, reason: Exception) -> None:
         self._end = reason if isinstance(reason, FlintError) else ClosedError(str(reason))
         self._something_came.set()
 
-    def heartbeat_came(self, connection: Connection) -> None: ...
+    def _heartbeat_came(self, connection: Connection) -> None: ...
 
-    def finished(self, connection: Connection, message: Message) -> None: ...
+    def _finished(self, connection: Connection, message: Message) -> None: ...
 
-    def requeued(self, connection: Connection, message: Message, backoff: bool) -> None: ...
+    def _requeued(self, connection: Connection, message: Message, backoff: bool) -> None: ...
 
-    def requeue_delay(self, message: Message) -> float:
+    def _delay_of(self, message: Message) -> float:
         return 0.0
 
 

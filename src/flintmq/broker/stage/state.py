@@ -146,18 +146,7 @@ def encode_state(state: State) -> bytes:
 
 def write_state(disk: Disk, folder: Path, data: bytes) -> None:
     """Return when ``data`` is on the device as the producer's state. OSError: it may be the old one or the new one."""
-    temporary = folder / f"{STATE}.tmp"
-    if disk.exists(temporary):
-        # Of a try that failed.
-        disk.remove(temporary)
-    fd = disk.open(temporary, create=True)
-    try:
-        disk.write(fd, [data], 0)
-        disk.sync(fd)
-    finally:
-        disk.close_file(fd)
-    disk.rename(temporary, folder / STATE)
-    disk.sync_folder(folder)
+    disk.replace(folder / STATE, [data])
 
 
 def read_state(disk: Disk, folder: Path) -> State | None:

@@ -1,0 +1,148 @@
+"""The event loop of a simulated process: asyncio's own, with the time and the sockets of a World.
+
+`turn` runs it once; the World decides when. Functions for an executor run at a moment of the World's choice, with no
+event loop around them, as in a thread. aiohttp's client works: the real socket it makes is exchanged for a simulated
+one when it connects.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import concurrent.futures
+import selectors
+import socket
+import threading
+from asyncio import events, selector_events
+from collections.abc import Callable
+from typing import Any
+
+from .network import Network, Socket
+from .world import World
+
+__all__ = ["Loop"]
+
+
+class _Selector(selectors._BaseSelectorImpl):  # type: ignore[name-defined,misc]
+    def __init__(self, world: World) -> None:
+        super().__init__()
+        self._world = world
+
+    def select(self, timeout: float | None = None) -> list[tuple[selectors.SelectorKey, int]]:
+        found = []
+        for key in self._fd_to_key.values():
+            end = self._world.descriptor(key.fd)
+            if end is not None and (mask := end.ready() & key.events):
+                found.append((key, mask))
+        if len(found) > 1:
+            self._world.rng.shuffle(found)
+        return found
+
+
+class Loop(selector_events.BaseSelectorEventLoop):
+    """`host` is the address that its connections come from."""
+
+    def __init__(self, world: World, network: Network, host: str = "10.0.9.1") -> None:
+        self.world = world
+        self.network = network
+        self.host = host
+        self._chosen: dict[socket.socket, Socket] = {}
+        super().__init__(_Selector(world))
+        self._clock_resolution = 1e-9
+        self.set_exception_handler(self._unhandled)
+        world.processes.append(self)
+
+    def _unhandled(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        error = context.get("exception")
+        self.world.violated(f"event loop: {context.get('message')}: {error!r}")
+
+    # --- Stepping ----------------------------------------------------------------------------------------------------
+
+    def time(self) -> float:
+        return self.world.now / 1e9
+
+    def due(self) -> bool:
+        if self._ready or (self._scheduled and self._scheduled[0]._when <= self.time()):
+            return True
+        descriptor = self.world.descriptor
+        for key in self._selector._fd_to_key.values():
+            end = descriptor(key.fd)
+            if end is not None and end.ready() & key.events:
+                return True
+        return False
+
+    def next_timer(self) -> int | None:
+        while self._scheduled and self._scheduled[0]._cancelled:
+            # As the loop itself does, only sooner: time must not stop for what was cancelled.
+            self._timer_cancelled_count -= 1
+            import heapq
+
+            heapq.heappop(self._scheduled)._scheduled = False
+        return round(self._scheduled[0]._when * 1e9) + 1 if self._scheduled else None
+
+    def turn(self) -> None:
+        self._thread_id = threading.get_ident()
+        events._set_running_loop(self)
+        try:
+            self._run_once()
+        finally:
+            self._thread_id = None
+            events._set_running_loop(None)
+
+    def run(self, work: Any, seconds: float = float("inf")) -> Any:
+        """Run a coroutine to its end; Stuck if that does not come within so many virtual seconds."""
+        task = self.create_task(work)
+        self.world.run(task.done, seconds)
+        return task.result()
+
+    def _make_self_pipe(self) -> None:
+        self._internal_fds = 0
+
+    def _close_self_pipe(self) -> None: ...
+
+    def _write_to_self(self) -> None: ...
+
+    # --- Threads, names, connections ---------------------------------------------------------------------------------
+
+    def run_in_executor(self, executor: Any, func: Callable[..., Any], *args: Any) -> asyncio.Future[Any]:
+        done: concurrent.futures.Future[Any] = concurrent.futures.Future()
+
+        def work() -> None:
+            if not done.set_running_or_notify_cancel():
+                return
+            try:
+                result = func(*args)
+            except BaseException as exc:
+                done.set_exception(exc)
+            else:
+                done.set_result(result)
+
+        self.world.after(self.world.rng.uniform(0, 0.001), work)
+        return asyncio.wrap_future(done, loop=self)
+
+    async def getaddrinfo(self, host: Any, port: Any, **_: Any) -> Any:  # type: ignore[override]
+        await asyncio.sleep(0.0001)
+        return [(socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP, "", (self.network.resolve(host), port))]
+
+    async def _dial(self, address: tuple[str, int]) -> Socket:
+        if address in self.network.black_holes:
+            await asyncio.sleep(120)
+            raise TimeoutError("connect timed out")
+        await asyncio.sleep(2 * self.network.delay(address[0]))
+        return self.network.connect(address, self.host)
+
+    async def sock_connect(self, sock: Any, address: Any) -> None:
+        self._chosen[sock] = await self._dial(address)
+
+    async def create_connection(  # type: ignore[override]
+        self, factory: Any, host: Any = None, port: Any = None, *, sock: Any = None, **options: Any
+    ) -> Any:
+        if sock is None:
+            try:
+                address = (self.network.resolve(host), port)
+            except UnicodeError as exc:
+                raise OSError(f"bad name {host!r}") from exc
+            sock = await self._dial(address)
+        elif isinstance(sock, socket.socket):
+            sock.close()
+            sock = self._chosen.pop(sock)
+        return await super().create_connection(factory, sock=sock)

@@ -1,0 +1,294 @@
+"""A simulated network of stream sockets, with the methods of `socket.socket`, so that asyncio's transports run over it.
+
+A connection is two Sockets and the Link between them: its delay, its window, and what is wrong with it. A link that is
+*half open* swallows everything and tells nobody, as when a cable is pulled; one that is *cut* resets both ends.
+Scripted peers set `on_data`; event loops see the sockets through their selector.
+"""
+
+from __future__ import annotations
+
+import errno
+import socket
+from collections.abc import Callable
+from typing import Any
+
+from .world import World
+
+__all__ = ["Link", "Listener", "Network", "Socket"]
+
+#: Bytes on their way or unread, beyond which a sender must wait.
+WINDOW = 256 << 10
+
+READ, WRITE = 1, 2
+
+
+class Link:
+    """What both ends share."""
+
+    def __init__(self, delay: float) -> None:
+        self.delay = delay
+        self.half_open = False
+
+
+class Socket:
+    family = socket.AF_INET
+    type = socket.SOCK_STREAM
+    proto = socket.IPPROTO_TCP
+
+    def __init__(self, world: World, name: tuple[str, int], link: Link) -> None:
+        self.world = world
+        self.name = name
+        self.link = link
+        self.peer: Socket | None = None
+        self.inbox = bytearray()
+        self.eof = False
+        self.error = 0
+        self.closed = False
+        #: Bytes that the other side has not taken yet.
+        self.outstanding = 0
+        #: Called when something came, for peers that are no event loop; not while `paused`.
+        self.on_data: Callable[[Socket], object] | None = None
+        self.paused = False
+        #: Sees every write of this end, at the moment it is made.
+        self.tap: Callable[[bytes], object] | None = None
+        self._shut = False
+        self._arrives = 0
+        self._fd = world.open_descriptor(self)
+
+    # --- As socket.socket --------------------------------------------------------------------------------------------
+
+    def fileno(self) -> int:
+        return -1 if self.closed else self._fd
+
+    def gettimeout(self) -> float:
+        return 0.0
+
+    def setblocking(self, flag: bool) -> None: ...
+
+    def setsockopt(self, *args: Any) -> None: ...
+
+    def getsockopt(self, level: int, option: int, *rest: Any) -> int:
+        return self.error if option == socket.SO_ERROR else 0
+
+    def getsockname(self) -> tuple[str, int]:
+        return self.name
+
+    def getpeername(self) -> tuple[str, int]:
+        if self.peer is None:
+            raise OSError(errno.ENOTCONN, "not connected")
+        return self.peer.name
+
+    def recv(self, size: int) -> bytes:
+        if self.inbox and not self.closed:
+            # Also after a reset: what had come is there.
+            data = bytes(self.inbox[:size])
+            del self.inbox[:size]
+            self._taken(len(data))
+            return data
+        self._check()
+        if self.eof:
+            return b""
+        raise BlockingIOError(errno.EAGAIN, "nothing there")
+
+    def recv_into(self, buffer: Any) -> int:
+        data = self.recv(len(buffer))
+        buffer[: len(data)] = data
+        return len(data)
+
+    def send(self, data: Any) -> int:
+        self._check()
+        if self._shut or self.peer is None:
+            raise BrokenPipeError(errno.EPIPE, "shut down")
+        room = WINDOW - self.outstanding
+        if room <= 0:
+            raise BlockingIOError(errno.EAGAIN, "no room")
+        piece = bytes(data[:room])
+        self.outstanding += len(piece)
+        if self.tap is not None:
+            self.tap(piece)
+        self._later(lambda peer: peer._receive(piece))
+        return len(piece)
+
+    def sendmsg(self, buffers: Any) -> int:
+        return self.send(b"".join(buffers))
+
+    def shutdown(self, how: int) -> None:
+        if how in (socket.SHUT_WR, socket.SHUT_RDWR) and not self._shut and not self.closed:
+            self._shut = True
+            self._later(Socket._end)
+
+    def close(self) -> None:
+        if self.closed:
+            return
+        self.closed = True
+        self.world.close_descriptor(self._fd)
+        if self.inbox:
+            # With input unread a close is a reset.
+            self._later(Socket._reset)
+        elif not self._shut:
+            self._shut = True
+            self._later(Socket._end)
+
+    # --- Faults ------------------------------------------------------------------------------------------------------
+
+    def cut(self) -> None:
+        """Reset both ends."""
+        for end in (self, self.peer):
+            if end is not None:
+                end._reset()
+
+    def resume(self) -> None:
+        self.paused = False
+        self._tell()
+
+    # --- Inside ------------------------------------------------------------------------------------------------------
+
+    def ready(self) -> int:
+        """READ and WRITE, as an event loop asks."""
+        if self.error:
+            return READ | WRITE
+        return (READ if self.inbox or self.eof else 0) | (WRITE if self.outstanding < WINDOW else 0)
+
+    def _check(self) -> None:
+        if self.closed:
+            raise OSError(errno.EBADF, "closed")
+        if self.error:
+            raise ConnectionResetError(errno.ECONNRESET, "reset by the simulation")
+
+    def _later(self, action: Callable[[Socket], object]) -> None:
+        """Something reaches the other side; in the order it was sent."""
+        peer = self.peer
+        if peer is None:
+            return
+        delay = self.link.delay * self.world.rng.uniform(0.5, 1.5)
+        self._arrives = max(self._arrives, self.world.now + round(delay * 1e9))
+
+        def arrive() -> None:
+            if not self.link.half_open:
+                action(peer)
+
+        self.world.after((self._arrives - self.world.now) / 1e9, arrive)
+
+    def _receive(self, data: bytes) -> None:
+        if self.closed:
+            # Nobody is there any more: the sender is told.
+            if self.peer is not None:
+                self._later(Socket._reset)
+            return
+        if self.error or self.eof:
+            return
+        self.inbox += data
+        self._tell()
+
+    def _end(self) -> None:
+        if not self.closed and not self.error:
+            self.eof = True
+            self._tell()
+
+    def _reset(self) -> None:
+        if not self.closed and not self.error:
+            self.error = errno.ECONNRESET
+            self._tell()
+
+    def _tell(self) -> None:
+        if self.on_data is not None and not self.paused and not self.closed:
+            self.on_data(self)
+
+    def _taken(self, size: int) -> None:
+        peer = self.peer
+        if peer is not None and not self.link.half_open:
+            peer.outstanding -= size
+
+
+class Listener:
+    """A listening socket: `on_accept` is called with each connection, or an event loop accepts them."""
+
+    family = socket.AF_INET
+    type = socket.SOCK_STREAM
+
+    def __init__(
+        self, network: Network, address: tuple[str, int], on_accept: Callable[[Socket], object] | None
+    ) -> None:
+        self.network = network
+        self.address = address
+        self.on_accept = on_accept
+        self.backlog: list[Socket] = []
+        self.closed = False
+        self._fd = network.world.open_descriptor(self)
+        network.listeners[address] = self
+
+    def fileno(self) -> int:
+        return self._fd
+
+    def getsockname(self) -> tuple[str, int]:
+        return self.address
+
+    def accept(self) -> tuple[Socket, tuple[str, int]]:
+        if not self.backlog:
+            raise BlockingIOError(errno.EAGAIN, "nobody there")
+        made = self.backlog.pop(0)
+        return made, made.getpeername()
+
+    def ready(self) -> int:
+        return READ if self.backlog else 0
+
+    def close(self) -> None:
+        if not self.closed:
+            self.closed = True
+            self.network.world.close_descriptor(self._fd)
+            if self.network.listeners.get(self.address) is self:
+                del self.network.listeners[self.address]
+
+    def _arrived(self, sock: Socket) -> None:
+        if self.closed:
+            sock.cut()
+        elif self.on_accept is not None:
+            self.on_accept(sock)
+            if sock.inbox or sock.eof or sock.error:
+                sock._tell()  # it came before
+        else:
+            self.backlog.append(sock)
+
+
+class Network:
+    """Who listens where, who is called what, and which addresses swallow every packet."""
+
+    def __init__(self, world: World) -> None:
+        self.world = world
+        self.listeners: dict[tuple[str, int], Listener] = {}
+        self.names: dict[str, str] = {}
+        #: Nobody answers there, not even with a refusal.
+        self.black_holes: set[tuple[str, int]] = set()
+        #: Seconds one way, by host.
+        self.delays: dict[str, float] = {}
+        self._port = 30_000
+
+    def listen(self, address: tuple[str, int], on_accept: Callable[[Socket], object] | None = None) -> Listener:
+        if address in self.listeners:
+            raise OSError(errno.EADDRINUSE, f"{address} is taken")
+        return Listener(self, address, on_accept)
+
+    def resolve(self, host: str) -> str:
+        """As getaddrinfo: the same errors for names that cannot be, and for those that nobody knows."""
+        host.encode("idna")
+        if host in self.names:
+            return self.names[host]
+        if host.replace(".", "").isdigit():
+            return host
+        raise socket.gaierror(socket.EAI_NONAME, "Name or service not known")
+
+    def delay(self, host: str) -> float:
+        return self.delays.get(host, 0.0002)
+
+    def connect(self, address: tuple[str, int], host: str) -> Socket:
+        """The near end of a new connection, once the far end has agreed."""
+        listener = self.listeners.get(address)
+        if listener is None:
+            raise ConnectionRefusedError(errno.ECONNREFUSED, f"connection to {address} refused")
+        link = Link(self.delay(address[0]))
+        self._port += 1
+        near = Socket(self.world, (host, self._port), link)
+        far = Socket(self.world, address, link)
+        near.peer, far.peer = far, near
+        self.world.after(link.delay, lambda: listener._arrived(far))
+        return near

@@ -1,0 +1,131 @@
+"""A World: virtual time, one random generator, and the order in which everything happens.
+
+A World owns the time, the events to come and the event loops of the simulated processes. It picks who runs next by its
+seed, and moves the time only when nobody has anything to do. The same seed gives the same run.
+"""
+
+from __future__ import annotations
+
+import heapq
+import itertools
+import random
+from collections.abc import Callable
+from typing import Any, Protocol
+
+__all__ = ["Busy", "Process", "Stuck", "World"]
+
+#: Loop turns at one moment of virtual time; a program that needs more of them does not wait for anything.
+_MOST_TURNS = 20_000
+
+
+class Stuck(AssertionError):
+    """Nothing is left to happen, or the time is over, and the condition that was waited for is not true."""
+
+
+class Busy(AssertionError):
+    """A loop turns without end and never waits."""
+
+
+class Process(Protocol):
+    """An event loop that the World steps."""
+
+    def due(self) -> bool: ...
+    def next_timer(self) -> int | None: ...
+    def turn(self) -> None: ...
+
+
+class Event:
+    """Something that happens at a time, unless it is cancelled before."""
+
+    __slots__ = ("action",)
+
+    def __init__(self, action: Callable[[], object]) -> None:
+        self.action: Callable[[], object] | None = action
+
+    def cancel(self) -> None:
+        self.action = None
+
+
+class World:
+    def __init__(self, seed: int | str) -> None:
+        self.rng = random.Random(f"world {seed}")
+        #: Nanoseconds.
+        self.now = 1_000_000_000_000
+        self.processes: list[Process] = []
+        #: Whatever must not happen and did.
+        self.violations: list[str] = []
+        self.turns = 0
+        self._events: list[tuple[int, int, Event]] = []
+        self._order = itertools.count()
+        self._descriptors: dict[int, Any] = {}
+
+    @property
+    def seconds(self) -> float:
+        return self.now / 1e9
+
+    def after(self, seconds: float, action: Callable[[], object]) -> Event:
+        event = Event(action)
+        heapq.heappush(self._events, (self.now + max(0, round(seconds * 1e9)), next(self._order), event))
+        return event
+
+    def violated(self, text: str) -> None:
+        """Note what went wrong; the run goes on."""
+        self.violations.append(f"at {self.seconds - 1000:.3f} s: {text}")
+
+    # --- Descriptors: numbers that the real system does not know -----------------------------------------------------
+
+    def open_descriptor(self, owner: Any) -> int:
+        number = 1 << 20
+        while number in self._descriptors:
+            number += 1
+        self._descriptors[number] = owner
+        return number
+
+    def close_descriptor(self, number: int) -> None:
+        del self._descriptors[number]
+
+    def descriptor(self, number: int) -> Any:
+        return self._descriptors.get(number)
+
+    @property
+    def descriptors(self) -> list[Any]:
+        return list(self._descriptors.values())
+
+    # --- Running -----------------------------------------------------------------------------------------------------
+
+    def run(self, until: Callable[[], object], seconds: float = float("inf")) -> None:
+        """Let things happen until something is true. Stuck if it is not after so many virtual seconds."""
+        end = self.now + seconds * 1e9
+        turns_now = 0
+        while not until():
+            due = [process for process in self.processes if process.due()]
+            if due:
+                turns_now += 1
+                self.turns += 1
+                if turns_now > _MOST_TURNS:
+                    raise Busy(f"{turns_now} turns at {self.seconds - 1000:.3f} s")
+                (due[0] if len(due) == 1 else self.rng.choice(due)).turn()
+                continue
+            while self._events and self._events[0][2].action is None:
+                heapq.heappop(self._events)
+            times = [when for process in self.processes if (when := process.next_timer()) is not None]
+            if self._events:
+                times.append(self._events[0][0])
+            if not times:
+                raise Stuck(f"nothing is left to happen at {self.seconds - 1000:.3f} s")
+            soonest = max(min(times), self.now)
+            if soonest > end:
+                raise Stuck(f"not true after {seconds:g} s, at {end / 1e9 - 1000:.3f} s")
+            if soonest > self.now:
+                self.now = soonest
+                turns_now = 0
+            while self._events and self._events[0][0] <= self.now:
+                action = heapq.heappop(self._events)[2].action
+                if action is not None:
+                    action()
+
+    def run_for(self, seconds: float) -> None:
+        """Let time pass."""
+        over: list[None] = []
+        self.after(seconds, lambda: over.append(None))
+        self.run(lambda: over)
