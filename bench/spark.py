@@ -25,6 +25,7 @@ from pyspark.sql.datasource import (
     DataSource,
     DataSourceArrowWriter,
     DataSourceReader,
+    DataSourceStreamArrowWriter,
     DataSourceStreamReader,
     InputPartition,
     WriterCommitMessage,
@@ -130,6 +131,19 @@ class DiscardingWriter(DataSourceArrowWriter):
         return WriterCommitMessage()
 
 
+class DiscardingStream(DataSourceStreamArrowWriter):
+    def write(self, iterator: Iterator[Any]) -> WriterCommitMessage:
+        for batch in iterator:
+            batch.column("value").to_pylist()
+        return WriterCommitMessage()
+
+    def commit(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:
+        pass
+
+    def abort(self, messages: list[WriterCommitMessage | None], batchId: int) -> None:
+        pass
+
+
 class Generated(DataSource):
     @classmethod
     def name(cls) -> str:
@@ -149,6 +163,9 @@ class Generated(DataSource):
 
     def writer(self, schema: Any, overwrite: bool) -> DataSourceArrowWriter:
         return DiscardingWriter()
+
+    def streamWriter(self, schema: Any, overwrite: bool) -> DataSourceStreamArrowWriter:
+        return DiscardingStream()
 
 
 # --- The scenarios ----------------------------------------------------------------------------------------------------
@@ -186,11 +203,22 @@ class Bench:
             },
             "batch write": {
                 "topic": lambda: self._timed(lambda: self._publish(self._generated(), self._new_name())),
+                "at least once": lambda: self._timed(
+                    lambda: self._publish(self._generated(), self._new_name(), idempotent="false")
+                ),
                 "ceiling": lambda: self._timed(lambda: self._discard(self._generated())),
             },
             "stream, noop": {
                 "topic": lambda: self._stream("nsq", {**self._where(), "maxMessagesPerTrigger": str(per_batch)}),
                 "ceiling": lambda: self._stream("generated", {**self._shape(), "perBatch": str(per_batch)}),
+            },
+            "stream write": {
+                side: lambda to=to: self._stream("generated", {**self._shape(), "perBatch": str(per_batch)}, *to())
+                for side, to in {
+                    "topic": lambda: ("nsq", self._target(self._new_name())),
+                    "at least once": lambda: ("nsq", {**self._target(self._new_name()), "idempotent": "false"}),
+                    "ceiling": lambda: ("generated", {}),
+                }.items()
             },
         }
 
@@ -231,21 +259,25 @@ class Bench:
         frame.write.parquet(str(path))
         shutil.rmtree(path)
 
-    def _publish(self, frame: DataFrame, topic: str) -> None:
-        where = {"nsq.nsqd.addresses": f"127.0.0.1:{self._daemon.port}", "topic": topic}
-        frame.select("value").write.format("nsq").options(**where).mode("append").save()
+    def _target(self, topic: str) -> dict[str, str]:
+        return {"nsq.nsqd.addresses": f"127.0.0.1:{self._daemon.port}", "topic": topic}
+
+    def _publish(self, frame: DataFrame, topic: str, **options: str) -> None:
+        frame.select("value").write.format("nsq").options(**self._target(topic), **options).mode("append").save()
 
     def _discard(self, frame: DataFrame) -> None:
         frame.select("value").write.format("generated").mode("append").save()
 
-    def _stream(self, name: str, options: dict[str, str]) -> float:
+    def _stream(
+        self, name: str, options: dict[str, str], sink: str = "noop", sink_options: dict[str, str] | None = None
+    ) -> float:
         """The time its batches took, without what comes once: the start of a query takes seconds."""
         checkpoint = self._folder / self._new_name()
+        frame = self._spark.readStream.format(name).options(**options).load()
         query = (
-            self._spark.readStream.format(name)
-            .options(**options)
-            .load()
-            .writeStream.format("noop")
+            (frame if sink == "noop" else frame.select("value"))
+            .writeStream.format(sink)
+            .options(**(sink_options or {}))
             .option("checkpointLocation", str(checkpoint))
             .trigger(availableNow=True)
             .start()

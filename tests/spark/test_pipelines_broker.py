@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
 import re
 import shutil
 import socket
@@ -26,7 +25,6 @@ from flintmq.spark.pipelines.audit import audit
 from . import cluster as spark_cluster
 from .conftest import wait_for
 from .daemons import Node
-from .torture import torture
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 
@@ -327,11 +325,3 @@ def test_archive_behind_spark_connect_without_our_code_there(
 def is_open(port: int) -> bool:
     with socket.socket() as probe:
         return probe.connect_ex(("127.0.0.1", port)) == 0
-
-
-@pytest.mark.timeout(1500)
-def test_an_archive_on_a_cluster_is_exact_while_everybody_is_killed_once(spark_environment, tmp_path: Path):
-    report = torture(tmp_path, messages=100_000, kills=3, seed=int.from_bytes(os.urandom(2)))
-    assert report["kills"] == {"driver": 1, "executor": 1, "broker": 1}
-    assert report["passed"], report
-    assert report["plain_reader"]["messages"] >= 100_000

@@ -1,4 +1,4 @@
-"""The sink on real brokers: every row arrives, where and when it should, and once where the broker can help."""
+"""The sink on real brokers, through Spark: every row arrives where and when it should."""
 
 from __future__ import annotations
 
@@ -9,10 +9,12 @@ import pytest
 
 pytest.importorskip("pyspark")
 
-from flintmq.spark.shipped.net import Connection
 from flintmq.spark.shipped.options import read_sink_options
+from flintmq.spark.sink import BatchWriter, writers
+from flintmq.spark.sink.staging import Broker, ranked
 
 from .conftest import run_query
+from .sink_tools import consume, count_of, to, write
 
 BROKERS = ["go_broker", "broker"]
 
@@ -20,38 +22,6 @@ BROKERS = ["go_broker", "broker"]
 @pytest.fixture(params=BROKERS)
 def nsqd(request):
     return request.getfixturevalue(request.param)
-
-
-def to(nsqd, **more):
-    return {"nsq.nsqd.addresses": nsqd.tcp, **more}
-
-
-def write(frame, options):
-    frame.write.format("nsq").options(**options).mode("append").save()
-
-
-def consume(nsqd, topic, count, channel="test"):
-    """So many messages of a topic; those that come beyond it fail the test when they are there."""
-    options = read_sink_options({"nsq.nsqd.addresses": nsqd.tcp, "topic": topic})
-    connection = Connection(nsqd.tcp, options.network)
-    try:
-        connection.subscribe(topic, channel)
-        connection.send(b"RDY 2500\n")
-        bodies = []
-        while len(bodies) < count:
-            kind, data = connection.next_frame()
-            assert kind == 2, data
-            bodies.append(data[26:])
-            connection.send(b"FIN %b\n" % data[10:26])
-        return bodies
-    finally:
-        connection.close()
-
-
-def count_of(nsqd, topic):
-    """How many messages were ever published to a topic."""
-    stats = nsqd.get("/stats", format="json", topic=topic)
-    return stats["topics"][0]["message_count"] if stats["topics"] else 0
 
 
 def test_rows_become_messages(spark, nsqd, topic):
@@ -178,11 +148,11 @@ class Cutter:
         self._server.close()
 
 
-def test_a_lost_answer_is_asked_for_again_and_nothing_is_lost(spark, nsqd, topic):
+def test_without_staging_a_lost_answer_is_asked_for_again_and_nothing_is_lost(spark, nsqd, topic):
     cutter = Cutter(nsqd.tcp, answers=3, cuts=3)
     try:
         frame = spark.range(3000).selectExpr("cast(id as string) as value").coalesce(1)
-        options = to(nsqd, topic=topic, mpubMaxMessages="100")
+        options = to(nsqd, topic=topic, mpubMaxMessages="100", idempotent="false")
         write(
             frame, {**options, "nsq.nsqd.addresses": cutter.address, "fetch.numRetries": "5", "fetch.timeoutMs": "5000"}
         )
@@ -191,10 +161,8 @@ def test_a_lost_answer_is_asked_for_again_and_nothing_is_lost(spark, nsqd, topic
     assert cutter.cuts_left == 0
     published = count_of(nsqd, topic)
     assert {int(body) for body in consume(nsqd, topic, published)} == set(range(3000))
-    assert published >= 3000
-    if nsqd.kind == "flintmq":
-        # Every MPUB had a key: what was stored before its answer was lost is not stored again.
-        assert published == 3000
+    # The MPUBs whose answers were lost are there twice.
+    assert published > 3000
 
 
 def failing_once(frame, nsqd, topic):
@@ -220,18 +188,11 @@ def failing_once(frame, nsqd, topic):
     return frame.mapInArrow(fail_once, "value string")
 
 
-def test_a_task_that_is_tried_again_stores_its_rows_once(spark, broker, topic):
-    frame = spark.range(100_000).selectExpr("lpad(cast(id as string), 20, '0') as value").repartition(2)
-    write(failing_once(frame, broker, topic), to(broker, topic=topic))
-    assert count_of(broker, topic) == 100_000
-    assert sorted(map(int, consume(broker, topic, 100_000))) == list(range(100_000))
-
-
 def test_on_other_brokers_a_task_that_is_tried_again_publishes_again(spark, go_broker, topic):
     frame = spark.range(50_000).selectExpr("lpad(cast(id as string), 20, '0') as value").coalesce(1)
     write(failing_once(frame, go_broker, topic), to(go_broker, topic=topic))
     assert count_of(go_broker, topic) > 50_000
-    with pytest.raises(Exception, match="knows no idempotent publish: set idempotent=auto"):
+    with pytest.raises(Exception, match=r"cannot stage rows.*set idempotent=auto"):
         write(frame, to(go_broker, topic=topic, idempotent="true"))
 
 
@@ -283,28 +244,38 @@ def test_a_batch_of_a_stream_that_is_run_again_stores_its_rows_once(spark, broke
 
 
 def test_partitions_keep_their_broker_when_others_come_and_go():
-    from flintmq.spark.sink import _Job
-
     def choice(nodes):
-        job = _Job(read_sink_options({"nsq.nsqd.addresses": ",".join(nodes), "topic": "t"}), {"value": "binary"}, False)
-        return [job.node(partition) for partition in range(200)]
+        brokers = [Broker(node, f"{node}:1") for node in nodes]
+        return [ranked(brokers, str(partition))[0].node for partition in range(200)]
 
-    three = choice(["a:1", "b:1", "c:1"])
-    assert {three.count(node) > 40 for node in ("a:1", "b:1", "c:1")} == {True}
-    assert choice(["c:1", "a:1", "b:1"]) == three
-    without = choice(["a:1", "b:1"])
-    assert all(now == before for now, before in zip(without, three, strict=True) if before != "c:1")
+    three = choice("abc")
+    assert {three.count(node) > 40 for node in "abc"} == {True}
+    assert choice("cab") == three
+    without = choice("ab")
+    assert all(now == before for now, before in zip(without, three, strict=True) if before != "c")
 
 
-def test_at_least_once_is_said(caplog):
-    from flintmq.spark.sink import BatchWriter, Published
-
-    writer = BatchWriter(
-        read_sink_options({"nsq.nsqd.addresses": "a:1", "topic": "t"}), {"value": "string"}, overwrite=False
-    )
-    writer.commit([Published(5, True), None])
-    assert not caplog.records
-    writer.commit([Published(5, True), Published(1, False)])
-    assert "at least once, not exactly once" in caplog.text
-    writer.abort([Published(5, True), None])
+@pytest.mark.parametrize(("kind", "options"), [("go_broker", {}), ("broker", {"idempotent": "false"})])
+def test_at_least_once_is_said_once_at_the_start(request, caplog, monkeypatch, kind, options):
+    nsqd = request.getfixturevalue(kind)
+    monkeypatch.setattr(writers, "_said", set())
+    for _ in range(2):
+        writer = BatchWriter(read_sink_options(to(nsqd, topic="t", **options)), {"value": "string"}, overwrite=False)
+    assert caplog.text.count("at least once, not exactly once") == 1
+    writer.commit([writers.Published(5, None)])
+    writer.abort([writers.Published(5, None), None])
     assert "5 rows of it are published already" in caplog.text
+
+
+def test_exactly_once_says_nothing(broker, caplog, monkeypatch):
+    monkeypatch.setattr(writers, "_said", set())
+    BatchWriter(read_sink_options(to(broker, topic="t")), {"value": "string"}, overwrite=False)
+    assert not caplog.records
+
+
+def test_rows_go_to_the_brokers_that_can_stage(broker, go_broker, caplog, monkeypatch):
+    monkeypatch.setattr(writers, "_said", set())
+    where = {"nsq.nsqd.addresses": f"{go_broker.tcp},{broker.tcp}", "topic": "t", "idempotent": "true"}
+    writer = BatchWriter(read_sink_options(where), {"value": "string"}, overwrite=False)
+    assert [found.tcp for found in writer._job.brokers] == [broker.tcp]
+    assert f"nsqd {go_broker.tcp} cannot stage rows" in caplog.text

@@ -1,265 +1,559 @@
-"""``python -m tests.spark.torture``: archive on a cluster while everything is killed, then see whether it is all there.
+"""``python -m tests.spark.torture``: Spark between brokers while everything fails; is each row there once?
 
-    --messages 2000000 --kills 30 --folder DIR
+    --rows 4000000 --faults 100 --to topic,archive --on local-cluster,standalone --folder DIR --seed N
 
-A broker is published to, `flintmq pipeline archive` runs on a standalone cluster with two workers, and one after the
-other its driver, an executor or the broker is killed with SIGKILL, each as often as the next, at moments spread over
-the run. Whoever was killed comes back. At the end `flintmq pipeline audit --complete` compares the log with the
-archive, message by message, and a reader without the manifest must find the same. Exit status 1 says that it does not.
+Rows of odd sizes (99 % up to 1 KB, 1 % up to 100 KB) are published to three topics of a source broker. A query on a
+cluster takes them through a shuffle into five topics on three target brokers (``topic``), or `flintmq pipeline archive`
+archives them (``archive``). Speculation is set, although Spark starts copies on another host only and so none on one
+machine; rows come in another order at each computation, and every new driver has
+other options. One after the other, faults happen:
 
-The folder keeps everything: run it again with the same one and it goes on where it was cut off.
+    driver      killed, with all its processes or its Python alone
+    executor    killed
+    source      the source broker killed, back after a while
+    target      one of the target brokers killed, back after a while
+    cut         connections between Spark and a broker cut, at once or for a while
+    upstream    a function before the sink fails
+    zombie      the driver stopped, a second one started, the first one continued
+    rollback    the checkpoint loses its newest batch; if the query stops with advice, the advice is followed
+    restart     the driver stopped as one would, and started with other options
+
+The ledger decides: every row in its topic once, with the bytes it had. Exit status 1 says that it is not so.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import random
+import shutil
 import signal
+import struct
 import subprocess
 import sys
 import tempfile
 import threading
 import time
 import urllib.error
+import urllib.request
 from collections import Counter
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
 
 # For `python -m`, which knows the repository but not the tests' own names.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from flintmq.spark.pipelines.store import Archive
 from spark.cluster import Cluster, Program, environment
 from spark.daemons import Node
+from spark.proxy import Proxy
+from spark.torture_driver import OUT_TOPICS
 
-TOPIC = "orders"
-#: Holds the log: what nobody has finished is not freed.
+HERE = Path(__file__).parent
+IN_TOPICS = 3
+TARGETS = 3
+#: Holds the logs: what nobody has finished is not freed.
 HOLDER = "audit"
-VICTIMS = ("driver", "executor", "broker")
-_BATCH = 1000
-#: What nothing here should ever take.
+FAULTS = ("driver", "executor", "source", "target", "cut", "upstream", "zombie", "rollback", "restart")
+#: Faults that the archive cannot have: it writes to no broker, and its functions are its own.
+NOT_FOR_ARCHIVE = ("target", "upstream")
+_BATCH = 500
+#: Seconds that nothing here should ever take.
 _PATIENCE = 1800.0
+_SENTENCES = ("was committed with other rows", "checkpoint went back", "restore it")
+
+Say = Callable[[str], None]
 
 
-@dataclass
-class State:
-    """What is kept across runs of the torture itself."""
+def body_of(number: int) -> bytes:
+    """Return the row of a number: its size and content follow from it."""
+    mixed = number * 0x9E3779B97F4A7C15 % 2**64
+    size = 1024 + mixed % 99_001 if (mixed >> 40) % 100 == 0 else mixed % 1013
+    return struct.pack(">Q", number) + bytes([mixed >> 56]) * size
 
-    messages: int
-    kills: int
-    seed: int
-    published: int = 0
-    killed: list[str] = field(default_factory=list)
-    #: Drivers that ended by themselves, because what they need was away.
-    given_up: int = 0
+
+class Publisher(threading.Thread):
+    """Publishes the rows once each: every batch has a key, and is repeated until it is answered."""
+
+    def __init__(self, source: Node, rows: int, ahead: int, arrived: Callable[[], int]) -> None:
+        super().__init__(name="publisher", daemon=True)
+        self.published = 0
+        self.trouble: BaseException | None = None
+        self._source, self._rows, self._ahead, self._arrived = source, rows, ahead, arrived
+        self._over = threading.Event()
+
+    def run(self) -> None:
+        try:
+            while self.published < self._rows and not self._over.is_set():
+                if self.published - self._arrived() > self._ahead:
+                    # Slow enough for every fault to hit something that is going on.
+                    self._over.wait(0.2)
+                    continue
+                numbers = range(self.published, min(self._rows, self.published + _BATCH))
+                for topic in range(IN_TOPICS):
+                    self._publish(f"in-{topic}", [body_of(number) for number in numbers if number % IN_TOPICS == topic])
+                self.published = numbers.stop
+        except BaseException as exc:
+            self.trouble = exc
+
+    def stop(self) -> None:
+        self._over.set()
+        if self.is_alive():
+            self.join()
+
+    def _publish(self, topic: str, bodies: list[bytes]) -> None:
+        data = struct.pack(">I", len(bodies)) + b"".join(struct.pack(">I", len(body)) + body for body in bodies)
+        headers = {"X-Flintmq-Key": f"rows-{self.published}"}
+        while not self._over.is_set():
+            url = f"http://{self._source.http}/mpub?topic={topic}&binary=true"
+            with contextlib.suppress(OSError, urllib.error.URLError):
+                request = urllib.request.Request(url, data, headers, method="POST")
+                with urllib.request.urlopen(request, timeout=60) as answer:
+                    answer.read()
+                return
+            self._over.wait(0.2)
 
 
 class Torture:
-    def __init__(self, folder: Path, state: State, say: Callable[[str], None]) -> None:
-        self._folder = folder
-        self._state = state
-        self._say = say
-        self._random = random.Random(state.seed + len(state.killed))
-        self._broker = Node("flintmq", folder / "broker", "--mem-queue-size=1000")
-        self._broker_lock = threading.Lock()
+    """One route on one kind of cluster."""
+
+    def __init__(self, folder: Path, rows: int, faults: int, seed: int, route: str, master: str, say: Say) -> None:
+        self._folder, self._rows, self._faults, self._say = folder, rows, faults, say
+        self._is_archive = route == "archive"
+        self._master_kind = master
+        self._dice = random.Random(seed)
+        self._source = Node("flintmq", folder / "source", "--mem-queue-size=1000")
+        self._targets = [
+            Node("flintmq", folder / f"target-{number}", "--mem-queue-size=1000")
+            for number in range(0 if self._is_archive else TARGETS)
+        ]
+        self._proxies: list[Proxy] = []
         self._cluster: Cluster | None = None
         self._driver: Program | None = None
-        self._over = threading.Event()
-        self._trouble: list[BaseException] = []
+        self._drivers = 0
+        self._flag = folder / "fail"
+        self.happened: list[str] = []
+        self._given_up: Counter[str] = Counter()
 
     @property
-    def archive(self) -> Path:
-        return self._folder / "archive"
+    def checkpoint(self) -> Path:
+        return self._folder / "archive" / "_checkpoint" if self._is_archive else self._folder / "checkpoint"
 
     def run(self) -> dict[str, Any]:
-        """The audit's report, with what happened."""
+        """Return what was found."""
         started = time.monotonic()
-        self._broker.start()
-        publisher = threading.Thread(target=self._publish, name="publisher")
+        publisher: Publisher | None = None
         try:
-            self._broker.post("/topic/create", topic=TOPIC)
-            self._broker.post("/channel/create", topic=TOPIC, channel=HOLDER)
-            self._cluster = Cluster(self._folder / f"cluster-{os.getpid()}")
+            for node in (self._source, *self._targets):
+                node.start()
+                self._proxies.append(Proxy(node.http))
+            for node, prefix, count in (
+                (self._source, "in", IN_TOPICS),
+                *((t, "out", OUT_TOPICS) for t in self._targets),
+            ):
+                for number in range(count):
+                    node.post("/topic/create", topic=f"{prefix}-{number}")
+                    node.post("/channel/create", topic=f"{prefix}-{number}", channel=HOLDER)
+            if self._master_kind == "standalone":
+                # Room for two drivers at a time.
+                self._cluster = Cluster(self._folder / "cluster", workers=2, cores=2, memory="2g")
+            publisher = Publisher(self._source, self._rows, max(4000, self._rows // (self._faults + 2)), self._arrived)
             publisher.start()
-            self._archive()
+            self._torment(publisher)
             publisher.join()
-            if self._trouble:
-                raise self._trouble[0]
-            self._say("archiving the rest")
+            self._say("the rest")
             self._finish()
-            self._say("auditing")
-            report = self._audit()
+            self._say("the ledger")
+            report = self._judge()
         finally:
-            self._over.set()
+            if publisher is not None:
+                publisher.stop()
             if self._driver is not None:
                 self._driver.kill()
             if self._cluster is not None:
                 self._cluster.stop()
-            if publisher.is_alive():
-                publisher.join()
-            self._broker.stop()
-        report |= {"kills": dict(Counter(self._state.killed)), "drivers_given_up": self._state.given_up}
+            for proxy in self._proxies:
+                proxy.close()
+            for node in (self._source, *self._targets):
+                node.stop()
+        report["faults"] = dict(Counter(self.happened))
+        report["drivers"] = {"started": self._drivers, "ended by themselves": dict(self._given_up)}
         report["seconds"] = round(time.monotonic() - started, 1)
         return report
 
-    # --- Publishing --------------------------------------------------------------------------------------------------
+    # --- Drivers -----------------------------------------------------------------------------------------------------
 
-    def _publish(self) -> None:
-        state = self._state
-        try:
-            while state.published < state.messages and not self._over.is_set():
-                count = min(_BATCH, state.messages - state.published)
-                bodies = [f"message {state.published + number}".encode() for number in range(count)]
-                try:
-                    self._broker.publish(TOPIC, bodies)
-                except (OSError, urllib.error.URLError):
-                    # Killed just now. Perhaps it has them: then they are there twice, which is no business of ours.
-                    with self._broker_lock:
-                        continue
-                state.published += count
-                self._save()
-                # Slow enough for every kill to hit something that is going on.
-                while state.published - self._archived() > 20 * _BATCH and not self._over.is_set():
-                    time.sleep(0.2)
-        except BaseException as exc:
-            self._trouble.append(exc)
-            self._over.set()
+    def _conf(self) -> dict[str, str]:
+        return {
+            "spark.driver.memory": "1g",
+            "spark.executor.memory": "512m",
+            "spark.cores.max": "2",
+            "spark.driver.host": "127.0.0.1",
+            "spark.driver.bindAddress": "127.0.0.1",
+            "spark.ui.enabled": "false",
+            "spark.sql.shuffle.partitions": "2",
+            "spark.local.dir": str(self._folder / "local"),
+            "spark.speculation": "true",
+            "spark.speculation.interval": "100ms",
+            "spark.speculation.multiplier": "1.2",
+            "spark.speculation.quantile": "0.3",
+            "spark.speculation.minTaskRuntime": "500ms",
+            "spark.task.maxFailures": "6",
+            "spark.python.authenticate.socketTimeout": "180s",
+            "spark.sql.execution.arrow.maxRecordsPerBatch": str(self._dice.choice([997, 3331, 10_000])),
+        }
 
-    def _archived(self) -> int:
-        return Archive(self.archive).snapshot().rows if (self.archive / "_manifest").is_dir() else 0
+    def _master(self) -> str:
+        return self._cluster.url if self._cluster is not None else "local-cluster[2,1,1024]"
 
-    # --- Archiving, and killing --------------------------------------------------------------------------------------
+    def _start_driver(self, *, once: bool = False) -> Program:
+        self._drivers += 1
+        log = self._folder / f"driver-{self._drivers}.log"
+        if self._is_archive:
+            return Program(self._archive_command(once), log)
+        dice = self._dice
+        spec = {
+            "master": self._master(),
+            "conf": self._conf(),
+            "partitions": dice.randint(2, 5),
+            "reading": {
+                "nsq.nsqd.addresses": self._source.tcp,
+                "nsq.nsqd.http.addresses": self._proxies[0].address,
+                "subscribe": ",".join(f"in-{number}" for number in range(IN_TOPICS)),
+                "startingOffsets": "earliest",
+                "maxMessagesPerTrigger": str(dice.choice([2999, 5501, 8191])),
+                "minPartitions": str(dice.randint(1, 6)),
+                "arrowBatchRows": str(dice.choice([701, 4001, 10_000])),
+                "fetch.timeoutMs": "15000",
+            },
+            "writing": {
+                "nsq.nsqd.addresses": ",".join(node.tcp for node in self._targets),
+                "nsq.nsqd.http.addresses": ",".join(proxy.address for proxy in self._proxies[1:]),
+                "mpubMaxMessages": str(dice.choice([7, 101, 1000, 4999])),
+                "mpubMaxBytes": dice.choice(["3k", "64k", "1m"]),
+                "fetch.timeoutMs": "15000",
+                "idempotent": "true",
+            },
+            "checkpoint": str(self.checkpoint),
+            "progress": str(self._folder / "progress"),
+            "flag": str(self._flag),
+            "once": once,
+        }
+        path = self._folder / f"driver-{self._drivers}.json"
+        path.write_text(json.dumps(spec, indent=1))
+        return Program([sys.executable, str(HERE / "torture_driver.py"), str(path)], log)
 
-    def _archive(self) -> None:
-        state = self._state
-        give_up = time.monotonic() + _PATIENCE
-        while state.published < state.messages or len(state.killed) < state.kills:
-            assert time.monotonic() < give_up, "it does not get on"
-            if self._over.is_set():
-                return
-            if self._driver is None or self._driver.process.poll() is not None:
-                if self._driver is not None:
-                    state.given_up += 1
-                self._driver = self._start_driver()
-            archived = self._archived()
-            self._say(
-                f"{state.published:,} published, {archived:,} archived, {len(state.killed)} of {state.kills} killed"
-            )
-            # The next kill is due when its part of the messages is archived, and never before something is going on.
-            due = state.messages * (len(state.killed) + 1) // (state.kills + 1)
-            if len(state.killed) < state.kills and archived >= due - 10 * _BATCH and archived:
-                time.sleep(self._random.uniform(0.0, 3.0))
-                if self._kill(VICTIMS[len(state.killed) % len(VICTIMS)]):
-                    give_up = time.monotonic() + _PATIENCE
-            time.sleep(0.3)
+    def _archive_command(self, once: bool) -> list[str]:
+        flags = ["--once"] if once else ["--every", "1s"]
+        conf = [part for key, value in self._conf().items() for part in ("--conf", f"{key}={value}")]
+        topics = [f"in-{number}" for number in range(IN_TOPICS)]
+        where = ["--nsqd", self._source.tcp, "--master", self._master(), "--to", str(self._folder / "archive")]
+        return [sys.executable, "-m", "flintmq", "pipeline", "archive", *topics, *where, *flags, *conf]
 
-    def _start_driver(self) -> Program:
-        assert self._cluster is not None
-        flags = ["--every", "1s", "--master", self._cluster.url, *_conf()]
-        return Program(self._command("archive", *flags, "--to", str(self.archive)), self._folder / "driver.log")
-
-    def _kill(self, victim: str) -> bool:
-        """Kill somebody; False if there is nobody to kill just now."""
-        assert self._driver is not None and self._cluster is not None
-        if victim == "driver":
-            if self._random.random() < 0.5:
-                self._driver.kill()
-            else:
-                # Python alone: its Java notices by itself, and may still be at work when the next driver starts.
-                self._driver.process.kill()
-                self._driver.process.wait()
+    def _keep_running(self) -> Program:
+        """Return a driver that runs; one that ended by itself is followed by another."""
+        if self._driver is not None and self._driver.process.poll() is not None:
+            self._given_up[_reason(self._driver)] += 1
+            self._driver.kill()
             self._driver = None
-        elif victim == "executor":
-            executors = self._cluster.executors()
-            if not executors:
-                return False
-            os.kill(self._random.choice(executors), signal.SIGKILL)
+        if self._driver is None:
+            self._driver = self._start_driver()
+        return self._driver
+
+    def _arrived(self) -> int:
+        """Rows of the batches that are through."""
+        if self._is_archive:
+            from flintmq.spark.pipelines.store import Archive
+
+            root = self._folder / "archive"
+            return Archive(root).snapshot().rows if (root / "_manifest").is_dir() else 0
+        path = self._folder / "progress"
+        batches: dict[str, int] = {}
+        if path.exists():
+            for line in path.read_text().splitlines():
+                batch, _, rows = line.partition(" ")
+                if rows:
+                    batches[batch] = int(rows)
+        return sum(batches.values())
+
+    # --- Faults ------------------------------------------------------------------------------------------------------
+
+    def _torment(self, publisher: Publisher) -> None:
+        kinds = [kind for kind in FAULTS if not (self._is_archive and kind in NOT_FOR_ARCHIVE)]
+        give_up = time.monotonic() + _PATIENCE
+        while publisher.is_alive() or len(self.happened) < self._faults:
+            assert time.monotonic() < give_up, "it does not get on"
+            if publisher.trouble is not None:
+                raise publisher.trouble
+            self._keep_running()
+            arrived = self._arrived()
+            self._say(
+                f"{publisher.published:,} published, {arrived:,} through, {len(self.happened)} of {self._faults} faults"
+            )
+            # The next fault is due when its part of the rows is through, and never before something is going on.
+            due = self._rows * (len(self.happened) + 1) // (self._faults + 1) - 2 * _BATCH
+            if len(self.happened) < self._faults and arrived >= min(due, self._rows) and arrived:
+                time.sleep(self._dice.uniform(0.0, 1.5))
+                kind = kinds[len(self.happened) % len(kinds)]
+                if getattr(self, f"_fault_{kind}")():
+                    self.happened.append(kind)
+                    give_up = time.monotonic() + _PATIENCE
+            time.sleep(0.2)
+
+    def _fault_driver(self) -> bool:
+        driver = self._keep_running()
+        if self._dice.random() < 0.7:
+            driver.kill()
         else:
-            with self._broker_lock:
-                self._broker.kill()
-                self._broker.start()
-        self._state.killed.append(victim)
-        self._save()
+            # Python alone: its Java notices by itself, and may still be at work when the next driver starts.
+            driver.process.kill()
+            driver.process.wait()
+        self._driver = None
         return True
 
+    def _fault_restart(self) -> bool:
+        driver = self._keep_running()
+        driver.process.terminate()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            driver.process.wait(20)
+        driver.kill()
+        self._driver = None
+        return True
+
+    def _fault_executor(self) -> bool:
+        executors = self._executors()
+        if not executors:
+            return False
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(self._dice.choice(executors), signal.SIGKILL)
+        return True
+
+    def _fault_source(self) -> bool:
+        return self._kill_broker(self._source)
+
+    def _fault_target(self) -> bool:
+        return self._kill_broker(self._dice.choice(self._targets))
+
+    def _kill_broker(self, node: Node) -> bool:
+        node.kill()
+        time.sleep(self._dice.choice([0.0, 0.5, 3.0]))
+        node.start()
+        return True
+
+    def _fault_cut(self) -> bool:
+        proxy = self._dice.choice(self._proxies)
+        if self._dice.random() < 0.5:
+            for _ in range(5):
+                proxy.cut()
+                time.sleep(self._dice.uniform(0.0, 0.3))
+        else:
+            proxy.down()
+            time.sleep(self._dice.uniform(0.5, 4.0))
+            proxy.up()
+        return True
+
+    def _fault_upstream(self) -> bool:
+        self._flag.touch()
+        return True
+
+    def _fault_zombie(self) -> bool:
+        """Two drivers of one query: the first sleeps while the second gets on, and wakes up."""
+        zombie = self._keep_running()
+        stopped = _stop_without_executors(zombie)
+        before = self._arrived()
+        second = self._start_driver()
+        give_up = time.monotonic() + 120
+        while self._arrived() == before and second.process.poll() is None and time.monotonic() < give_up:
+            time.sleep(0.2)
+        for pid in stopped:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            zombie.process.wait(self._dice.uniform(2.0, 8.0))
+        self._given_up["zombie ended" if zombie.process.poll() is not None else "zombie killed"] += 1
+        zombie.kill()
+        self._driver = second
+        return True
+
+    def _fault_rollback(self) -> bool:
+        """The newest batch is gone from the checkpoint, as after a power cut or from a backup."""
+        driver = self._keep_running()
+        driver.kill()
+        self._driver = None
+        commits = [int(path.name) for path in (self.checkpoint / "commits").glob("[0-9]*")]
+        if not commits:
+            return False
+        last = max(commits)
+        aside = self._folder / f"aside-{self._drivers}"
+        shutil.copytree(self.checkpoint, aside)
+        for path in self.checkpoint.glob("*/*"):
+            number = path.name.removeprefix(".").removesuffix(".crc")
+            if path.parent.name in ("commits", "offsets") and number.isdigit() and int(number) >= last:
+                path.unlink()
+        before = self._arrived()
+        driver = self._driver = self._start_driver()
+        give_up = time.monotonic() + 180
+        while driver.process.poll() is None and self._arrived() == before and time.monotonic() < give_up:
+            time.sleep(0.2)
+        if driver.process.poll() is not None:
+            text = driver.log.read_text(errors="replace")
+            assert any(sentence in text for sentence in _SENTENCES), f"no advice in {driver.log}"
+            self._given_up["stopped with advice: the checkpoint went back"] += 1
+            driver.kill()
+            self._driver = None
+            shutil.rmtree(self.checkpoint)
+            shutil.copytree(aside, self.checkpoint)
+        shutil.rmtree(aside)
+        return True
+
+    def _executors(self) -> list[int]:
+        if self._cluster is not None:
+            return self._cluster.executors()
+        driver = self._keep_running()
+        return [pid for pid, about in _group(driver).items() if about.is_executor]
+
     def _finish(self) -> None:
-        """Stop the driver as one would, and archive what is left."""
+        """Stop the driver as one would, and run the rest to its end."""
         if self._driver is not None:
             self._driver.process.terminate()
-            self._driver.process.wait(_PATIENCE)
-            # Also a Java that was left behind by a kill of its Python.
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._driver.process.wait(60)
             self._driver.kill()
-        self._run("archive", "--once", "--to", str(self.archive))
+            self._driver = None
+        for _ in range(3):
+            driver = self._driver = self._start_driver(once=True)
+            if driver.process.wait(_PATIENCE) == 0:
+                return
+            self._given_up[_reason(driver)] += 1
+        raise AssertionError(f"the rest cannot be written: see {driver.log}")
 
-    # --- Judging -----------------------------------------------------------------------------------------------------
+    # --- The ledger --------------------------------------------------------------------------------------------------
 
-    def _audit(self) -> dict[str, Any]:
-        ended = self._run("audit", "--complete", "--archive", str(self.archive), check=False)
-        report: dict[str, Any] = json.loads(ended.stdout)
+    def _judge(self) -> dict[str, Any]:
+        if self._is_archive:
+            return self._judge_archive()
+        seen = bytearray(self._rows)
+        wrong = 0
+        for node in self._targets:
+            for topic, value in _rows_of(node):
+                number = int.from_bytes(value[:8])
+                if number >= self._rows or value != body_of(number) or topic != f"out-{number % OUT_TOPICS}":
+                    wrong += 1
+                else:
+                    seen[number] = min(255, seen[number] + 1)
+        return self._ledger(seen, wrong) | {"staged bytes": sum(node.get("/stage")["bytes"] for node in self._targets)}
+
+    def _judge_archive(self) -> dict[str, Any]:
         import pyarrow.dataset
 
-        plain = pyarrow.dataset.dataset(str(self.archive), format="parquet", partitioning="hive")
-        found = Counter(plain.to_table(columns=["offset"])["offset"].to_pylist())
-        report["plain_reader"] = {"messages": len(found), "doubles": sum(found.values()) - len(found)}
-        published = sum(node["published"] for node in report["nodes"])
-        report["enough"] = published >= self._state.messages
-        report["passed"] &= report["enough"] and report["plain_reader"] == {"messages": published, "doubles": 0}
+        command = [sys.executable, "-m", "flintmq", "pipeline", "audit", *(f"in-{n}" for n in range(IN_TOPICS))]
+        where = ["--nsqd", self._source.tcp, "--archive", str(self._folder / "archive"), "--complete", "--json"]
+        ended = subprocess.run(
+            [*command, *where, "--master", "local[2,4]", "--conf", "spark.driver.memory=1g"],
+            env=environment(),
+            capture_output=True,
+            text=True,
+            timeout=_PATIENCE,
+            check=False,
+        )
+        assert ended.stdout, ended.stderr
+        audit = json.loads(ended.stdout)
+        # A reader that knows nothing of the archive's own files must find the same.
+        plain = pyarrow.dataset.dataset(str(self._folder / "archive"), format="parquet", partitioning="hive")
+        seen = bytearray(self._rows)
+        wrong = 0
+        for batch in plain.to_batches(columns=["value"]):
+            for value in batch.column("value").to_pylist():
+                number = int.from_bytes(value[:8])
+                if number >= self._rows or value != body_of(number):
+                    wrong += 1
+                else:
+                    seen[number] = min(255, seen[number] + 1)
+        report = self._ledger(seen, wrong)
+        report["audit passed"] = audit["passed"]
+        report["passed"] &= audit["passed"]
         return report
 
-    def _command(self, pipeline: str, *flags: str) -> list[str]:
-        return [sys.executable, "-m", "flintmq", "pipeline", pipeline, TOPIC, "--nsqd", self._broker.tcp, *flags]
-
-    def _run(self, pipeline: str, *flags: str, check: bool = True) -> subprocess.CompletedProcess[str]:
-        command = self._command(
-            pipeline, "--json", "--master", "local[2,4]", "--conf", "spark.driver.memory=1g", *flags
-        )
-        ended = subprocess.run(
-            command, env=environment(), capture_output=True, text=True, timeout=_PATIENCE, check=False
-        )
-        assert not check or ended.returncode == 0, ended.stderr
-        assert ended.stdout, ended.stderr
-        return ended
-
-    def _save(self) -> None:
-        save(self._folder, self._state)
+    def _ledger(self, seen: bytearray, wrong: int) -> dict[str, Any]:
+        lost, doubled = seen.count(0), sum(count - 1 for count in seen if count > 1)
+        passed = not lost and not doubled and not wrong
+        return {"rows": self._rows, "lost": lost, "doubled": doubled, "wrong": wrong, "passed": passed}
 
 
-def _conf() -> list[str]:
-    settings = {
-        "spark.driver.memory": "1g",
-        "spark.executor.memory": "512m",
-        "spark.driver.host": "127.0.0.1",
-        "spark.driver.bindAddress": "127.0.0.1",
-    }
-    return [part for key, value in settings.items() for part in ("--conf", f"{key}={value}")]
+def _rows_of(node: Node) -> Any:
+    """Yield every (topic, value) of a broker's logs."""
+    from flintmq.spark.shipped.options import read_source_options
+    from flintmq.spark.source import BatchReader
+
+    options = {"nsq.nsqd.addresses": node.tcp, "subscribe": ",".join(f"out-{n}" for n in range(OUT_TOPICS))}
+    reader = BatchReader(read_source_options(options, streaming=False))
+    for partition in reader.partitions():
+        for batch in reader.read(partition):
+            yield from zip(batch.column("topic").to_pylist(), batch.column("value").to_pylist(), strict=True)
 
 
-def save(folder: Path, state: State) -> None:
-    partial = folder / ".state.json"
-    partial.write_text(json.dumps(asdict(state)))
-    os.replace(partial, folder / "state.json")
+class _Process:
+    def __init__(self, parent: int, is_executor: bool) -> None:
+        self.parent, self.is_executor = parent, is_executor
+
+
+def _group(program: Program) -> dict[int, _Process]:
+    """The processes that a program started, itself included."""
+    found: dict[int, _Process] = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            fields = (folder / "stat").read_text().rpartition(")")[2].split()
+            # Session, which is the program's own.
+            if int(fields[3]) == program.process.pid:
+                command = (folder / "cmdline").read_bytes()
+                found[int(folder.name)] = _Process(int(fields[1]), b"CoarseGrainedExecutorBackend" in command)
+    return found
+
+
+def _stop_without_executors(program: Program) -> list[int]:
+    """Stop a driver, its Java and its Python, and let executors run on; return who was stopped."""
+    group = _group(program)
+
+    def runs_on(pid: int) -> bool:
+        about = group.get(pid)
+        return about is not None and (about.is_executor or runs_on(about.parent))
+
+    stopped = [pid for pid in group if not runs_on(pid)]
+    for pid in stopped:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGSTOP)
+    return stopped
+
+
+def _reason(driver: Program) -> str:
+    """Return why a driver ended: the last error of ours in its log, short."""
+    found = ""
+    for line in driver.log.read_text(errors="replace").splitlines():
+        if "flintmq.errors." in line:
+            found = line.partition("flintmq.errors.")[2]
+        elif line.startswith("pyspark.errors.") and not found:
+            found = line
+    return found[:160] or "unknown"
 
 
 def torture(
-    folder: Path, messages: int, kills: int, seed: int = 0, say: Callable[[str], None] = lambda line: None
+    folder: Path,
+    rows: int,
+    faults: int,
+    seed: int = 0,
+    route: str = "topic",
+    master: str = "local-cluster",
+    say: Say = lambda line: None,
 ) -> dict[str, Any]:
-    """Run it, or go on with what is in the folder."""
-    folder.mkdir(parents=True, exist_ok=True)
-    state = State(messages, kills, seed)
-    if (folder / "state.json").exists():
-        state = State(**json.loads((folder / "state.json").read_text()))
-        # More of either than last time is a longer run of the same.
-        state.messages, state.kills = max(messages, state.messages), max(kills, state.kills)
-    save(folder, state)
-    return Torture(folder, state, say).run()
+    """Run one route on one kind of cluster; return what was found."""
+    folder.mkdir(parents=True)
+    return Torture(folder, rows, faults, seed, route, master, say).run()
 
 
-def _line_writer() -> Callable[[str], None]:
-    """Shows how it goes: one line on a terminal, else a line whenever something is new."""
+def line_writer() -> Say:
+    """Show how it goes: one line on a terminal, else a line whenever something is new."""
     last = ""
 
     def say(line: str) -> None:
@@ -284,14 +578,41 @@ def run_command(
     arguments = parser.parse_args(argv)
     folder = arguments.folder or Path(tempfile.mkdtemp(prefix=f"flintmq-{name.replace('_', '-')}-"))
     sys.stderr.write(f"everything is in {folder}\n")
-    report = run(folder.absolute(), arguments.messages, arguments.kills, arguments.seed, _line_writer())
+    report = run(folder.absolute(), arguments.messages, arguments.kills, arguments.seed, line_writer())
     sys.stderr.write("\n")
     sys.stdout.write(json.dumps(report, indent=2) + "\n")
     return 0 if report["passed"] else 1
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    return run_command("torture", __doc__, torture, 2_000_000, 30, argv)
+    parser = argparse.ArgumentParser(prog="python -m tests.spark.torture", description=__doc__.partition("\n")[0])
+    parser.add_argument("--rows", type=int, default=4_000_000, help="shared by the combinations")
+    parser.add_argument("--faults", type=int, default=100, help="shared by the combinations")
+    parser.add_argument("--to", default="topic,archive", help="topic, archive or both (default: both)")
+    parser.add_argument("--on", default="local-cluster,standalone", help="kinds of clusters (default: both)")
+    parser.add_argument("--folder", type=Path, help="where everything is kept")
+    parser.add_argument("--seed", type=int, default=random.randrange(10**6))
+    arguments = parser.parse_args(argv)
+    folder = arguments.folder or Path(tempfile.mkdtemp(prefix="flintmq-spark-torture-"))
+    sys.stderr.write(f"seed {arguments.seed}; everything is in {folder}\n")
+    parts = [(route, master) for route in arguments.to.split(",") for master in arguments.on.split(",")]
+    reports: dict[str, Any] = {"seed": arguments.seed}
+    for number, (route, master) in enumerate(parts):
+        faults = arguments.faults * (number + 1) // len(parts) - arguments.faults * number // len(parts)
+        name = f"{route} on {master}"
+        reports[name] = torture(
+            folder.absolute() / f"{route}-{master}",
+            arguments.rows // len(parts),
+            faults,
+            arguments.seed + number,
+            route,
+            master,
+            line_writer(),
+        )
+        sys.stderr.write(f"\n{name}: {json.dumps(reports[name])}\n")
+    reports["passed"] = all(report["passed"] for report in reports.values() if isinstance(report, dict))
+    sys.stdout.write(json.dumps(reports, indent=2) + "\n")
+    return 0 if reports["passed"] else 1
 
 
 if __name__ == "__main__":

@@ -24,7 +24,7 @@ from flintmq.addresses import join, split
 from flintmq.errors import ConnectError, HttpError, ProtocolError
 from flintmq.spark.shipped.options import Network
 
-__all__ = ["Broker", "Cluster", "Connection", "Refused", "Web", "http_url"]
+__all__ = ["Broker", "Cluster", "Connection", "Found", "Refused", "Web", "http_url"]
 
 logger = logging.getLogger("flintmq.spark")
 
@@ -199,9 +199,11 @@ class Web:
         self._open: dict[str, http.client.HTTPConnection] = {}
         self._tls: ssl.SSLContext | None = None
 
-    def ask(self, method: str, address: str, path: str, **query: object) -> dict[str, Any]:
+    def ask(
+        self, method: str, address: str, path: str, body: bytes | None = None, /, **query: object
+    ) -> dict[str, Any]:
         """The JSON object of an answer. HttpError for a status other than 200, ConnectError without an answer."""
-        response = self.request(method, address, path, **query)
+        response = self.request(method, address, path, body, **query)
         data = self._body(response, address)
         try:
             read = json.loads(data) if data else {}
@@ -212,7 +214,9 @@ class Web:
             read = read["data"]
         return read if isinstance(read, dict) else {"value": read}
 
-    def request(self, method: str, address: str, path: str, **query: object) -> http.client.HTTPResponse:
+    def request(
+        self, method: str, address: str, path: str, body: bytes | None = None, /, **query: object
+    ) -> http.client.HTTPResponse:
         """An answer of status 200, still to be read whole before the next question to this address."""
         text = urlencode([(name, str(value)) for name, value in query.items()], quote_via=quote)
         target = f"{urlsplit(http_url(address)).path}{path}" + (f"?{text}" if text else "")
@@ -223,7 +227,7 @@ class Web:
             is_new = address not in self._open
             connection = self._open.get(address) or self._connect(address)
             try:
-                connection.request(method, target, headers=headers)
+                connection.request(method, target, body, headers)
                 response = connection.getresponse()
             except (OSError, http.client.HTTPException) as exc:
                 self.drop(address)
@@ -301,11 +305,14 @@ class Broker:
     node: str = ""
     has_log: bool = False
     has_keys: bool = False
+    has_stage: bool = False
     #: Topics, where a lookupd told them.
     topics: tuple[str, ...] = ()
 
 
-class _Found(NamedTuple):
+class Found(NamedTuple):
+    """Who answers, and what is to be said about those who do not."""
+
     brokers: list[Broker]
     failures: list[str]
 
@@ -323,12 +330,16 @@ class Cluster:
 
     def brokers(self, strict: bool = False) -> list[Broker]:
         """Everybody who answers; ConnectError if nobody does, or with ``strict`` if somebody does not."""
-        found = self._from_lookupds() if self._network.lookupds else self._from_options()
+        found = self.survey()
         if not found.brokers or (strict and found.failures):
             raise ConnectError("; ".join(found.failures) or "the nsqlookupds know no broker")
         for failure in found.failures:
             logger.warning("%s", failure)
         return found.brokers
+
+    def survey(self) -> Found:
+        """Ask everybody. ConnectError if no lookupd answers."""
+        return self._from_lookupds() if self._network.lookupds else self._from_options()
 
     def addresses(self) -> list[str]:
         """The TCP addresses of all brokers, whether they answer or not; those of lookupds as these have them."""
@@ -351,7 +362,7 @@ class Cluster:
             raise ConnectError(f"{broker.http} does not list its topics: {exc}") from exc
         return [entry["topic_name"] for entry in stats.get("topics") or []]
 
-    def _from_options(self) -> _Found:
+    def _from_options(self) -> Found:
         brokers: dict[str, Broker] = {}
         failures: list[str] = []
         # Who has said where his HTTP side is needs no second way there.
@@ -368,15 +379,15 @@ class Cluster:
                     if broker.http == side:
                         broker.tcp = tcp
                         broker.node = broker.node or tcp
-        return _Found(list(brokers.values()), failures)
+        return Found(list(brokers.values()), failures)
 
-    def _from_lookupds(self) -> _Found:
+    def _from_lookupds(self) -> Found:
         producers = self._producers()
         brokers: dict[str, Broker] = {}
         failures = list(producers.failures)
         for producer in producers.brokers:
             self._learn(brokers, failures, partial(self._asked, producer), producer.http)
-        return _Found(list(brokers.values()), failures)
+        return Found(list(brokers.values()), failures)
 
     def _asked(self, producer: Broker) -> Broker:
         broker = self._by_http(producer.http)
@@ -385,7 +396,7 @@ class Cluster:
         broker.node = broker.node if broker.has_log else producer.tcp
         return broker
 
-    def _producers(self) -> _Found:
+    def _producers(self) -> Found:
         """All nsqds that any lookupd knows, joined; ConnectError if none of them answers."""
         found: dict[str, Broker] = {}
         failures: list[str] = []
@@ -408,7 +419,7 @@ class Cluster:
                 producer.topics = tuple(dict.fromkeys([*producer.topics, *topics]))
         if len(failures) == len(self._network.lookupds):
             raise ConnectError(f"no nsqlookupd answered: {'; '.join(failures)}")
-        return _Found(list(found.values()), failures)
+        return Found(list(found.values()), failures)
 
     def _learn(self, brokers: dict[str, Broker], failures: list[str], ask: Callable[[], Broker], address: str) -> None:
         try:
@@ -431,6 +442,7 @@ class Cluster:
             node=str(about.get("node") or address),
             has_log=bool(about.get("log")),
             has_keys=bool(about.get("keys")),
+            has_stage=bool(about.get("stage")),
         )
 
     def _by_http(self, address: str) -> Broker:
@@ -445,4 +457,5 @@ class Cluster:
             node=str(about.get("node") or tcp),
             has_log=bool(about.get("log")),
             has_keys=bool(about.get("keys")),
+            has_stage=bool(about.get("stage")),
         )

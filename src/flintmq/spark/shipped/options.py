@@ -51,7 +51,7 @@ class Option(NamedTuple):
 OPTIONS = (
     Option("nsq.lookupd.http.addresses", "both", "", "nsqlookupds to ask for brokers, as host:port or URL"),
     Option("nsq.nsqd.addresses", "both", "", "brokers, as host:port of their TCP side"),
-    Option("nsq.nsqd.http.addresses", "source", "", "their HTTP sides, where these cannot be asked for"),
+    Option("nsq.nsqd.http.addresses", "both", "", "their HTTP sides, where these cannot be asked for"),
     Option("nsq.tls", "both", "false", "TLS on connections to brokers"),
     Option("nsq.tls.ca", "both", "", "a file of certificates to trust, in place of the system's"),
     Option("nsq.tls.cert", "both", "", "our certificate, for brokers that ask for one"),
@@ -91,12 +91,12 @@ OPTIONS = (
     Option("fetch.timeoutMs", "both", "30000", "how long an answer may take"),
     Option("arrowBatchRows", "source", "10000", "rows handed to Spark at a time"),
     Option("topic", "sink", "", "where rows without a column `topic` go"),
-    Option("mpubMaxMessages", "sink", "1000", "messages in one MPUB"),
-    Option("mpubMaxBytes", "sink", "1m", "bytes in one MPUB; a larger message goes alone"),
-    Option(
-        "idempotent", "sink", "auto", "auto, true or false: send each batch with a key, so that a repeat is stored once"
-    ),
-    Option("writeId", "sink", "made anew for every batch write", "the key of a batch write that may be repeated"),
+    Option("mpubMaxMessages", "sink", "10000", "messages in one MPUB, or in one chunk of a staged write"),
+    Option("mpubMaxBytes", "sink", "1m", "bytes in one of them; a larger message goes alone"),
+    Option("idempotent", "sink", "auto", "true: fail where brokers cannot stage; false: publish without staging"),
+    Option("writeId", "sink", "made anew for every batch write", "the name of a batch write that may be repeated"),
+    Option("home", "sink", "found or chosen at the first batch", "the broker that keeps the query's decisions"),
+    Option("repeatedBatch", "sink", "stop", "stop or skip, when a batch runs again with other rows"),
 )
 
 _NAMES = {option.name.lower(): option for option in OPTIONS}
@@ -174,10 +174,15 @@ class SinkOptions:
 
     network: Network
     topic: str = ""
-    max_messages: int = 1000
+    max_messages: int = 10_000
     max_bytes: int = 1 << 20
     idempotent: str = "auto"
     write_id: str = ""
+    #: A node id or an address; nothing: found or chosen.
+    home: str = ""
+    repeated_batch: str = "stop"
+    #: The checkpoint of a stream, as Spark tells it to the sink.
+    checkpoint: str = ""
 
 
 def given_options(options: Mapping[str, str]) -> dict[str, str]:
@@ -283,10 +288,14 @@ def read_sink_options(options: Mapping[str, str]) -> SinkOptions:
     read = SinkOptions(
         network=_read_network(given),
         topic=given.text("topic"),
-        max_messages=given.count("mpubMaxMessages", 1000),
+        max_messages=given.count("mpubMaxMessages", 10_000),
         max_bytes=given.size("mpubMaxBytes", 1 << 20) or 1 << 20,
         idempotent=given.choice("idempotent", ("auto", "true", "false")),
         write_id=given.text("writeId"),
+        home=given.text("home"),
+        repeated_batch=given.choice("repeatedBatch", ("stop", "skip")),
+        # Among what Spark itself hands over.
+        checkpoint=_Given(options).text("checkpointLocation"),
     )
     if read.topic and not NAME.fullmatch(read.topic):
         raise OptionError(f'topic: "{read.topic}" is no name of a topic')

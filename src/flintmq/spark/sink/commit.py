@@ -1,0 +1,184 @@
+"""The driver's side of a staged write: one decision, then every broker makes its rows visible.
+
+    PREPARE   at every broker used: the attempts that count, sealed and synced; the rest is dropped
+    DECIDE    at the home: which sets are the batch. Once for ever; from here on the batch is committed
+    APPLY     at every broker used: its set is published
+    DONE      at the home
+
+A batch that runs again finds the decision of the first time, completes it, and is compared with it: by the offsets of
+the batch where both are known, else by sums over the rows, which do not depend on their order.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from flintmq.errors import ConnectError, FlintError, PublishError
+from flintmq.spark.sink.home import Checkpoint
+from flintmq.spark.sink.staging import Broker, Calls, Write
+
+__all__ = ["Commit", "Staged"]
+
+logger = logging.getLogger("flintmq.spark")
+
+
+class Staged:
+    """What a task staged; part of its message to the driver, which knows nothing else."""
+
+    def __init__(
+        self, write: Write, home: Broker, rows: int, epoch: int, broker: Broker | None, attempt: str, chunks: int
+    ) -> None:
+        self.write = write
+        self.home = home
+        self.rows = rows
+        self.epoch = epoch
+        #: None: no rows, and nothing was staged.
+        self.broker = broker
+        self.attempt = attempt
+        self.chunks = chunks
+
+
+class Commit:
+    """The end of one write, from the messages of its tasks."""
+
+    def __init__(self, calls: Calls, staged: Sequence[Staged], brokers: Sequence[Broker]) -> None:
+        self._calls = calls
+        self._staged = [found for found in staged if found.broker is not None]
+        self._write, self._home = staged[0].write, staged[0].home
+        self._brokers = {broker.node: broker for broker in brokers}
+        self._used: dict[str, Broker] = {}
+        for found in self._staged:
+            assert found.broker is not None
+            self._used[found.broker.node] = found.broker
+        self._epoch = 0
+
+    def run(self, checkpoint: Checkpoint, skip: bool) -> None:
+        """Commit, or find that it is committed. Raises before the decision, or when a decided set is not applied."""
+        write, calls = self._write, self._calls
+        # Again, and not only in the tasks: a batch without rows must be compared, too, with what it was the first time.
+        opened = calls.call(self._home, "open", **write._asdict())
+        self._epoch = opened["epoch"]
+        last = opened.get("decided")
+        if last is not None and not last["done"]:
+            self._complete(last)
+        if not self._used and not (last is not None and last["txn"] >= write.txn):
+            return
+        sets, topics = self._prepare()
+        mark = fingerprint(checkpoint.offsets(write.txn, write.producer), topics)
+        answer = calls.call(
+            self._home,
+            "decide",
+            producer=write.producer,
+            epoch=self._epoch,
+            txn=write.txn,
+            nodes=sets,
+            print=mark,
+        )
+        decided = answer["decided"]
+        if decided["nodes"] == sets and decided["print"] == mark:
+            self._complete(decided)
+            self._drop(node for node in self._brokers if node not in sets)
+            return
+        # This batch was committed before.
+        self._complete(decided)
+        self._drop(self._brokers.keys() | self._used.keys())
+        if not same(decided["print"], mark):
+            text = (
+                f"batch {write.txn} was committed with other rows: the checkpoint went back (restore it, or begin a "
+                "new one after the rows of that batch), or rows differ at each computation (set repeatedBatch=skip)"
+            )
+            if not skip:
+                raise PublishError(text, code="E_STAGE_DECIDED")
+            logger.warning("%s. It is skipped", text)
+
+    def abort(self) -> None:
+        """Drop what was staged, unless it is decided: Spark aborts also after a commit that failed on its way."""
+        write = self._write
+        epoch = max((found.epoch for found in self._staged), default=0)
+        if not epoch:
+            return
+        try:
+            answer = self._calls.call(self._home, "abort", producer=write.producer, epoch=epoch, txn=write.txn)
+        except FlintError as exc:
+            # Whether it is decided is not known. The next run of the query, or the brokers' timeout, drops it.
+            logger.warning("%s: what was staged stays for now: %s", write, exc)
+            return
+        if not answer.get("decided"):
+            self._epoch = epoch
+            self._drop((self._brokers.keys() | self._used.keys()) - {self._home.node})
+
+    def _prepare(self) -> tuple[dict[str, str], dict[str, dict[str, int]]]:
+        """Seal the attempts that count; return the set of each node, and the sums of all rows by topic."""
+        sets: dict[str, str] = {}
+        topics: dict[str, dict[str, int]] = {}
+        for node, broker in self._used.items():
+            winners = [
+                [found.attempt, found.chunks, found.rows]
+                for found in self._staged
+                if found.broker is not None and found.broker.node == node
+            ]
+            answer = self._calls.call(
+                broker,
+                "prepare",
+                producer=self._write.producer,
+                epoch=self._epoch,
+                txn=self._write.txn,
+                winners=winners,
+            )
+            sets[node] = answer["set"]
+            for topic, sums in answer["topics"].items():
+                total = topics.setdefault(topic, {"count": 0, "bytes": 0, "sum": 0})
+                for name in total:
+                    total[name] = (total[name] + int(sums[name])) % 2**64
+        expected = sum(found.rows for found in self._staged)
+        if (found := sum(sums["count"] for sums in topics.values())) != expected:
+            raise PublishError(
+                f"{self._write}: brokers have {found} rows, and Spark's tasks wrote {expected}", code="E_STAGE_CONTENT"
+            )
+        return sets, topics
+
+    def _complete(self, decided: Mapping[str, Any]) -> None:
+        """Apply a decision everywhere it names."""
+        if decided["done"]:
+            return
+        producer, txn = self._write.producer, decided["txn"]
+        for node, found in decided["nodes"].items():
+            broker = self._used.get(node) or self._brokers.get(node)
+            try:
+                if broker is None:
+                    raise ConnectError(f"node {node} is not among the brokers that answer")
+                self._calls.call(broker, "apply", producer=producer, txn=txn, set=found)
+            except ConnectError as exc:
+                raise ConnectError(
+                    f"batch {txn} of {producer} is committed, and its rows at node {node} are not yet visible: {exc}. "
+                    "Nothing is lost: start that broker, and start the query again"
+                ) from exc
+        self._calls.call(self._home, "done", producer=producer, txn=txn)
+
+    def _drop(self, nodes: Iterable[str]) -> None:
+        """Have brokers drop what else they hold of this batch, as far as they answer."""
+        write = self._write
+        for node in sorted(nodes):
+            broker = self._used.get(node) or self._brokers[node]
+            try:
+                self._calls.once(broker, "abort", producer=write.producer, epoch=self._epoch, txn=write.txn)
+            except FlintError as exc:
+                logger.info("%s: nsqd %s keeps what it staged until its timeout: %s", write, broker, exc)
+
+
+def fingerprint(offsets: str, topics: Mapping[str, Mapping[str, int]]) -> str:
+    """Return what a batch is known by: a digest of its offsets, if they can be read, and one of its rows' sums."""
+    sums = hashlib.sha256(json.dumps(topics, sort_keys=True).encode()).hexdigest()
+    return f"{offsets or '-'}:{sums}"
+
+
+def same(one: str, other: str) -> bool:
+    """Tell whether two fingerprints are of the same batch: by its offsets, if both have them, else by the sums."""
+    (offsets, _, sums), (other_offsets, _, other_sums) = one.partition(":"), other.partition(":")
+    if offsets != "-" and other_offsets != "-":
+        return offsets == other_offsets
+    return sums == other_sums

@@ -1,0 +1,118 @@
+"""At least once: a task publishes its rows over TCP, to one broker, as they come.
+
+For brokers that cannot stage, and for ``idempotent=false``. A task that is tried again publishes its rows again, and
+nothing that was published is taken back.
+"""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from struct import pack
+from typing import NamedTuple
+
+from flintmq.errors import ConnectError, ProtocolError, PublishError
+from flintmq.spark.shipped.net import Connection
+from flintmq.spark.shipped.options import SinkOptions
+from flintmq.spark.sink.chunks import Chunk
+
+__all__ = ["Publisher"]
+
+logger = logging.getLogger("flintmq.spark")
+
+#: Commands that may be sent before the first of them is answered.
+_OUTSTANDING = 4
+
+
+class _Command(NamedTuple):
+    data: bytes
+    topic: str
+
+
+class Publisher:
+    """One task's publishes to one broker, in order. Commands that were not answered are sent again."""
+
+    def __init__(self, options: SinkOptions, address: str) -> None:
+        self._options = options
+        self._address = address
+        self._connection: Connection | None = None
+        self._outstanding: deque[_Command] = deque()
+        self._failures = 0
+
+    def put(self, chunk: Chunk) -> None:
+        topic = chunk.topic.encode()
+        if not chunk.delay:
+            body = chunk.body()
+            self._publish(_Command(b"MPUB %b\n" % topic + pack(">I", len(body)) + body, chunk.topic))
+            return
+        for row in chunk.rows:
+            head = b"DPUB %b %d\n" % (topic, chunk.delay)
+            self._publish(_Command(head + pack(">I", len(row)) + row, chunk.topic))
+
+    def finish(self) -> None:
+        """Wait for the answers to everything."""
+        while self._outstanding:
+            self._settle()
+
+    def close(self) -> None:
+        if self._connection is not None:
+            self._connection.close()
+            self._connection = None
+
+    def _publish(self, command: _Command) -> None:
+        while len(self._outstanding) >= _OUTSTANDING:
+            self._settle()
+        self._outstanding.append(command)
+        if self._connection is None:
+            self._connect()
+            return
+        try:
+            self._connection.send(command.data)
+        except OSError as exc:
+            self._lost(exc)
+
+    def _settle(self) -> None:
+        """Read one more answer."""
+        if self._connection is None:
+            self._connect()
+        assert self._connection is not None
+        try:
+            kind, data = self._connection.next_frame()
+        except (OSError, ProtocolError) as exc:
+            self._lost(exc)
+            return
+        if kind != 0:
+            command = self._outstanding[0]
+            raise PublishError(
+                f"nsqd {self._address} refused a publish to {command.topic}: {data.decode(errors='replace')}",
+                code=data.partition(b" ")[0].decode(errors="replace"),
+            )
+        self._outstanding.popleft()
+        self._failures = 0
+
+    def _lost(self, exc: BaseException) -> None:
+        self.close()
+        logger.warning("the connection to nsqd %s was lost: %s", self._address, exc)
+        self._failed(exc)
+        self._connect()
+
+    def _failed(self, exc: BaseException) -> None:
+        self._failures += 1
+        if self._failures > self._options.network.retries:
+            raise ConnectError(
+                f"nsqd {self._address} could not be published to in {self._failures} tries: {exc}"
+            ) from exc
+        time.sleep(min(5.0, 0.1 * 2**self._failures))
+
+    def _connect(self) -> None:
+        """Connect to the same broker, and send again the commands that it did not answer."""
+        while True:
+            try:
+                self._connection = Connection(self._address, self._options.network, client_id="flintmq-spark-sink")
+                for command in self._outstanding:
+                    self._connection.send(command.data)
+                return
+            except (ConnectError, OSError) as exc:
+                self.close()
+                self._failed(exc)

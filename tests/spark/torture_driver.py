@@ -1,0 +1,97 @@
+"""The driver that ``python -m tests.spark.torture`` kills: a stream from topics to topics, through a shuffle.
+
+    python torture_driver.py SPEC
+
+SPEC is a JSON file: master, conf, reading and writing options, checkpoint, the file for progress, the file that makes a
+task fail, and whether to end when everything is written. Rows come in another order at each computation.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import threading
+import time
+from pathlib import Path
+
+if __name__ == "__main__":
+    # Who starts this file as a script has the tests of Spark, a package called "spark", in front of everything.
+    sys.path.pop(0)
+
+from pyspark.sql import SparkSession
+
+OUT_TOPICS = 5
+
+
+def transformation(flag):
+    def run(batches):
+        import contextlib
+        import os
+        import random
+        import time
+
+        import pyarrow as pa
+
+        for batch in batches:
+            order = list(range(batch.num_rows))
+            random.shuffle(order)
+            values = batch.column("value").take(pa.array(order))
+            # The number of a row is in its first 8 bytes.
+            topics = [f"out-{int.from_bytes(value[:8]) % OUT_TOPICS}" for value in values.to_pylist()]
+            size = random.choice([61, 997, 5003])
+            whole = pa.record_batch([values, pa.array(topics)], names=["value", "topic"])
+            fails = False
+            if os.path.exists(flag):
+                with contextlib.suppress(FileNotFoundError):
+                    os.unlink(flag)
+                    fails = True
+            for first in range(0, whole.num_rows, size):
+                yield whole.slice(first, size)
+                if fails:
+                    time.sleep(0.5)
+                    raise RuntimeError("upstream fails")
+
+    return run
+
+
+def main() -> int:
+    spec = json.loads(Path(sys.argv[1]).read_text())
+    builder = SparkSession.builder.master(spec["master"]).appName("torture")
+    for key, value in spec["conf"].items():
+        builder = builder.config(key, value)
+    spark = builder.getOrCreate()
+    spark.sparkContext.setLogLevel("WARN")
+    read = spark.readStream.format("nsq").options(**spec["reading"]).load().select("value")
+    rows = read.repartition(spec["partitions"]).mapInArrow(transformation(spec["flag"]), "value binary, topic string")
+    writer = rows.writeStream.format("nsq").options(**spec["writing"]).option("checkpointLocation", spec["checkpoint"])
+    writer = writer.trigger(availableNow=True) if spec["once"] else writer.trigger(processingTime="0 seconds")
+    query = writer.start()
+    ended = threading.Event()
+
+    def tell() -> None:
+        """Append (batch, rows) for every batch that is through."""
+        told = -1
+        while True:
+            last = ended.is_set()
+            with open(spec["progress"], "a") as file:
+                for progress in query.recentProgress:
+                    if progress.batchId > told and progress.numInputRows:
+                        told = progress.batchId
+                        file.write(f"{told} {progress.numInputRows}\n")
+            if last:
+                return
+            time.sleep(0.2)
+
+    teller = threading.Thread(target=tell)
+    teller.start()
+    try:
+        query.awaitTermination()
+    finally:
+        ended.set()
+        teller.join()
+        spark.stop()
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
