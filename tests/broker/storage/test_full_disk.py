@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import errno
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
 from conftest import StartBroker
 
+from flintmq.broker import upkeep
+from flintmq.broker.storage.disk import Buffer
 from flintmq.errors import StartError, StorageError
-from support.fakes import Client, CrampedDisk, quiet
+from support.fakes import Client, CrampedDisk, quiet, until
 
 
 @pytest.mark.parametrize("size", [100, 3_000, 300_000])
@@ -89,3 +93,26 @@ async def test_a_start_without_room_says_which_file_how_much_and_what_to_do(
     await client.subscribe("t", "c", 100)
     await quiet(again)
     assert client.bodies == bodies
+
+
+async def test_nsqd_dat_is_tried_again(
+    start_broker: StartBroker, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(upkeep, "METADATA_DELAY", 0.0)
+    monkeypatch.setattr(upkeep, "METADATA_RETRY", 0.0)
+    broker = await start_broker()
+    await quiet(broker)
+    replace = broker.disk.replace
+    failures = 3
+
+    def refused(path: Path, content: Sequence[Buffer]) -> None:
+        nonlocal failures
+        if path.name == "nsqd.dat" and failures:
+            failures -= 1
+            raise OSError(errno.ENOSPC, "No space left on device")
+        replace(path, content)
+
+    monkeypatch.setattr(broker.disk, "replace", refused)
+    broker.topic("new")
+    await until(lambda: b'"new"' in (broker.path / "nsqd.dat").read_bytes())
+    assert caplog.text.count("cannot write nsqd.dat") == 3
