@@ -223,11 +223,16 @@ def test_ctrl_c_ends_an_idle_loop_without_a_traceback(address: str, form: str) -
             asyncio.run(main())
         """,
     }[form]
-    command = [sys.executable, "-c", textwrap.dedent(script), address]
+    # A shell that runs the tests in the background ignores ctrl-C for all its children.
+    head = "import signal; signal.signal(signal.SIGINT, signal.default_int_handler)\n"
+    command = [sys.executable, "-c", head + textwrap.dedent(script), address]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        assert process.stdout is not None and process.stderr is not None
-        assert process.stdout.readline() == "ready\n"
-        time.sleep(0.2)  # until it waits; too early, ctrl-C would hit the print
-        process.send_signal(signal.SIGINT)
-        output, errors = process.communicate(timeout=60)
+        try:
+            assert process.stdout is not None and process.stderr is not None
+            assert process.stdout.readline() == "ready\n"
+            time.sleep(0.2)  # until it waits; too early, ctrl-C would hit the print
+            process.send_signal(signal.SIGINT)
+            output, errors = process.communicate(timeout=60)
+        finally:
+            process.kill()
     assert (output, errors, process.returncode) == ("the end\n", "", 0)

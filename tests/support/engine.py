@@ -363,8 +363,8 @@ class Engine:
             await asyncio.sleep(0)
 
     def _count_lanes(self) -> None:
-        self.lane_counts["published"] += getattr(self.broker, "lane_published", 0)
-        self.lane_counts["finished"] += getattr(self.broker, "lane_finished", 0)
+        self.lane_counts["published"] += self.broker.counters.lane_published
+        self.lane_counts["finished"] += self.broker.counters.lane_finished
 
     async def settle(self) -> None:
         """Wait until nothing moves any more: no thread works, and no byte arrives."""
