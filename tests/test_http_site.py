@@ -679,6 +679,42 @@ async def test_a_certificate_is_replaced_without_a_restart(serve: Serve, certifi
     assert await shown() == after
 
 
+FAILING_IMPORT = """
+import asyncio, errno, sys
+from flintmq.http.server import load
+
+failing, opened = True, 0
+
+def hook(event, arguments):
+    global opened
+    if failing and event == "open" and "site-packages" in str(arguments[0]):
+        opened += 1
+        if opened >= int(sys.argv[1]):
+            raise OSError(errno.EMFILE, "Too many open files")
+
+async def attempts():
+    global failing
+    for _ in range(2):
+        try:
+            await load("aiohttp.web")
+        except (OSError, ImportError):
+            print("failed", end=" ")
+            failing = False
+    import aiohttp.web
+    print(aiohttp.hdrs.HOST, aiohttp.web_protocol.RequestHandler.__name__)
+
+sys.addaudithook(hook)
+asyncio.run(attempts())
+"""
+
+
+@pytest.mark.parametrize("count", [1, 7, 30, 60])
+def test_an_import_that_failed_can_be_tried_again(count: int) -> None:
+    command = [sys.executable, "-c", FAILING_IMPORT, str(count)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "failed Host RequestHandler\n"
+
+
 def test_nothing_heavy_is_imported_before_it_is_needed() -> None:
     program = "import sys, flintmq.http.site, flintmq.http.server; print('aiohttp' in sys.modules)"
     paths = os.pathsep.join(filter(None, [str(Path(web.__file__).parents[2]), os.environ.get("PYTHONPATH", "")]))

@@ -16,6 +16,7 @@ import pytest
 
 from flintmq.broker.net import sockets
 from flintmq.protocol.wire import encode_command
+from support.secure import Certificates
 
 pytestmark = pytest.mark.skipif(not sockets.available(), reason="no epoll: asyncio accepts connections")
 
@@ -52,9 +53,17 @@ def connect(address: str) -> socket.socket:
 
 
 @pytest.mark.parametrize("durability", ["os", "fsync"])
-@pytest.mark.parametrize("port", ["tcp", "http"])
+@pytest.mark.parametrize("port", ["tcp", "http", "https"])
 def test_hundreds_of_connections_leave_descriptors_for_new_topics(tmp_path: Path, durability: str, port: str) -> None:
-    with daemon(tmp_path, f"--durability={durability}", "--sync-timeout=50ms") as (process, tcp, http):
+    secure: tuple[str, ...] = ()
+    if port == "https":
+        made = Certificates(tmp_path)
+        secure = (f"--tls-cert={made.cert}", f"--tls-key={made.key}", "--https-address=127.0.0.1:0")
+    with daemon(tmp_path, f"--durability={durability}", "--sync-timeout=50ms", *secure) as (process, tcp, http):
+        if port == "https":
+            while not (found := re.search(r"HTTPS: listening on (\S+)", (tmp_path / "log").read_text())):
+                time.sleep(0.01)
+            http = found[1]
         with connect(tcp) as publisher, contextlib.ExitStack() as stack:
             publisher.sendall(b"  V2")
             number = 0
@@ -69,7 +78,8 @@ def test_hundreds_of_connections_leave_descriptors_for_new_topics(tmp_path: Path
             kept = 0
             for _ in range(3 * LIMIT):
                 sock = stack.enter_context(connect(tcp if port == "tcp" else http))
-                sock.sendall(b"  V2" if port == "tcp" else b"GET")
+                if port != "https":
+                    sock.sendall(b"  V2" if port == "tcp" else b"GET")
                 kept += 1
                 if kept % 16 == 0:
                     publish()

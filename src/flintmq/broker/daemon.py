@@ -9,6 +9,7 @@ and bringing topics back from it (opening.py).
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import functools
 import logging
@@ -56,6 +57,15 @@ logger = logging.getLogger(__name__)
 
 #: Bytes that one read takes from a socket.
 RECEIVE_BYTES = 256 << 10
+
+
+@contextlib.contextmanager
+def _going_on(what: str) -> Iterator[None]:
+    """Log what goes wrong with one step of a stop: it must not cost the steps behind it, which save messages."""
+    try:
+        yield
+    except Exception:
+        logger.exception("NSQ: unexpected error, the stop goes on - %s", what)
 
 
 @dataclasses.dataclass
@@ -302,16 +312,21 @@ class Broker:
             return
         self.stopping = True
         logger.info("NSQ: stopping subsystems")
-        await self._statsd.stop()
+        with _going_on("statsd"):
+            await self._statsd.stop()
         # What was taken is written and answered; then nothing more is taken.
-        self.turns.flush()
-        self.stage.stop()
+        with _going_on("the last turn"):
+            self.turns.flush()
+        with _going_on("staged publishes"):
+            self.stage.stop()
         await self._close_listeners()
-        self.turns.flush()
+        with _going_on("the last turn"):
+            self.turns.flush()
         # What threads still do must end before the files are closed; their answers arrive in the next turns.
         for topic in self.topics.values():
             for channel in topic.channels.values():
-                channel.settle()
+                with _going_on(f"TOPIC({topic.name}): channel({channel.name})"):
+                    channel.settle()
         self.disk.refuse_work()
         await self._loop.run_in_executor(None, self.disk.close)
         await asyncio.sleep(0)
@@ -323,9 +338,9 @@ class Broker:
         for topic in self.topics.values():
             try:
                 self._save(topic)
-            except OSError as exc:
+            except Exception as exc:
                 # The others are saved all the same.
-                self._not_saved(f"TOPIC({topic.name})", exc)
+                self._not_saved(f"TOPIC({topic.name})", exc if isinstance(exc, OSError) else repr(exc))
         try:
             self.journal.save(clean=self._failure is None)
         except OSError as exc:
@@ -378,16 +393,22 @@ class Broker:
                 logger.error("NSQ: cannot reload, going on as before - %s", exc)
 
     async def _close_listeners(self) -> None:
-        await self.peers.stop()
+        with _going_on("connections to nsqlookupds"):
+            await self.peers.stop()
         self._cancel_timers()
-        self.listeners.stop_accepting()
-        await self.listeners.end_requests()
-        self._disconnect()
+        with _going_on("the TCP listener"):
+            self.listeners.stop_accepting()
+        with _going_on("HTTP requests"):
+            await self.listeners.end_requests()
+        with _going_on("connections"):
+            self._disconnect()
         # Let the transports notice, so that no socket outlives the broker.
         for _ in range(3):
             await asyncio.sleep(0)
-        self.listeners.close_poller()
-        self.listeners.remove_sockets()
+        with _going_on("plain sockets"):
+            self.listeners.close_poller()
+        with _going_on("unix sockets"):
+            self.listeners.remove_sockets()
 
     def _disconnect(self) -> None:
         self.listeners.drop()

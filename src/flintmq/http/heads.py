@@ -16,7 +16,7 @@ import re
 
 from flintmq.errors import FlintError
 
-__all__ = ["LONGEST_HEAD", "MOST_DIGITS", "BadHead", "end_of_head", "length_with_end", "tidy"]
+__all__ = ["LONGEST_HEAD", "MOST_DIGITS", "BadHead", "end_of_head", "length_with_end", "looked_at", "tidy"]
 
 #: Bytes of a request line with all its headers.
 LONGEST_HEAD = 64 << 10
@@ -26,12 +26,13 @@ MOST_DIGITS = 32
 _LONGEST_METHOD = 32
 
 _TOKEN = rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]"
+#: What may follow the target as far as it has arrived, and more bytes than that has.
+_VERSION_BEGINNING = rb"(?: (?:H(?:T(?:T(?:P(?:/(?:[0-9](?:\.(?:[0-9]\r?)?)?)?)?)?)?)?)?)?"
+_VERSION_BYTES = 12
 #: What a request line may look like as far as it has arrived.
-_BEGINNING = re.compile(
-    _TOKEN
-    + rb"{0,%d}(?: (?:[^\x00-\x20\x7f]+(?: (?:H(?:T(?:T(?:P(?:/(?:[0-9](?:\.(?:[0-9]\r?)?)?)?)?)?)?)?)?)?)?)?"
-    % _LONGEST_METHOD
-)
+_BEGINNING = re.compile(_TOKEN + rb"{0,%d}(?: (?:[^\x00-\x20\x7f]+%s)?)?" % (_LONGEST_METHOD, _VERSION_BEGINNING))
+#: The same, from somewhere in the target on.
+_TARGET_ON = re.compile(rb"[^\x00-\x20\x7f]*" + _VERSION_BEGINNING)
 _REQUEST_LINE = re.compile(_TOKEN + rb"{1,%d} [^\x00-\x20\x7f]+ HTTP/([0-9])\.([0-9])" % _LONGEST_METHOD)
 _NAME = re.compile(_TOKEN + rb"+")
 _CONTROL = re.compile(rb"[\x00-\x08\x0a-\x1f\x7f]")
@@ -54,24 +55,27 @@ class BadHead(FlintError):
         self.answer = (head + (body or status)).encode()
 
 
-def end_of_head(data: bytearray | bytes, pos: int, stop: int) -> int:
+def looked_at(size: int) -> int:
+    """Return how many of the ``size`` bytes of an unfinished head need no second look: its end may have begun."""
+    return max(0, size - 3)
+
+
+def end_of_head(data: bytearray | bytes, pos: int, stop: int, looked: int = 0) -> int:
     """Return where the body of the request at ``data[pos:stop]`` starts, -1 if its head is not all there.
 
-    BadHead as soon as the bytes cannot become the head of a request.
+    ``looked`` bytes of it were there at an earlier call, which returned -1: see ``looked_at``. BadHead as soon as the
+    bytes cannot become the head of a request.
     """
     stop_at = min(stop, pos + LONGEST_HEAD)
     newline = data.find(b"\n", pos, stop_at)
     if newline < 0:
-        if _BEGINNING.fullmatch(data, pos, stop_at) is None:
-            raise BadHead
+        _check_beginning(data, pos, stop_at, looked)
     else:
-        line = _REQUEST_LINE.fullmatch(data, pos, newline - (data[newline - 1 : newline] == b"\r"))
-        if line is None:
-            raise BadHead
-        if line[1] != b"1":
-            raise BadHead("505 HTTP Version Not Supported: unsupported protocol version")
-        end = data.find(b"\n\r\n", newline, stop_at)
-        bare = data.find(b"\n\n", newline, end if end >= 0 else stop_at)
+        if newline >= pos + looked:
+            _check_request_line(data, pos, newline)
+        start = max(newline, pos + looked)
+        end = data.find(b"\n\r\n", start, stop_at)
+        bare = data.find(b"\n\n", start, end if end >= 0 else stop_at)
         if bare >= 0:
             return bare + 2
         if end >= 0:
@@ -79,6 +83,23 @@ def end_of_head(data: bytearray | bytes, pos: int, stop: int) -> int:
     if stop - pos >= LONGEST_HEAD:
         raise BadHead("431 Request Header Fields Too Large")
     return -1
+
+
+def _check_beginning(data: bytearray | bytes, pos: int, stop: int, looked: int) -> None:
+    """BadHead if the bytes are not the beginning of a request line. Only what is new of a long one is matched."""
+    start = pos + looked - _VERSION_BYTES
+    # Behind the first byte of the target: all before was looked at, but for a version that has begun.
+    in_target = start > pos + _LONGEST_METHOD + 1
+    if (_TARGET_ON.fullmatch(data, start, stop) if in_target else _BEGINNING.fullmatch(data, pos, stop)) is None:
+        raise BadHead
+
+
+def _check_request_line(data: bytearray | bytes, pos: int, newline: int) -> None:
+    line = _REQUEST_LINE.fullmatch(data, pos, newline - (data[newline - 1 : newline] == b"\r"))
+    if line is None:
+        raise BadHead
+    if line[1] != b"1":
+        raise BadHead("505 HTTP Version Not Supported: unsupported protocol version")
 
 
 def tidy(head: bytes) -> bytes:
@@ -119,6 +140,7 @@ def tidy(head: bytes) -> bytes:
             encoding = value
         elif name == b"connection":
             connections.append(line)
+            continue
         elif name == b"upgrade":
             # There is no other protocol here.
             continue
@@ -140,8 +162,8 @@ def tidy(head: bytes) -> bytes:
         # Any of them may say it.
         wish = b"keep-alive" if is_old else b"close"
         says = any(wish in line.lower() for line in connections)
-        kept = [line for line in kept if line not in connections] + [b"Connection: " + wish] * says
-    return b"\r\n".join([*kept, b"", b""])
+        connections = [b"Connection: " + wish] * says
+    return b"\r\n".join([*kept, *connections, b"", b""])
 
 
 def _request_line(method: bytes, target: bytes, is_old: bool) -> bytes:

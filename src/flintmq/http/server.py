@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 from flintmq.addresses import BACKLOG, text_of
 from flintmq.errors import HttpError
 from flintmq.http.arguments import split_target
-from flintmq.http.heads import BadHead, end_of_head, length_with_end, tidy
+from flintmq.http.heads import BadHead, end_of_head, length_with_end, looked_at, tidy
 from flintmq.http.site import CONTINUE, LINGER_SECONDS, TEXT, Answer, Pieces, Request, Site
 from flintmq.http.tls import TlsListener
 
@@ -51,9 +51,27 @@ PIECE_SECONDS = 60.0
 
 
 async def load(name: str) -> None:
-    """Import a large module in a thread: reading so many files would hold up everybody for a third of a second."""
-    if name not in sys.modules:
-        await asyncio.get_running_loop().run_in_executor(None, import_module, name)
+    """Import a large module in a thread: reading so many files would hold up everybody for a third of a second.
+
+    What an import raises is raised, and the next call tries again.
+    """
+    module = sys.modules.get(name)
+    # Another thread may be in the middle of it: then this one waits for that, and not the loop.
+    if module is None or getattr(module.__spec__, "_initializing", False):
+        await asyncio.get_running_loop().run_in_executor(None, _import, name)
+
+
+def _import(name: str) -> None:
+    known = set(sys.modules)
+    try:
+        import_module(name)
+    except BaseException:
+        # Python forgets the package that failed, not the modules in it that had succeeded: the next attempt would find
+        # them, and not make them known to their package.
+        for each in set(sys.modules) - known:
+            if each.partition(".")[0] not in sys.modules:
+                sys.modules.pop(each, None)
+        raise
 
 
 class Server:
@@ -239,9 +257,14 @@ def _classes() -> tuple[Any, type[aio.Response], type[aio.StreamResponse]]:
         head_seconds = HEAD_SECONDS
         gone: Callable[[], None] | None = None
         _deadline: asyncio.TimerHandle | None = None
-        #: The head of a request as far as it has arrived; and were we sent something that is no request?
-        _head = b""
+        #: The head of a request as far as it has arrived, and how many bytes of it need no second look.
+        _head = bytearray()
+        _looked = 0
+        #: Were we sent something that is no request?
         _refused = False
+        #: Requests whose answers were taken by the client's socket; and will there be no more of them?
+        _answered = 0
+        _ended = False
         #: Bytes of the last request that are still to come; None if another request may follow.
         _left: int | None = None
         #: Bytes that the parser has not got yet, and its next turn.
@@ -276,7 +299,7 @@ def _classes() -> tuple[Any, type[aio.Response], type[aio.StreamResponse]]:
                     self.transport.pause_reading()
                     self._feeding = loop.call_soon(self._feed)
                     return
-            if is_resumed and self.transport is not None and not self._reading_paused:
+            if is_resumed and self.transport is not None and not (self._reading_paused or self._buffer_paused):
                 self.transport.resume_reading()
 
         def _parse(self, data: bytes) -> None:
@@ -284,15 +307,17 @@ def _classes() -> tuple[Any, type[aio.Response], type[aio.StreamResponse]]:
             if self._refused:
                 return
             if data and (self._head or self._between_requests()):
+                self._head = self._head or bytearray()
                 self._head += data
                 try:
-                    body = end_of_head(self._head, 0, len(self._head))
-                    head = tidy(self._head[:body]) if body >= 0 else b""
+                    body = end_of_head(self._head, 0, len(self._head), self._looked)
+                    head = tidy(bytes(self._head[:body])) if body >= 0 else b""
                 except BadHead as exc:
                     self._refuse(exc.answer)
                     return
+                self._looked = looked_at(len(self._head)) if body < 0 else 0
                 if head:
-                    data, self._head = self._head[body:], b""
+                    data, self._head = bytes(self._head[body:]), bytearray()
                     self._is_chunked = b"chunked" in head.lower()
                     self._left = length_with_end(head)
                 data = head + self._wanted(data) if head else b""
@@ -318,7 +343,7 @@ def _classes() -> tuple[Any, type[aio.Response], type[aio.StreamResponse]]:
 
         def _refuse(self, answer: bytes) -> None:
             self._refused = True
-            self._head = b""
+            self._head = bytearray()
             transport = self.transport
             if transport is None:
                 return
@@ -335,6 +360,9 @@ def _classes() -> tuple[Any, type[aio.Response], type[aio.StreamResponse]]:
             result = await super().finish_response(*args)
             if self.transport is not None:
                 await self._drain_helper()
+            self._answered += 1
+            if self._ended and self._answered == self._request_count:
+                self.close()
             return result
 
         def connection_lost(self, exc: BaseException | None) -> None:
@@ -358,8 +386,9 @@ def _classes() -> tuple[Any, type[aio.Response], type[aio.StreamResponse]]:
             if self.ssl_context is not None:
                 # There is no such thing as half a TLS connection.
                 return False
-            if self._waiter is not None and not self._messages:
-                # It waits for a request, and none can come.
+            self._ended = True
+            if self._answered == self._request_count:
+                # All requests are answered, and none can come.
                 return False
             asyncio.get_running_loop().call_later(HALF_OPEN_SECONDS, self.force_close)
             return True

@@ -43,13 +43,20 @@ class TlsListener:
     """Connections with TLS on a bound socket. ``factory`` makes the protocol of one, whose handshake has succeeded.
 
     A handshake that fails ends the connection at once: the client gets the alert, or Go's words if it speaks plain
-    HTTP, and then the end of the stream.
+    HTTP, and then the end of the stream. ``admit`` is asked whether there is room for a connection before its
+    handshake; one that is refused is closed without a word.
     """
 
     def __init__(
-        self, factory: Callable[[], asyncio.BaseProtocol], sock: socket.socket, context: ssl.SSLContext, seconds: float
+        self,
+        factory: Callable[[], asyncio.BaseProtocol],
+        sock: socket.socket,
+        context: ssl.SSLContext,
+        seconds: float,
+        admit: Callable[[], bool] = lambda: True,
     ) -> None:
         self._factory = factory
+        self._admit = admit
         self._sock = sock
         self._context = context
         self._seconds = seconds
@@ -71,6 +78,10 @@ class TlsListener:
         for task in self._shaking:
             task.cancel()
 
+    def connection_count(self) -> int:
+        """Return how many connections there are whose handshake is not over."""
+        return len(self._shaking)
+
     def _accept(self) -> None:
         for _ in range(ACCEPT_AT_ONCE):
             try:
@@ -82,6 +93,9 @@ class TlsListener:
                 self._loop.remove_reader(self._sock.fileno())
                 self._timer = self._loop.call_later(ACCEPT_AGAIN, self._accept_again)
                 return
+            if not self._admit():
+                connection.close()
+                continue
             connection.setblocking(False)
             task = self._loop.create_task(self._shake_hands(connection))
             self._shaking.add(task)
@@ -101,6 +115,8 @@ class TlsListener:
         except OSError as exc:
             # Also an SSLError, and a handshake that took too long.
             logger.debug("HTTPS: a handshake failed - %s", exc)
+            # asyncio's frames hold the exception that holds them: all of the connection would wait for the collector.
+            exc.__traceback__ = None
         except Exception:
             logger.exception("HTTPS: unexpected error, the connection is closed")
             connection.close()
@@ -187,18 +203,20 @@ def _outspoken() -> type[ssl.SSLObject]:
     import ssl
 
     class Outspoken(ssl.SSLObject):
-        _failure: ssl.SSLError | None = None
+        #: Makes the error anew: one that was raised holds the frame, and so this object.
+        _failure: Callable[[], ssl.SSLError] | None = None
 
         def do_handshake(self) -> None:
             if self._failure is not None:
-                raise self._failure
+                raise self._failure()
             try:
                 super().do_handshake()
             except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
                 raise
             except ssl.SSLError as exc:
-                logger.error("TLS: a handshake failed - %s", exc)
-                self._failure = exc
+                # Its text: who keeps the record would keep the exception, its frames and the connection.
+                logger.error("TLS: a handshake failed - %s", str(exc))
+                self._failure = partial(type(exc), *exc.args)
                 failed = _failed.get()
                 if failed is not None:
                     failed(exc)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import gc
 import ssl
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -12,6 +14,7 @@ import pytest
 from flintmq.broker.daemon import Broker
 from flintmq.http import tls as http_tls
 from flintmq.lookup.daemon import Lookupd
+from support.fakes import until
 from support.http_client import HttpClient
 from support.secure import Certificates
 
@@ -91,6 +94,51 @@ async def test_others_are_served_between_failed_handshakes(server: tuple[str, Ce
                 async with HttpClient.connect(address, trusting) as other:
                     assert (await other.get("/ping")).body == b"OK"
                 await client.ended()
+
+
+async def test_connections_count_before_their_handshake(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("flintmq.broker.http.api.HANDSHAKE_SECONDS", NEVER)
+    made = Certificates(tmp_path)
+    trusting = ssl.create_default_context(cafile=made.ca)
+    trusting.check_hostname = False
+    options = {"tls_cert": made.cert, "tls_key": made.key, "https_address": "127.0.0.1:0"}
+    async with Broker(data_path=tmp_path, http_address="127.0.0.1:0", **options) as broker, asyncio.timeout(60):
+        broker.listeners.descriptors._most = 5
+        for _ in range(3):
+            async with contextlib.AsyncExitStack() as stack:
+                for _ in range(4):
+                    await stack.enter_async_context(HttpClient.connect(broker.https_address))
+                # The last one that there is room for is served, and there is no room for another of any kind.
+                last = await stack.enter_async_context(HttpClient.connect(broker.https_address, trusting))
+                assert (await last.get("/ping")).body == b"OK"
+                assert (await last.get("/info")).status == 200
+                for address in (broker.https_address, broker.http_address, broker.tcp_address):
+                    async with HttpClient.connect(address) as refused:
+                        refused.send(b"\x16\x03\x01")
+                        assert await refused.ended() == b""
+            await until(lambda: broker.listeners._connection_count() == 0)
+        async with HttpClient.connect(broker.https_address, trusting) as client:
+            assert (await client.get("/info")).status == 200
+
+
+@pytest.mark.parametrize("name", [*PLAIN, *GARBAGE])
+async def test_a_failed_handshake_leaves_nothing_to_the_collector(server: tuple[str, Certificates], name: str) -> None:
+    """Neither while the connection lives, nor in a cycle afterwards."""
+
+    def left() -> int:
+        return sum(isinstance(each, ssl.SSLObject) for each in gc.get_objects())
+
+    gc.collect()
+    before = left()
+    gc.disable()
+    try:
+        for _ in range(5):
+            async with HttpClient.connect(server[0]) as client, asyncio.timeout(20):
+                client.send({**PLAIN, **GARBAGE}[name])
+                await client.ended()
+        await until(lambda: left() <= before)
+    finally:
+        gc.enable()
 
 
 async def test_a_client_that_says_nothing_is_dropped(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,7 +23,7 @@ from flintmq.broker.http import dead_letters, debug, peek
 from flintmq.broker.http import log as log_api
 from flintmq.broker.http import settings as settings_api
 from flintmq.broker.http import stage as stage_api
-from flintmq.broker.http.lane import IDLE_SECONDS, HttpLane
+from flintmq.broker.http.lane import IDLE_SECONDS, HttpConnection, HttpLane
 from flintmq.broker.http.publish import REPEATED, Publishing, refusal
 from flintmq.broker.http.targets import existing_topic, named_channel, named_topic
 from flintmq.broker.net.sockets import Poller, SocketTransport
@@ -52,6 +52,10 @@ RECEIVE_BYTES = 64 << 10
 HANDSHAKE_SECONDS = 10.0
 #: Seconds after which the general server is made, although nobody has asked for it yet: the start comes first.
 PREPARE_SECONDS = 0.1
+#: Seconds after a failed attempt to make it in which there is no other one: requests are refused at once.
+AGAIN_SECONDS = 1.0
+#: Seconds that a stop waits for it, so that those who asked are answered.
+START_SECONDS = 10.0
 
 
 class Api:
@@ -99,7 +103,8 @@ class Api:
     async def listen_tls(self, sock: socket.socket) -> None:
         """Serve HTTPS on a bound socket; for a broker with a certificate."""
         assert self._tls is not None
-        self._listeners.append(TlsListener(self._lane(None).connection, sock, self._tls, HANDSHAKE_SECONDS))
+        admit = self._broker.listeners.descriptors.admit
+        self._listeners.append(TlsListener(self._lane(None).connection, sock, self._tls, HANDSHAKE_SECONDS, admit))
 
     def _lane(self, refused: Answer | None) -> HttpLane:
         general = _GeneralServer(self._broker, self.site, refused)
@@ -109,28 +114,38 @@ class Api:
         return lane
 
     def connection_count(self) -> int:
-        """Return how many connections there are, those of the lanes and those of the general servers."""
-        return sum(len(lane.connections) for lane in self._lanes) + sum(one.connection_count() for one in self._general)
+        """Return how many connections there are: of the lanes, of the general servers, and in their TLS handshake."""
+        return (
+            sum(len(lane.connections) for lane in self._lanes)
+            + sum(one.connection_count() for one in self._general)
+            + sum(one.connection_count() for one in self._listeners if isinstance(one, TlsListener))
+        )
 
     def drop(self) -> None:
         """No more requests: every connection goes at once."""
-        for listener in self._listeners:
-            listener.close()
-        self._listeners.clear()
-        for lane in self._lanes:
-            lane.close()
+        self._close_lanes()
         for general in self._general:
-            general.drop()
+            try:
+                general.drop()
+            except Exception:
+                logger.exception("HTTP: a general server could not drop its connections")
 
     async def close(self) -> None:
-        """No more requests; those that are under way get a moment to end."""
-        for listener in self._listeners:
-            listener.close()
-        self._listeners.clear()
-        for lane in self._lanes:
-            lane.close()
+        """No more requests; those that are under way get a moment to end. Never raises: a stop goes on."""
+        self._close_lanes()
         for general in self._general:
-            await general.close()
+            try:
+                await general.close()
+            except Exception:
+                logger.exception("HTTP: a general server could not be closed")
+
+    def _close_lanes(self) -> None:
+        listeners, self._listeners = self._listeners, []
+        for one in (*listeners, *self._lanes):
+            try:
+                one.close()
+            except Exception:
+                logger.exception("HTTP: a listener could not be closed")
 
     def reload(self) -> None:
         """Tokens and certificate are read again; what is no good leaves the old one in its place."""
@@ -384,11 +399,16 @@ def _shown_port(address: str) -> int:
 # --- Handing over -----------------------------------------------------------------------------------------------------
 
 
+#: The answer while the general server cannot be made.
+UNAVAILABLE = envelope(HttpError(503, "UNAVAILABLE"))
+
+
 class _GeneralServer:
     """The server that takes over connections from the lane of one listener.
 
     What it imports takes a third of a second. So it is made soon after the start, and at once if a connection comes
-    before that.
+    before that. The import may fail, for want of a descriptor perhaps: then those who wait are refused, and a later
+    request leads to the next attempt.
     """
 
     def __init__(self, broker: Broker, site: Site, refused: Answer | None) -> None:
@@ -397,41 +417,75 @@ class _GeneralServer:
         self._refusal = refused
         self._server: Server | None = None
         self._starting: asyncio.Task[None] | None = None
-        self._waiting: list[tuple[asyncio.Transport, bytes]] = []
+        self._waiting: list[tuple[HttpConnection, bytes]] = []
         self._closed = False
-        self._timer = asyncio.get_running_loop().call_later(PREPARE_SECONDS, self._prepare)
+        #: Has the last attempt failed, and when may the next one be made?
+        self._failed = False
+        self._again_at = 0.0
+        self._loop = asyncio.get_running_loop()
+        self._timer = self._loop.call_later(PREPARE_SECONDS, self._prepare)
 
     def _prepare(self) -> None:
         self._timer.cancel()
         if self._starting is None and not self._closed:
-            self._starting = asyncio.get_running_loop().create_task(self._start())
+            self._starting = self._loop.create_task(self._start())
 
-    def take(self, transport: asyncio.Transport, data: bytes) -> None:
+    def take(self, connection: HttpConnection, data: bytes) -> None:
         """The connection is aiohttp's from here on; it gets what was read from it so far."""
         if self._server is not None:
-            self._hand_over(self._server, transport, data)
+            self._hand_over(self._server, connection, data)
             return
-        transport.pause_reading()
-        self._waiting.append((transport, data))
+        if self._starting is None and self._loop.time() < self._again_at:
+            connection.take_back(UNAVAILABLE)
+            return
+        connection.transport.pause_reading()
+        self._waiting.append((connection, data))
         self._prepare()
 
     async def _start(self) -> None:
-        await load("aiohttp.web")
-        if self._closed:
+        try:
+            await load("aiohttp.web")
+            if not self._closed:
+                self._server = self._make()
+        except Exception as exc:
+            self._refuse(exc)
             return
+        if self._failed:
+            self._failed = False
+            logger.info("HTTP: requests are answered again")
+        waiting, self._waiting = self._waiting, []
+        for connection, data in waiting:
+            try:
+                if self._server is not None:
+                    self._hand_over(self._server, connection, data)
+            except Exception:
+                logger.exception("HTTP: a connection could not be handed over, it is closed")
+                connection.transport.abort()
+
+    def _refuse(self, why: Exception) -> None:
+        """The server could not be made: answer those who wait for it, and let a later request try again."""
+        if not self._failed:
+            self._failed = True
+            logger.error("HTTP: only publishes and /ping are answered, until the server can be imported - %r", why)
+        self._starting = None
+        self._again_at = self._loop.time() + AGAIN_SECONDS
+        waiting, self._waiting = self._waiting, []
+        for connection, _ in waiting:
+            if not connection.transport.is_closing():
+                connection.take_back(UNAVAILABLE)
+
+    def _make(self) -> Server:
         options = self._broker.options
-        self._server = Server(
+        return Server(
             self._site,
             idle=IDLE_SECONDS,
             head=options.http_header_timeout / 1e9,
             body=options.http_body_timeout / 1e9,
             refusal=self._refusal,
         )
-        waiting, self._waiting = self._waiting, []
-        for transport, data in waiting:
-            self._hand_over(self._server, transport, data)
 
-    def _hand_over(self, server: Server, transport: asyncio.Transport, data: bytes) -> None:
+    def _hand_over(self, server: Server, connection: HttpConnection, data: bytes) -> None:
+        transport = connection.transport
         connections = self._broker.connections
         if transport.is_closing():
             if connections is not None:
@@ -453,8 +507,8 @@ class _GeneralServer:
     def drop(self) -> None:
         self._closed = True
         self._timer.cancel()
-        for transport, _ in self._waiting:
-            transport.abort()
+        for connection, _ in self._waiting:
+            connection.transport.abort()
         self._waiting.clear()
         if self._server is not None:
             self._server.abort()
@@ -463,7 +517,7 @@ class _GeneralServer:
         self._timer.cancel()
         if self._starting is not None and self._waiting:
             # Those who asked are still answered.
-            await self._starting
+            await asyncio.wait([self._starting], timeout=START_SECONDS)
         if self._server is not None:
             await self._server.close()
         self.drop()

@@ -30,7 +30,7 @@ from flintmq.broker.http.publish import OK, REPEATED, Publishing, refusal
 from flintmq.broker.http.request_heads import Head, read_head
 from flintmq.broker.net.sockets import SocketTransport
 from flintmq.errors import HttpError, PublishError
-from flintmq.http.heads import LONGEST_HEAD, BadHead, end_of_head, tidy
+from flintmq.http.heads import LONGEST_HEAD, BadHead, end_of_head, looked_at, tidy
 from flintmq.http.site import CONTINUE, LINGER_SECONDS, PUBLISH, Answer, envelope, log_request, render
 from flintmq.kernel import send_each
 
@@ -77,7 +77,7 @@ class HttpLane:
         broker: Broker,
         site: Site,
         publishing: Publishing,
-        hand_over: Callable[[asyncio.Transport, bytes], None],
+        hand_over: Callable[[HttpConnection, bytes], None],
         *,
         refused: bool = False,
     ) -> None:
@@ -291,6 +291,8 @@ class HttpConnection(asyncio.BufferedProtocol):
         self._fill = 0
         self._head: Head | None = None
         self._body_at = 0
+        # Bytes of an unfinished head that need no second look.
+        self._looked = 0
         # A chunked body: what there is of it, behind four free bytes, and how far the chunks were read.
         self._chunks: bytearray | None = None
         self._chunks_at = 0
@@ -319,11 +321,13 @@ class HttpConnection(asyncio.BufferedProtocol):
                 sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         if isinstance(transport, SocketTransport):
             self.fd = transport.fd
-        # Accepted by asyncio, which does not ask.
-        refused = self.fd < 0 and sock is not None and not self._broker.listeners.descriptors.admit()
+        # Accepted by asyncio, which does not ask. A TlsListener does, before the handshake.
+        asked = self.fd >= 0 or sock is None or transport.get_extra_info("sslcontext") is not None
+        refused = not asked and not self._broker.listeners.descriptors.admit()
         self.lane.connections.add(self)
         if refused:
-            self.close()
+            self._closing = True
+            self.transport.abort()
             return
         self._limit_connections()
 
@@ -337,6 +341,9 @@ class HttpConnection(asyncio.BufferedProtocol):
             # It gets the reason, but no time to read it: descriptors are what is short.
             self.transport.write(render(replace(envelope(HttpError(503, reason)), close=True), self.lane.date()))
             self.close()
+            if not self.transport.can_write_eof():
+                # A TLS connection waits for the peer's goodbye, which may not come.
+                self._linger = self.lane.loop.call_later(LINGER_SECONDS, self.transport.abort)
 
     def connection_lost(self, exc: Exception | None) -> None:
         # The descriptor may soon be another connection's.
@@ -456,11 +463,13 @@ class HttpConnection(asyncio.BufferedProtocol):
         """Serve one request; where the next one starts, -1 if it is not all there or has to wait."""
         head = self._head
         if head is None:
-            body = data.find(b"\r\n\r\n", pos, min(stop, pos + LONGEST_HEAD)) + 4
+            looked = self._looked
+            body = data.find(b"\r\n\r\n", pos + looked, min(stop, pos + LONGEST_HEAD)) + 4
             known = self.lane.known(bytes(memoryview(data)[pos:body])) if body > 3 else None
             if known is None:
                 # Its head may end sooner than with the first empty line of this form.
-                body = end_of_head(data, pos, stop)
+                body = end_of_head(data, pos, stop, looked)
+                self._looked = looked_at(stop - pos) if body < 0 else 0
                 if body < 0:
                     return -1
                 text = tidy(bytes(memoryview(data)[pos:body]))
@@ -470,6 +479,8 @@ class HttpConnection(asyncio.BufferedProtocol):
                     return stop
             else:
                 head = known
+                if looked:
+                    self._looked = 0
         else:
             body = pos + self._body_at
         if head.special:
@@ -630,7 +641,12 @@ class HttpConnection(asyncio.BufferedProtocol):
         self._closing = True
         self.fd = -1
         self.lane.connections.discard(self)
-        self.lane.hand_over(self.transport, head + memoryview(data)[body:stop])
+        self.lane.hand_over(self, head + memoryview(data)[body:stop])
+
+    def take_back(self, answer: Answer) -> None:
+        """Give the only answer there is to a request that the general server cannot take, and end the connection."""
+        self.lane.connections.add(self)
+        self._end(answer)
 
     # --- Output ----------------------------------------------------------------------------------------------------
 
