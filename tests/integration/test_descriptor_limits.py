@@ -113,7 +113,9 @@ def test_files_of_many_topics_are_no_flood_of_connections(tmp_path: Path) -> Non
                 publisher.sendall(b"".join(encode_command(b"PUB", b"topic-%d" % i, body=b"x") for i in topics))
                 answers = b""
                 while len(answers) < 10 * LIMIT:
-                    answers += publisher.recv(10 * LIMIT - len(answers))
+                    part = publisher.recv(10 * LIMIT - len(answers))
+                    assert part, (tmp_path / "log").read_text()[-2000:]
+                    answers += part
                 assert answers == b"\0\0\0\6\0\0\0\0OK" * LIMIT
                 time.sleep(0.2)
         # What storage holds open is its own share again.

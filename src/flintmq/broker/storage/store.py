@@ -84,6 +84,9 @@ class Store:
         self.unsynced = 0
         self.unstarted = 0
         self.dirty: dict[Syncer, None] = {}
+        # Syncs under way, and logs that wait for one.
+        self._syncs = 0
+        self._sync_queue: dict[Syncer, int] = {}
         # Open files, least recently used first; descriptors in reserve.
         self._files: OrderedDict[Segment, None] = OrderedDict()
         # Files open at once, unless more are in use.
@@ -195,6 +198,22 @@ class Store:
             except OSError as exc:
                 if exc.errno not in NO_DESCRIPTOR or not (self._close_files(0) or self._release_one()):
                     raise
+
+    def begin_sync(self, syncer: Syncer, urgency: int) -> bool:
+        """May a sync start? It pins files, so not all of a thousand logs can have one at once: the others queue up."""
+        if self._syncs >= max(2, self._most_files // 2):
+            self._sync_queue[syncer] = urgency
+            return False
+        self._sync_queue.pop(syncer, None)
+        self._syncs += 1
+        return True
+
+    def end_sync(self) -> None:
+        """Let the next one start that waits for it."""
+        self._syncs -= 1
+        while self._sync_queue and self._syncs < max(2, self._most_files // 2):
+            syncer = next(iter(self._sync_queue))
+            syncer.sync(self._sync_queue.pop(syncer))
 
     def sync_folder(self, path: Path) -> None:
         """Sync a folder's entries, which takes a descriptor. May be called in a thread."""

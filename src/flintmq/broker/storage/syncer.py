@@ -92,7 +92,7 @@ class Syncer:
             self._again = True
             return
         log, disk = self._log, self._store.disk
-        if not self.segments or log.closed or disk.closing:
+        if not self.segments or log.closed or disk.closing or not self._store.begin_sync(self, urgency):
             return
         # A segment that was freed before it was ever synced needs no sync.
         wanted = [segment for segment in self.segments if segment in log.segments]
@@ -103,6 +103,7 @@ class Syncer:
         except OSError as exc:
             if not files:
                 self._try_later(exc)
+                self._store.end_sync()
                 return
         # Without a descriptor for each of them the others follow in a second sync, and only then is all of it durable.
         pinned, rest = wanted[: len(files)], wanted[len(files) :]
@@ -120,6 +121,7 @@ class Syncer:
             self.running = False
             for segment in pinned:
                 log.unpin(segment)
+            self._store.end_sync()
             if error is None:
                 for segment in pinned:
                     segment.folder_synced = True
@@ -130,6 +132,7 @@ class Syncer:
         except BaseException:
             for segment in pinned:
                 log.unpin(segment)
+            self._store.end_sync()
             raise
         self.running = True
         self._again = bool(rest)
