@@ -24,7 +24,7 @@ from typing import Any
 
 import google_crc32c
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
@@ -32,10 +32,6 @@ import flintmq.kernel
 from flintmq.broker.storage.segment import Entry, Record, encode_record, read_records
 from flintmq.kernel import _cython, layout
 from flintmq.protocol.wire import encode_mpub
-
-# How long one example takes says more about the machine than about the code.
-settings.register_profile("no deadline", deadline=None)
-settings.load_profile("no deadline")
 
 PREFIX = 513 << 54
 BASE = 7_000

@@ -175,10 +175,10 @@ class _Printer:
             except asyncio.CancelledError:
                 # Asked to end, and whoever reads our output does not.
                 self.failure = TimeoutError(errno.ETIMEDOUT, "nobody reads the output")
-                self._finish(output.printed)
+                self._finish(output.take_printed())
                 self._give_back(output.left + self._link.waiting())
                 raise
-            self._finish(output.printed)
+            self._finish(output.take_printed())
             messages = output.left
         if self.failure is not None:
             self._give_back(messages)
@@ -202,6 +202,7 @@ class _Printer:
         while not written.done():
             await asyncio.wait([written], timeout=self._link.message_seconds / 3)
             if not written.done():
+                self._finish(output.take_printed())
                 for message in output.left + self._link.waiting():
                     message.touch()
         if self._timeout is not None and not self._stopping:
@@ -245,15 +246,17 @@ class _Output:
         self._ends = list(accumulate(map(len, lines)))
         #: Bytes that are written; a thread counts them.
         self.written = 0
+        self._taken = 0
 
-    @property
-    def printed(self) -> list[Message]:
-        """Those whose whole line is written."""
-        return self._messages[: bisect_right(self._ends, self.written)]
+    def take_printed(self) -> list[Message]:
+        """Those whose whole line was written since the last call."""
+        first, self._taken = self._taken, bisect_right(self._ends, self.written)
+        return self._messages[first : self._taken]
 
     @property
     def left(self) -> list[Message]:
-        return self._messages[bisect_right(self._ends, self.written) :]
+        """Those that ``take_printed`` has not returned yet."""
+        return self._messages[self._taken :]
 
 
 def _write(output: _Output, loop: asyncio.AbstractEventLoop, written: asyncio.Future[OSError | None]) -> None:
