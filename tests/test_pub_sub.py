@@ -289,8 +289,9 @@ def test_a_broker_that_is_lost_is_noticed_while_the_rate_is_waited_for(nsq_broke
     assert process.stdin is not None
     process.stdin.write(b"first\nsecond\n")
     process.stdin.flush()
-    while not nsq_broker.stats()["topics"]:
+    while not any(topic["message_count"] for topic in nsq_broker.stats()["topics"]):
         time.sleep(0.05)
+    time.sleep(1)  # until it has the answer, and waits
     nsq_broker.stop()
     output, errors = process.communicate(timeout=PATIENCE)
     assert process.returncode == 1
