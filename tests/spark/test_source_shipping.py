@@ -79,8 +79,12 @@ def test_a_shipped_source_needs_nothing_of_ours(bare_python, broker, topic, tmp_
         writer = Sink.writer(schema=StructType().add("value", "string"), overwrite=False)
         writer = cloudpickle.loads(cloudpickle.dumps(writer))
         import pyarrow as pa
-        done = writer._job.write(iter([pa.record_batch([pa.array(["a", "b"])], names=["value"])]), "job", 0)
-        print(done.rows, done.idempotent)
+        rows = iter([pa.record_batch([pa.array(["a", "b"])], names=["value"])])
+        done = writer._job.write(rows, writer._write, 0)
+        # To the driver and back.
+        done = cloudpickle.loads(cloudpickle.dumps(done))
+        print(done.rows, done.staged is not None)
+        writer.commit([done])
         print(any(name.startswith("flintmq") for name in sys.modules))
         """,
         str(tmp_path / "source"),
