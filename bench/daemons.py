@@ -189,7 +189,7 @@ def _start(side: Side, folder: Path, in_memory: bool) -> Daemon:
     log = folder / "log"
     # Somebody else may take a port between our finding it free and the daemon's bind: then try others.
     for _ in range(START_ATTEMPTS):
-        tcp_port, http_port = _free_ports()
+        tcp_port, http_port = free_ports()
         flags = [
             f"--tcp-address=127.0.0.1:{tcp_port}",
             f"--http-address=127.0.0.1:{http_port}",
@@ -242,7 +242,7 @@ def _read_frame(connection: socket.socket) -> bytes:
         return stream.read(size)
 
 
-def _free_ports() -> tuple[int, int]:
+def free_ports() -> tuple[int, int]:
     with socket.socket() as first, socket.socket() as second:
         first.bind(("127.0.0.1", 0))
         second.bind(("127.0.0.1", 0))

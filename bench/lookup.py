@@ -24,6 +24,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from .daemons import free_ports
 from .errors import BenchError
 
 INTERVAL = 0.005
@@ -171,7 +172,7 @@ def _ask(port: int, method: str, *paths: str) -> None:
 @contextlib.contextmanager
 def _running(command: str) -> Iterator[tuple[int, int]]:
     """Run an nsqlookupd, with its log in a file as it would be in production."""
-    tcp, web = _free_port(), _free_port()
+    tcp, web = free_ports()
     with tempfile.TemporaryDirectory(prefix="flintmq-bench-") as folder, (Path(folder) / "log").open("wb") as log:
         flags = [f"--tcp-address=127.0.0.1:{tcp}", f"--http-address=127.0.0.1:{web}"]
         process = subprocess.Popen([*shlex.split(command), *flags], stdout=log, stderr=log, process_group=0)
@@ -188,13 +189,6 @@ def _running(command: str) -> Iterator[tuple[int, int]]:
         finally:
             process.kill()
             process.wait()
-
-
-def _free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port: int = sock.getsockname()[1]
-        return port
 
 
 if __name__ == "__main__":

@@ -165,10 +165,13 @@ class Upkeep:
     def structure_changed(self, ephemeral: bool) -> None:
         """Topics or channels came, went or were paused: the journal has it at once, ``nsqd.dat`` follows soon."""
         self._broker.journal.flush()
-        if ephemeral or self._broker.stopping or self._metadata_due:
-            return
-        self._metadata_due = True
-        self._broker.once("metadata", METADATA_DELAY, self.save_metadata)
+        if not ephemeral:
+            self._plan_metadata(METADATA_DELAY)
+
+    def _plan_metadata(self, seconds: float) -> None:
+        if not (self._broker.stopping or self._metadata_due):
+            self._metadata_due = True
+            self._broker.once("metadata", seconds, self.save_metadata)
 
     def save_metadata(self) -> None:
         self._metadata_due = False
@@ -180,13 +183,10 @@ class Upkeep:
 
         def done(_: None, error: BaseException | None) -> None:
             self._metadata_busy = False
-            if error is None:
-                return
-            logger.error("NSQ: cannot write nsqd.dat - %s", error)
-            if not (self._broker.stopping or self._metadata_due):
+            if error is not None:
+                logger.error("NSQ: cannot write nsqd.dat - %s", error)
                 # It says what was until it is written.
-                self._metadata_due = True
-                self._broker.once("metadata", METADATA_RETRY, self.save_metadata)
+                self._plan_metadata(METADATA_RETRY)
 
         self._broker.disk.submit(lambda: self.write_metadata(content), done)
 

@@ -23,8 +23,9 @@ from flintmq.protocol.wire import valid_key, valid_name
 
 if TYPE_CHECKING:
     from flintmq.broker.daemon import Broker
+    from flintmq.options import NsqdOptions
 
-__all__ = ["OK", "REPEATED", "Order", "Publishing", "refusal"]
+__all__ = ["OK", "REPEATED", "Order", "Publishing", "check_binary", "refusal"]
 
 _u32 = Struct(">I")
 _i32 = Struct(">i")
@@ -146,7 +147,7 @@ class Publishing:
         if not batch:
             return content_of(_u32.pack(stop - pos), memoryview(data)[pos:stop])
         if order.binary:
-            pos, stop, _ = self._check_binary(data, pos, stop)
+            pos, stop, _ = check_binary(data, pos, stop, self._broker.options)
             return content_of(memoryview(data)[pos:stop])
         return content_of(*(records for records, _, _, _ in _lines(data, pos, stop)))
 
@@ -166,7 +167,7 @@ class Publishing:
         """Publish the messages of ``data[pos:stop]``, all or none."""
         count = 0
         if order.binary:
-            pos, stop, count = self._check_binary(data, pos, stop)
+            pos, stop, count = check_binary(data, pos, stop, self._broker.options)
         else:
             _check_lines(data, pos, stop, self._broker.options.max_msg_size)
         try:
@@ -181,18 +182,18 @@ class Publishing:
         except PublishError as exc:
             raise refusal(exc) from exc
 
-    def _check_binary(self, data: bytearray, pos: int, stop: int) -> tuple[int, int, int]:
-        """``[count]{[size][body]}``: where the records start and stop, and how many they are."""
-        options = self._broker.options
-        if stop - pos < 4:
-            raise HttpError(413, "BAD_BODY")
-        count = int(_i32.unpack_from(data, pos)[0])
-        if not 0 < count <= (options.max_body_size - 4) // 5:
-            raise HttpError(413, "BAD_BODY")
-        batch = BatchParser(pos + 4)
-        if batch.run(data, stop, count, options.max_msg_size) in (PARSE_MORE, PARSE_BAD):
-            raise HttpError(413, "BAD_MESSAGE")
-        return pos + 4, batch.pos, count
+
+def check_binary(data: bytearray, pos: int, stop: int, options: NsqdOptions) -> tuple[int, int, int]:
+    """``[count]{[size][body]}``: return where the records start and stop, and how many they are. HttpError if not."""
+    if stop - pos < 4:
+        raise HttpError(413, "BAD_BODY")
+    count = int(_i32.unpack_from(data, pos)[0])
+    if not 0 < count <= (options.max_body_size - 4) // 5:
+        raise HttpError(413, "BAD_BODY")
+    batch = BatchParser(pos + 4)
+    if batch.run(data, stop, count, options.max_msg_size) in (PARSE_MORE, PARSE_BAD):
+        raise HttpError(413, "BAD_MESSAGE")
+    return pos + 4, batch.pos, count
 
 
 def _check_lines(data: bytearray, pos: int, stop: int, longest: int) -> None:

@@ -8,17 +8,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Awaitable, Callable
-from struct import Struct
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import msgspec
 
+from flintmq.broker.http.publish import check_binary
 from flintmq.broker.stage.producer import Producer
 from flintmq.broker.stage.state import Decision
 from flintmq.errors import HttpError, StageError
 from flintmq.http.arguments import Arguments, is_number
 from flintmq.http.site import ADMIN, PUBLISH, READ, Request, Route
-from flintmq.kernel import PARSE_BAD, PARSE_MORE, BatchParser
 from flintmq.protocol.wire import valid_name
 
 if TYPE_CHECKING:
@@ -31,7 +30,6 @@ CALL_BYTES = 16 << 20
 #: The largest print of a decision: the last 64 of each producer are kept in memory.
 PRINT_BYTES = 64 << 10
 _MS = 1_000_000
-_i32 = Struct(">i")
 _PRODUCER = re.compile(r"[!-~]{1,128}")
 _ATTEMPT = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
@@ -168,8 +166,9 @@ class _StageApi:
         delay = _number(arguments, "defer") if "defer" in arguments else 0
         if delay and delay * _MS > self._settings_of(topic).max_defer:
             raise HttpError(400, "INVALID_DEFER")
-        body = await request.body(self._broker.options.max_body_size, "BODY_TOO_BIG")
-        end, count = self._records(body)
+        options = self._broker.options
+        body = await request.body(options.max_body_size, "BODY_TOO_BIG")
+        _, end, count = check_binary(body, 0, len(body), options)
         try:
             producer = self._staging.existing(name)
         except StageError as exc:
@@ -180,19 +179,6 @@ class _StageApi:
     def _settings_of(self, topic: str) -> Any:
         found = self._broker.topics.get(topic)
         return found.settings if found is not None else self._broker.settings.topic(topic)
-
-    def _records(self, body: bytearray) -> tuple[int, int]:
-        """``[count]{[size][body]}``, with the limits and errors of ``/mpub``: where the records end, and how many."""
-        options = self._broker.options
-        if len(body) < 4:
-            raise HttpError(413, "BAD_BODY")
-        count = int(_i32.unpack_from(body)[0])
-        if not 0 < count <= (options.max_body_size - 4) // 5:
-            raise HttpError(413, "BAD_BODY")
-        batch = BatchParser(4)
-        if batch.run(body, len(body), count, options.max_msg_size) in (PARSE_MORE, PARSE_BAD):
-            raise HttpError(413, "BAD_MESSAGE")
-        return batch.pos, count
 
     # --- Operators -------------------------------------------------------------------------------------------------
 

@@ -91,6 +91,7 @@ class Store:
         self._files: OrderedDict[Segment, None] = OrderedDict()
         # Files open at once, unless more are in use.
         self._most_files, _ = shares_of_descriptors()
+        self._most_syncs = max(2, self._most_files // 2)
         self._reserve: list[int] = []
         self._reserve_folder: Path | None = None
         # Blocks that can be used again, memory for new ones.
@@ -201,7 +202,7 @@ class Store:
 
     def begin_sync(self, syncer: Syncer, urgency: int) -> bool:
         """May a sync start? It pins files, so not all of a thousand logs can have one at once: the others queue up."""
-        if self._syncs >= max(2, self._most_files // 2):
+        if self._syncs >= self._most_syncs:
             self._sync_queue[syncer] = urgency
             return False
         self._sync_queue.pop(syncer, None)
@@ -211,7 +212,7 @@ class Store:
     def end_sync(self) -> None:
         """Let the next one start that waits for it."""
         self._syncs -= 1
-        while self._sync_queue and self._syncs < max(2, self._most_files // 2):
+        while self._sync_queue and self._syncs < self._most_syncs:
             syncer = next(iter(self._sync_queue))
             syncer.sync(self._sync_queue.pop(syncer))
 
