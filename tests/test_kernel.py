@@ -29,7 +29,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule, run_state_machine_as_test
 
 import flintmq.kernel
-from flintmq.broker.storage.segment import Entry, Record, encode_record, read_records
+from flintmq.broker.storage.segment import CONTINUES, MORE, Entry, Record, encode_record, read_records
 from flintmq.kernel import _cython, layout
 from flintmq.protocol.wire import encode_mpub
 
@@ -1286,7 +1286,7 @@ def segment_files(draw: st.DrawFn) -> tuple[bytes, int]:
     for _ in range(draw(st.integers(0, 12))):
         bodies = draw(st.lists(st.binary(min_size=1, max_size=40), min_size=1, max_size=3))
         block = filled(flintmq.kernel, bodies)
-        flags = draw(st.sampled_from([0, 0, 1, 2, 4, 6]))
+        flags = draw(st.sampled_from([0, 0, 1, 1, 2, 4, 4, 5, 6]))
         delay, started = (draw(st.integers(0, 1 << 31)), draw(st.integers(0, 1 << 62))) if flags & 2 else (0, 0)
         extra = draw(st.sampled_from([b"", b"", b"", b"extra"]))
         record = Record(block, 0, block.used, seq, len(bodies), flags, delay, started, extra)
@@ -1300,7 +1300,7 @@ def segment_files(draw: st.DrawFn) -> tuple[bytes, int]:
 
 
 @given(segment_files(), st.integers(1, 400), st.integers(0, 1 << 40))
-def test_plain_records_are_parsed_up_to_the_first_other_one(
+def test_records_are_parsed_up_to_the_first_that_does_not_follow(
     kernel: Any, file: tuple[bytes, int], step: int, offset: int
 ) -> None:
     data, stop = file
@@ -1308,22 +1308,49 @@ def test_plain_records_are_parsed_up_to_the_first_other_one(
     at, seq, indexed = 0, BASE, -1
     index: list[tuple[int, int, int]] = []
     deferrals: list[int] = []
+    extras: list[tuple[int, int, int, bytes]] = []
     for entry in read_records(data, SALT, 0, offset, True):
-        if not isinstance(entry, Entry) or entry.extra or entry.seq != seq or seq + entry.count > stop:
+        if not isinstance(entry, Entry) or entry.seq != seq or seq + entry.count > stop:
             break
         if indexed < 0 or entry.offset + entry.size - indexed > step:
             indexed = entry.offset
             index.append((entry.seq, entry.offset, entry.timestamp))
         if entry.flags & 2:
             deferrals += [entry.seq, entry.count, entry.started, entry.delay, entry.timestamp]
+        if entry.extra:
+            extras.append((entry.seq, entry.flags, entry.timestamp, entry.extra))
         at, seq = entry.offset - offset + entry.size, seq + entry.count
-    assert parser.parse(data, 0, offset) == at
+    assert parser.parse(data, offset) == at
     assert (parser.seq, parser.indexed, parser.index, list(parser.deferrals)) == (seq, indexed, index, deferrals)
+    assert parser.extras == extras
     # It goes on where it is told to, and finds nothing in what is left of it.
-    assert parser.parse(data, at, offset) == at and (parser.seq, list(parser.deferrals)) == (seq, [])
+    assert parser.parse(data[at:], offset + at) == 0
+    assert (parser.seq, list(parser.deferrals), parser.extras) == (seq, [], [])
 
 
-def test_a_position_beyond_the_buffer_is_refused(kernel: Any) -> None:
-    for at in (-1, 4):
-        with pytest.raises(ValueError, match="buffer"):
-            kernel.RecordParser(SALT, BASE, BASE + 9, 1).parse(b"abc", at, 0)
+@given(segment_files())
+def test_whole_groups_end_before_the_first_that_is_not_whole(kernel: Any, file: tuple[bytes, int]) -> None:
+    data, stop = file
+    whole, after = 0, BASE
+    seq, inside = BASE, False
+    for entry in read_records(data, SALT, 0, 0, True):
+        follows = isinstance(entry, Entry) and entry.seq == seq and seq + entry.count <= stop
+        if not follows or bool(entry.flags & CONTINUES) != inside:
+            break
+        seq += entry.count
+        inside = bool(entry.flags & MORE)
+        if not inside:
+            whole, after = entry.offset + entry.size, seq
+    assert kernel.whole_groups(data, SALT, BASE, stop) == (whole, after)
+
+
+@given(segment_files(), st.integers(1, (1 << 32) - 1))
+def test_records_get_another_salt_or_are_refused(kernel: Any, file: tuple[bytes, int], salt: int) -> None:
+    data, _ = file
+    found = list(read_records(data, SALT, 0, 0, True))
+    whole = all(isinstance(entry, Entry) for entry in found) and sum(entry.size for entry in found) == len(data)
+    copy = kernel.resalted(data, SALT, salt)
+    assert (copy is not None) == whole
+    if whole:
+        assert list(read_records(copy, salt, 0, 0, True)) == found
+        assert kernel.resalted(copy, salt, SALT) == data

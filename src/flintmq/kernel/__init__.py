@@ -84,7 +84,7 @@ from flintmq.kernel.lane import (
     send_each,
 )
 from flintmq.kernel.layout import FRAME_OVERHEAD
-from flintmq.kernel.records import RecordParser, gather
+from flintmq.kernel.records import RecordParser, gather, resalted, whole_groups
 from flintmq.kernel.spans import spans_hold, spans_of, spans_total, spans_union, spans_without
 
 __all__ = [
@@ -113,6 +113,7 @@ __all__ = [
     "line_records",
     "populate",
     "replace_calls",
+    "resalted",
     "send_each",
     "spans_hold",
     "spans_of",
@@ -122,4 +123,5 @@ __all__ = [
     "split_frames",
     "sum_records",
     "total_size",
+    "whole_groups",
 ]

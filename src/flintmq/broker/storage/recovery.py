@@ -13,6 +13,7 @@ from pathlib import Path
 
 from flintmq.broker.storage.disk import NO_ROOM, start_needs
 from flintmq.broker.storage.segment import (
+    CHUNK_BYTES,
     FILE_HEADER,
     RECORD_HEADER,
     Salvage,
@@ -25,6 +26,7 @@ from flintmq.broker.storage.segment import (
     read_header,
 )
 from flintmq.broker.storage.store import Store
+from flintmq.kernel import RecordParser
 
 __all__ = ["FIRST", "Recovery"]
 
@@ -133,20 +135,17 @@ class Recovery:
 
     def _copy(self, segment: Segment, salvage: Salvage) -> Segment | None:
         """Copy what may be in the page cache only to a new file, which is sealed and synced."""
-        unknown = salvage.entries
-        if not unknown:
+        if not salvage.runs:
             return None
-        self.salvaged.extend((entry.seq, entry.extra) for entry in unknown if entry.extra)
-        base = unknown[0].seq
+        base = salvage.runs[0].first
         # Of the whole file: then the copy takes its name.
         path = segment.path.with_name(f"{base:016x}.seg") if segment.spans else segment.path
-        size = FILE_HEADER + sum(entry.size for entry in unknown)
+        size = FILE_HEADER + sum(run.size for run in salvage.runs)
         with start_needs(path, size):
             return self._write_copy(segment, salvage, path)
 
     def _write_copy(self, segment: Segment, salvage: Salvage, path: Path) -> Segment:
-        unknown = salvage.entries
-        copy = Segment(path, unknown[0].seq, new_salt(self._disk.system), segment.boot)
+        copy = Segment(path, salvage.runs[0].first, new_salt(self._disk.system), segment.boot)
         temporary = path.with_suffix(".tmp")
         out = self._store.open(temporary, create=True)
         try:
@@ -164,11 +163,12 @@ class Recovery:
 
     def _fill_copy(self, copy: Segment, out: int, segment: Segment, salvage: Salvage) -> None:
         self._disk.write(out, [file_header(copy)], 0)
-        for entry in salvage.entries:
-            record, frames = salvage.record(entry, copy.salt)
-            offset = copy.size
-            self._disk.write(out, [record, frames], offset)
-            copy.note_found(entry, offset, len(record) + len(frames))
+        parser = RecordParser(copy.salt, copy.base, sys.maxsize, CHUNK_BYTES)
+        for run in salvage.runs:
+            records = salvage.records(run, copy.salt)
+            self._disk.write(out, [records], copy.size)
+            copy.note_records(parser, records, copy.size, run.first)
+            self.salvaged.extend((seq, extra) for seq, _, _, extra in parser.extras)
         if not segment.spans:
             copy.lost = self._lost(salvage)
         self._disk.write(out, [copy.seal()], copy.size)

@@ -23,7 +23,7 @@ Version 1. A later version must read every earlier one, and a file of a later ve
 
 from __future__ import annotations
 
-import sys
+import errno
 from array import array
 from bisect import bisect_right
 from collections.abc import Iterator
@@ -38,7 +38,7 @@ import msgspec
 from flintmq.broker.storage.disk import Disk, pack_numbers, unpack_numbers
 from flintmq.broker.storage.keys import RESERVED, KeyBlock, key_in
 from flintmq.errors import FormatError
-from flintmq.kernel import Block, RecordParser, gather
+from flintmq.kernel import Block, RecordParser, gather, resalted, whole_groups
 from flintmq.system import System
 
 _MAGIC = b"FLINTLOG"
@@ -180,32 +180,28 @@ class Segment:
             self.key_count = len(self.keys)
             self.reserved_keys += content == RESERVED
 
-    def note_found(self, entry: Entry, offset: int, size: int) -> None:
-        """A record that was found in a file, by a start, stands at ``offset``."""
-        self.note(entry.seq, entry.count, offset, size)
-        if len(self.index_times) < len(self.index_seqs):
-            self.index_times.append(entry.timestamp)
-        if entry.flags & DEFERRED:
-            self.deferrals.extend((entry.seq, entry.count, entry.started, entry.delay, entry.timestamp))
-        if entry.extra:
-            self.extras = True
-            self.note_key(entry.extra, entry.flags, entry.seq, entry.timestamp)
-
-    def note_parsed(self, parser: RecordParser, first: int, size: int) -> None:
-        """Plain records from ``first`` on were parsed, up to the offset ``size``."""
-        if parser.seq == first:
-            return
-        for seq, offset, timestamp in parser.index:
+    def note_records(self, parser: RecordParser, data: bytes, offset: int, first: int) -> int:
+        """The records from ``first`` on, in ``data``, stand at ``offset``; where in it something else stands."""
+        parser.seq = first
+        parser.indexed = self.index_offsets[-1] if self.index_offsets else -1
+        size = parser.parse(data, offset)
+        if not size:
+            return 0
+        for seq, at, timestamp in parser.index:
             self.index_seqs.append(seq)
-            self.index_offsets.append(offset)
+            self.index_offsets.append(at)
             self.index_times.append(timestamp)
         self.deferrals.extend(parser.deferrals)
+        for seq, flags, timestamp, extra in parser.extras:
+            self.extras = True
+            self.note_key(extra, flags, seq, timestamp)
         if self.spans and self.spans[-1] == first:
             self.spans[-1] = parser.seq
         else:
             self.spans.extend((first, parser.seq))
         self.end = parser.seq
-        self.size = size
+        self.size = offset + size
+        return size
 
     def seal(self) -> bytes:
         """No more records: the footer."""
@@ -294,20 +290,13 @@ def guess_header(path: Path, head: bytes) -> Segment | None:
 
 def encode_record(record: Record, salt: int) -> tuple[bytes, memoryview]:
     start, stop = record.start, record.stop
-    head = _encode_head(record, salt, stop - start, record.block.checksum(salt, start, stop))
-    return head, record.block.view[start:stop]
-
-
-def _encode_head(record: Record, salt: int, size: int, frames_crc: int) -> bytes:
+    frames_crc = record.block.checksum(salt, start, stop)
     extra = record.extra
     head = _record_head.pack(
-        salt, size, record.count, record.seq, record.started, record.delay, record.flags, len(extra), frames_crc
+        salt, stop - start, record.count, record.seq, record.started, record.delay, record.flags, len(extra), frames_crc
     )
-    head_crc = google_crc32c.extend(salt, head)
-    if extra:
-        head_crc = google_crc32c.extend(head_crc, extra)
-    encoded: bytes = head + _crc.pack(head_crc) + extra
-    return encoded
+    head_crc = google_crc32c.extend(google_crc32c.extend(salt, head), extra)
+    return head + _crc.pack(head_crc) + extra, record.block.view[start:stop]
 
 
 @dataclass(slots=True)
@@ -507,10 +496,20 @@ def hide_after(segment: Segment, seq: int) -> None:
     segment.end = max(segment.base, min(segment.end, seq))
 
 
+@dataclass(slots=True)
+class Run:
+    """Whole records, one after the other, that stand at ``offset`` of a file."""
+
+    offset: int
+    size: int
+    first: int
+    stop: int
+
+
 class Salvage:
     """Reads a segment that has no footer: which whole records are in it, less groups that are not whole.
 
-    Those that were on the device are noted in the segment at once; there may be a million. The others are ``entries``.
+    Those that were on the device are noted in the segment at once. The others are ``runs``.
     """
 
     STEP = 4 << 20
@@ -523,100 +522,89 @@ class Salvage:
         # What lies before the one was on the device, groups with their ends; nothing counts from the other on.
         self._durable = durable
         self._limit = limit
-        self.entries: list[Entry] = []
-        self._known_end = segment.base
+        self.runs: list[Run] = []
+        # Which run an unfinished group began with; none: -1.
+        self._group = -1
+        self._known_end = self._expected = segment.base
+        self._parser = RecordParser(segment.salt, segment.base, durable, CHUNK_BYTES)
         self.damage: list[tuple[int, int]] = []
 
     def run(self) -> None:
-        offset = FILE_HEADER
-        segment = self._segment
-        expected = segment.base
-        parser = RecordParser(segment.salt, expected, min(self._durable, self._limit), CHUNK_BYTES)
-        group = -1
+        offset, step = FILE_HEADER, self.STEP
         while offset < self._size:
-            step = self.STEP
-            while True:
-                data = self._disk.read(self._fd, step, offset)
-                last = offset + len(data) >= self._size
-                at = 0
-                if self._known_end == expected:
-                    at = self._parse_known(parser, data, offset)
-                    self._known_end = expected = parser.seq
-                entries = [e for e in read_records(data, segment.salt, at, offset, last) if isinstance(e, Entry)]
-                if at or entries or last:
-                    break
-                step *= 2
-            for entry in entries:
-                if entry.seq < expected or entry.seq >= self._limit:
-                    # Only a record that was cut off earlier can be here: a later one took its seqs. Or it was copied
-                    # into a message's body, which lies open where it is damaged.
-                    continue
-                missing = entry.seq > expected
-                if missing:
-                    self.damage.append((expected, entry.seq))
-                expected = entry.seq + entry.count
-                if expected <= self._durable:
-                    self._segment.note_found(entry, entry.offset, entry.size)
-                    self._known_end = expected
-                    continue
-                if group >= 0 and (missing or not entry.flags & CONTINUES):
-                    del self.entries[group:]
-                    group = -1
-                if entry.flags & CONTINUES and group < 0:
-                    # The beginning of its group is missing.
-                    continue
-                if not entry.flags & MORE:
-                    group = -1
-                elif group < 0:
-                    group = len(self.entries)
-                self.entries.append(entry)
+            data = self._disk.read(self._fd, step, offset)
+            last = offset + len(data) >= self._size
+            done = self._take_whole(data, offset)
+            if not done or last:
+                # Something else stands there: each record by itself.
+                for entry in read_records(data, self._segment.salt, done, offset, last):
+                    if isinstance(entry, Entry):
+                        self._take(entry, data, offset)
+                        done = entry.offset - offset + entry.size
             if last:
                 break
-            offset = entries[-1].offset + entries[-1].size if entries else offset + at
-        if group >= 0:
-            del self.entries[group:]
+            # Not even one record: it is larger than what was read, or something damaged is.
+            step = self.STEP if done else 2 * step
+            offset += done
+        self._drop_group()
 
-    def _parse_known(self, parser: RecordParser, data: bytes, offset: int) -> int:
-        """Note the records that were on the device, as long as one follows the other; where they end in ``data``."""
-        segment = self._segment
-        at = 0
-        while True:
-            start, first = at, parser.seq
-            parser.indexed = segment.index_offsets[-1] if segment.index_offsets else -1
-            at = parser.parse(data, start, offset)
-            segment.note_parsed(parser, first, offset + at)
-            # A record with extra bytes, perhaps.
-            entry = _entry_at(data, segment.salt, at, offset)
-            if entry is None or entry.seq != parser.seq or entry.seq + entry.count > parser.stop:
-                return at
-            segment.note_found(entry, entry.offset, entry.size)
-            parser.seq = entry.seq + entry.count
-            at += entry.size
+    def _take_whole(self, data: bytes, offset: int) -> int:
+        """Take whole groups, one after the other; where in ``data`` they end."""
+        first = self._expected
+        if self._group >= 0:
+            return 0
+        if self._known_end == first < self._durable:
+            self._parser.stop = min(self._durable, self._limit)
+            done = self._segment.note_records(self._parser, data, offset, first)
+            if done:
+                self._known_end = self._expected = self._segment.end
+                return done
+        done, self._expected = whole_groups(data, self._segment.salt, first, self._limit)
+        if done:
+            self.runs.append(Run(offset, done, first, self._expected))
+        return done
+
+    def _take(self, entry: Entry, data: bytes, offset: int) -> None:
+        if entry.seq < self._expected or entry.seq >= self._limit:
+            # Only a record that was cut off earlier can be here: a later one took its seqs. Or it was copied into a
+            # message's body, which lies open where it is damaged.
+            return
+        missing = entry.seq > self._expected
+        if missing:
+            self.damage.append((self._expected, entry.seq))
+        self._expected = entry.seq + entry.count
+        if self._expected <= self._durable:
+            self._parser.stop = self._durable
+            at = entry.offset - offset
+            self._segment.note_records(self._parser, data[at : at + entry.size], entry.offset, entry.seq)
+            self._known_end = self._expected
+            return
+        if missing or not entry.flags & CONTINUES:
+            self._drop_group()
+        if entry.flags & CONTINUES and self._group < 0:
+            # The beginning of its group is missing.
+            return
+        if not entry.flags & MORE:
+            self._group = -1
+        elif self._group < 0:
+            self._group = len(self.runs)
+        self.runs.append(Run(entry.offset, entry.size, entry.seq, self._expected))
+
+    def _drop_group(self) -> None:
+        if self._group >= 0:
+            del self.runs[self._group :]
+            self._group = -1
 
     @property
     def lost(self) -> list[tuple[int, int]]:
         """What was on the device and is not there any more. What never was may just have come too late."""
-        end = self.entries[-1].seq + self.entries[-1].count if self.entries else self._known_end
+        end = self.runs[-1].stop if self.runs else self._known_end
         missing = [*self.damage, (end, self._limit)]
         return [(first, min(stop, self._durable)) for first, stop in missing if first < min(stop, self._durable)]
 
-    def frames(self, entry: Entry, most: int = sys.maxsize) -> bytes:
-        """Return the entry's frames, or their first ``most`` bytes."""
-        skip = RECORD_HEADER + len(entry.extra)
-        return self._disk.read(self._fd, min(entry.size - skip, most), entry.offset + skip)
-
-    def record(self, entry: Entry, salt: int) -> tuple[bytes, bytes]:
-        """The record again, for a file with another salt."""
-        frames = self.frames(entry)
-        copy = Record(
-            None,  # type: ignore[arg-type]  # its frames are at hand, no block is needed
-            0,
-            0,
-            entry.seq,
-            entry.count,
-            entry.flags,
-            entry.delay // 1_000_000,
-            entry.started,
-            entry.extra,
-        )
-        return _encode_head(copy, salt, len(frames), google_crc32c.extend(salt, frames)), frames
+    def records(self, run: Run, salt: int) -> bytes:
+        """The records of a run, for a file with another salt."""
+        records = resalted(self._disk.read(self._fd, run.size, run.offset), self._segment.salt, salt)
+        if records is None:
+            raise OSError(errno.EIO, "what was read a moment ago reads differently now", str(self._segment.path))
+        return records
