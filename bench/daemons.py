@@ -175,8 +175,10 @@ def running(side: Side, folder: Path, in_memory: bool = False) -> Iterator[Daemo
 
 @contextmanager
 def fresh(side: Side, in_memory: bool = False) -> Iterator[Daemon]:
-    """A daemon with an empty data folder; with ``in_memory`` ours too keeps everything in memory."""
+    """Start a daemon on an empty data folder and wait until it rests; ``in_memory``: ours too keeps all in memory."""
     with data_folder() as folder, running(side, folder, in_memory) as daemon:
+        # Ours imports its general HTTP server behind the first answers: that is no message's cost.
+        daemon.settle()
         yield daemon
 
 

@@ -50,6 +50,7 @@ METRICS: dict[str, Metric] = {
     "latency-p99.9": Metric("latency at 1,000 msg/s, p99.9", "ms", "lower"),
     "cpu-mpub": Metric("server CPU per message, MPUB", "µs", "lower"),
     "cpu-consume": Metric("server CPU per message, consume", "µs", "lower"),
+    "cpu-consume-rdy1": Metric("server CPU per message, consume with RDY 1", "µs", "lower"),
     "cpu-pub": Metric("server CPU per message, PUB", "µs", "lower"),
     "cpu-http-pub": Metric("server CPU per message, HTTP /pub", "µs", "lower"),
     "cpu-http-mpub": Metric("server CPU per message, HTTP /mpub", "µs", "lower"),
@@ -162,7 +163,9 @@ def consume_rdy1(run: Run) -> Figures:
     with fresh(run.side) as daemon:
         daemon.create_channel(TOPIC, CHANNEL)
         run.preload(daemon, run.sizes.consume_rdy1)
-        return {"consume-rdy1": run.consume(daemon, run.sizes.consume_rdy1, connections=10, rdy=1)}
+        before = daemon.cpu_seconds()
+        rate = run.consume(daemon, run.sizes.consume_rdy1, connections=10, rdy=1)
+        return {"consume-rdy1": rate, "cpu-consume-rdy1": _cpu_per_message(daemon, before, run.sizes.consume_rdy1)}
 
 
 def both(run: Run) -> Figures:
