@@ -98,6 +98,27 @@ def test_what_was_written_and_not_finished_is_not_written_again(nsqd, topic, fil
     assert values(tmp_path / "spool") == list(range(51))
 
 
+@pytest.mark.parametrize("kind", ["go", "flintmq"])
+def test_a_killed_broker_that_counts_attempts_anew_is_not_written_twice(
+    kind, start_node, topic, filling, tmp_path, monkeypatch
+):
+    """A broker that was killed has forgotten that it delivered anything: all comes again as a first attempt."""
+    # The Go daemon keeps what it has in files only if there is no room in its memory.
+    nsqd = start_node(kind, "--mem-queue-size=0" if kind == "go" else "--mem-queue-size=10000")
+    nsqd.publish(topic, (b"%d" % n for n in range(50)))
+    with monkeypatch.context() as patch:
+        patch.setattr(spools.Feed, "finish", lambda self, connection, ids: None)
+        filled = filling(nsqd, subscribe=topic)
+        wait_for(lambda: filled.spool.end >= 50, "all are spooled")
+        nsqd.kill()
+    nsqd.start()
+    nsqd.publish(topic, [b"50"])
+    wait_for(lambda: filled.spool.end > 50 and nsqd.depth(topic, "c") == 0, "the channel is empty")
+    found = values(tmp_path / "spool")
+    assert sorted(found) == sorted(set(found))
+    assert 50 in found
+
+
 def test_a_broker_that_dies_and_comes_back_is_consumed_on(nsqd, topic, filling, tmp_path):
     nsqd.publish(topic, (b"%d" % n for n in range(20)))
     filling(nsqd, subscribe=topic)

@@ -22,6 +22,7 @@ parquet = pytest.importorskip("pyarrow.parquet")
 
 from flintmq.errors import PipelineError  # noqa: E402
 from flintmq.spark.pipelines import store  # noqa: E402
+from flintmq.spark.pipelines.archive import open_archive  # noqa: E402
 from flintmq.spark.pipelines.store import Archive, Manifest  # noqa: E402
 
 from .test_store import LATER, PER_BATCH, by_listing, by_manifest, do_batch, write_batch  # noqa: E402
@@ -292,6 +293,26 @@ def test_batches_that_are_missing_in_the_archive_stop_it(archive: Archive):
     assert bring(archive, 3, end_at(400))
 
 
+def test_batches_that_are_missing_stop_a_delta_table_too(root: Path):
+    pytest.importorskip("deltalake")
+    archive = open_archive(root, format="delta")
+    archive.prepare()
+    try:
+        assert bring(archive, 0, end_at(100))
+        assert archive.begin("q", 1, end_at(100)) is not None
+        staged = archive.staging / "empty"
+        staged.mkdir(parents=True)
+        archive.commit("q", 1, staged, end=end_at(100), rows=0)
+        with pytest.raises(PipelineError, match="ends with batch 1 of this query, and Spark goes on with batch 3"):
+            bring(archive, 3, end_at(400))
+        assert not bring(archive, 1, end_at(100)), "an empty batch that is repeated"
+        with pytest.raises(PipelineError, match="the checkpoint has gone back"):
+            bring(archive, 1, end_at(250))
+        assert bring(archive, 2, end_at(300))
+    finally:
+        archive.close()
+
+
 def test_ends_survive_full_versions_and_old_ones_are_dropped(archive: Archive, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(store, "_FULL_EVERY", 7)
     monkeypatch.setattr(store, "_KEPT_ENDS", 10)
@@ -350,7 +371,9 @@ def test_another_table_keeps_the_files_and_the_manifest_the_ends(root: Path):
     assert not bring(archive, 0, end_at(100))
     with pytest.raises(PipelineError, match="gone back"):
         bring(archive, 0, end_at(101))
-    assert bring(archive, 7, end_at(700))
+    with pytest.raises(PipelineError, match="the batches between are missing"):
+        bring(archive, 7, end_at(700))
+    assert bring(archive, 1, end_at(200))
     archive.close()
     assert archive.snapshot().files == {}
-    assert by_listing(root) == [*range(PER_BATCH), *range(7 * PER_BATCH, 8 * PER_BATCH)]
+    assert by_listing(root) == list(range(2 * PER_BATCH))

@@ -507,12 +507,12 @@ class Spooler:
 
     def _without_repeats(self, item: _Received, first: int) -> pa.RecordBatch | None:
         """The rows of an item, less those that are in the spool already."""
-        rows, _, _, _, _, attempts, ids, _, _ = item.columns
+        rows, _, _, _, _, _, ids, _, _ = item.columns
         topic, node, known = item.feed.topic, item.node, self._ids
         keys = [(topic, node, bytes(ids[16 * row : 16 * row + 16])) for row in range(rows)]
         fresh = None
-        # A message that was never delivered before cannot have been spooled before.
-        if max(array("i", bytes(attempts)), default=0) > 1 and not known.keys().isdisjoint(keys):
+        # Attempts tell nothing here: a broker that was killed counts them from 1 again.
+        if not known.keys().isdisjoint(keys):
             fresh = [row for row, key in enumerate(keys) if key not in known]
             logger.info("%s: %d messages came again and are in the spool already", topic, rows - len(fresh))
         known.update(dict.fromkeys(keys))
