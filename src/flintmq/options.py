@@ -349,6 +349,12 @@ class NsqdOptions(Options):
         "",
         "path of the tokens that HTTP requests must carry, with their rights; empty: no tokens are asked for",
     )
+    http_allowed_hosts: tuple[str, ...] = option(
+        STRINGS,
+        (),
+        "name that HTTP requests to a loopback address may be for, and whose web pages may change things (repeatable)",
+        flag="http-allowed-host",
+    )
     broadcast_address: str = option(
         STRING, socket.gethostname, "the address that nsqlookupd is told; by default the host name"
     )
@@ -577,6 +583,12 @@ class NsqlookupdOptions(Options):
         STRING,
         "",
         "path of the tokens that HTTP requests must carry, with their rights; empty: no tokens are asked for",
+    )
+    http_allowed_hosts: tuple[str, ...] = option(
+        STRINGS,
+        (),
+        "name that HTTP requests to a loopback address may be for, and whose web pages may change things (repeatable)",
+        flag="http-allowed-host",
     )
     broadcast_address: str = option(
         STRING, socket.gethostname, "the address that nsqds are told for HTTP; by default the host name"

@@ -20,8 +20,9 @@ from typing import TYPE_CHECKING, Any
 from flintmq.addresses import BACKLOG, text_of
 from flintmq.errors import HttpError
 from flintmq.http.arguments import split_target
+from flintmq.http.browsers import Names
 from flintmq.http.heads import BadHead, end_of_head, length_with_end, looked_at, tidy
-from flintmq.http.site import CONTINUE, LINGER_SECONDS, TEXT, Answer, Pieces, Request, Site
+from flintmq.http.site import CONTINUE, LINGER_SECONDS, TEXT, Answer, Pieces, Request, Site, envelope
 from flintmq.http.tls import TlsListener
 
 if TYPE_CHECKING:
@@ -78,7 +79,8 @@ class Server:
     """A site on listening sockets. ``protocol()`` makes the protocol of one connection, for those who accept it.
 
     A connection without a request is kept for ``idle`` seconds; the head of a request, and its body, may take ``head``
-    and ``body`` seconds. ``refusal`` is given instead of every answer, on a listener that is not to be used.
+    and ``body`` seconds. ``refusal`` is given instead of every answer, on a listener that is not to be used; those who
+    ask for a name that ``names`` does not know are refused.
     """
 
     def __init__(
@@ -89,6 +91,7 @@ class Server:
         head: float = HEAD_SECONDS,
         body: float | None = None,
         refusal: Answer | None = None,
+        names: Names | None = None,
     ) -> None:
         from aiohttp import web as aio
 
@@ -97,6 +100,7 @@ class Server:
         self._head_seconds = head
         self._body_seconds = body
         self._refusal = refusal
+        self._names = names or Names()
         self._loop = asyncio.get_running_loop()
         self._broken_body = aio.RequestPayloadError
         self._listeners: list[asyncio.Server | TlsListener] = []
@@ -163,6 +167,8 @@ class Server:
             path, query = split_target(target)
         except HttpError as exc:
             return _response(Answer(exc.code.encode(), TEXT, exc.status, close=True))
+        if not self._names.knows(raw.headers.get("Host", "")):
+            return _response(envelope(HttpError(403, "UNKNOWN_HOST")))
         if len(raw.headers.getall("Authorization", ())) > 1:
             # Which of them counts? A proxy in front of us may have looked at the other one.
             return _response(Answer(b"400 Bad Request", TEXT, 400, close=True))

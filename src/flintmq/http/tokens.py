@@ -14,20 +14,23 @@ from collections.abc import Callable
 
 from flintmq.errors import HttpError, OptionError
 
-__all__ = ["ADMIN", "OPEN", "PUBLISH", "READ", "Tokens", "read_token"]
+__all__ = ["ADMIN", "CONSUME", "OPEN", "PUBLISH", "READ", "RIGHTS", "Tokens", "read_token"]
 
 logger = logging.getLogger(__name__)
 
 #: Rights. A route needs one of them; an open one needs none.
-OPEN, READ, PUBLISH, ADMIN = "", "read", "publish", "admin"
+OPEN, READ, CONSUME, PUBLISH, ADMIN = "", "read", "consume", "publish", "admin"
+#: Those that a token can have; the last one includes the others.
+RIGHTS = (READ, CONSUME, PUBLISH, ADMIN)
 
 
 class Tokens:
     """Who may do what: a file with one line per token, ``TOKEN RIGHTS``, and ``#`` before a comment.
 
-    Rights are ``read``, ``publish`` and ``admin``, with commas between them; ``admin`` includes the others. A request
-    carries its token as ``Authorization: Bearer TOKEN``. Only digests are kept, and a token is compared with all of
-    them, so that how long that takes tells nothing.
+    Rights are ``read`` (numbers and names), ``consume`` (messages), ``publish`` and ``admin``, with commas between
+    them; ``admin`` includes the others, and no other one includes another. A request carries its token as
+    ``Authorization: Bearer TOKEN``. Only digests are kept, and a token is compared with all of them, so that how long
+    that takes tells nothing.
     """
 
     def __init__(self, path: str) -> None:
@@ -52,10 +55,10 @@ class Tokens:
             if not words or words[0].startswith("#"):
                 continue
             rights = frozenset(words[1].split(",")) if len(words) == 2 else frozenset[str]()
-            if not rights or not rights <= {READ, PUBLISH, ADMIN}:
+            if not rights or not rights <= frozenset(RIGHTS):
                 # Never the line itself: it holds a secret.
                 raise OptionError(f"{self.path}, line {number}: write TOKEN and its rights, such as read,publish")
-            found.append((_digest(words[0]), frozenset((READ, PUBLISH, ADMIN)) if ADMIN in rights else rights))
+            found.append((_digest(words[0]), frozenset(RIGHTS) if ADMIN in rights else rights))
         return found
 
     def reload(self) -> None:
@@ -70,7 +73,7 @@ class Tokens:
             changed()
 
     def check(self, authorization: str | None, right: str) -> None:
-        """HttpError 401 if the request has no token that we know, 403 if the token lacks the right."""
+        """HttpError 401 if the request has no token that we know, 403, with the right, if the token lacks it."""
         if right == OPEN:
             return
         scheme, _, token = (authorization or "").strip().partition(" ")
@@ -82,7 +85,7 @@ class Tokens:
         if rights is None or scheme.lower() != "bearer":
             raise HttpError(401, "UNAUTHORIZED")
         if right not in rights:
-            raise HttpError(403, "FORBIDDEN")
+            raise HttpError(403, "FORBIDDEN", missing_right=right)
 
 
 def read_token(path: str) -> str:

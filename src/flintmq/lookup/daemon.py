@@ -24,6 +24,7 @@ import msgspec
 from flintmq import addresses
 from flintmq.errors import FullError, HttpError, OptionError, ProtocolError, StartError
 from flintmq.http import site as web
+from flintmq.http.browsers import Names, is_loopback
 from flintmq.http.server import Server
 from flintmq.http.tls import reload_tls, server_tls
 from flintmq.http.tokens import Tokens
@@ -138,7 +139,8 @@ class Lookupd:
         # Both before the first connection: the answer to IDENTIFY names them.
         self._tcp_bound = addresses.text_of(tcp.getsockname())
         self._http_bound = addresses.text_of(http.getsockname())
-        self._http = Server(self._site())
+        own = (socket.gethostname(), options.broadcast_address, *options.http_allowed_hosts)
+        self._http = Server(self._site(), names=Names(own, is_guarded=is_loopback(http)))
         await self._http.listen(http, tls)
         logger.info("HTTP: listening on %s", self.http_address)
         loop = asyncio.get_running_loop()
@@ -249,6 +251,7 @@ class Lookupd:
                 web.Route("POST", "/channel/delete", self._delete_channel, web.ADMIN),
             ],
             self._tokens,
+            self.options.http_allowed_hosts,
         )
 
     async def _ping(self, request: web.Request) -> str:

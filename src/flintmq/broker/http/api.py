@@ -31,6 +31,7 @@ from flintmq.broker.observe import stats
 from flintmq.broker.observe.prometheus import scrape
 from flintmq.broker.observe.statsd import statsd_prefix
 from flintmq.errors import HttpError, OptionError, PublishError
+from flintmq.http.browsers import Names, is_loopback
 from flintmq.http.server import Server, load
 from flintmq.http.site import ADMIN, JSON, OPEN, PUBLISH, READ, Answer, Request, Route, Site, envelope
 from flintmq.http.tls import TlsListener, reload_tls, server_tls
@@ -65,7 +66,7 @@ class Api:
         options = broker.options
         self._tokens = Tokens(options.http_auth_token_file) if options.http_auth_token_file else None
         self._publishing = Publishing(broker)
-        self.site = Site(self._routes(), self._tokens)
+        self.site = Site(self._routes(), self._tokens, options.http_allowed_hosts)
         self._tls: ssl.SSLContext | None = None
         if options.tls_cert:
             self._tls = server_tls(
@@ -92,7 +93,7 @@ class Api:
             # Clients look for the port in it, in this very form.
             text = f'{{"message": "TLS_REQUIRED", "https_port": {addresses.port_of(self._broker.https_address)}}}'
             refused = envelope(Answer(text.encode(), JSON, 403))
-        lane = self._lane(refused)
+        lane = self._lane(sock, refused)
         if poller is not None:
             poller.listen(sock, lane.connection)
         elif sock.family == socket.AF_UNIX:
@@ -104,12 +105,18 @@ class Api:
         """Serve HTTPS on a bound socket; for a broker with a certificate."""
         assert self._tls is not None
         admit = self._broker.listeners.descriptors.admit
-        self._listeners.append(TlsListener(self._lane(None).connection, sock, self._tls, HANDSHAKE_SECONDS, admit))
+        self._listeners.append(
+            TlsListener(self._lane(sock, None).connection, sock, self._tls, HANDSHAKE_SECONDS, admit)
+        )
 
-    def _lane(self, refused: Answer | None) -> HttpLane:
-        general = _GeneralServer(self._broker, self.site, refused)
+    def _lane(self, sock: socket.socket, refused: Answer | None) -> HttpLane:
+        options = self._broker.options
+        own = (self._broker.disk.system.hostname(), options.broadcast_address, *options.http_allowed_hosts)
+        names = Names(own, is_guarded=is_loopback(sock))
+        general = _GeneralServer(self._broker, self.site, names, refused)
         self._general.append(general)
-        lane = HttpLane(self._broker, self.site, self._publishing, general.take, refused=refused is not None)
+        is_refused = refused is not None
+        lane = HttpLane(self._broker, self.site, self._publishing, general.take, names, refused=is_refused)
         self._lanes.append(lane)
         return lane
 
@@ -411,9 +418,10 @@ class _GeneralServer:
     request leads to the next attempt.
     """
 
-    def __init__(self, broker: Broker, site: Site, refused: Answer | None) -> None:
+    def __init__(self, broker: Broker, site: Site, names: Names, refused: Answer | None) -> None:
         self._broker = broker
         self._site = site
+        self._names = names
         self._refusal = refused
         self._server: Server | None = None
         self._starting: asyncio.Task[None] | None = None
@@ -482,6 +490,7 @@ class _GeneralServer:
             head=options.http_header_timeout / 1e9,
             body=options.http_body_timeout / 1e9,
             refusal=self._refusal,
+            names=self._names,
         )
 
     def _hand_over(self, server: Server, connection: HttpConnection, data: bytes) -> None:

@@ -30,6 +30,7 @@ from flintmq.broker.http.publish import OK, REPEATED, Publishing, refusal
 from flintmq.broker.http.request_heads import Head, read_head
 from flintmq.broker.net.sockets import SocketTransport
 from flintmq.errors import HttpError, PublishError
+from flintmq.http.browsers import Names
 from flintmq.http.heads import LONGEST_HEAD, BadHead, end_of_head, looked_at, tidy
 from flintmq.http.site import CONTINUE, LINGER_SECONDS, PUBLISH, Answer, envelope, log_request, render
 from flintmq.kernel import send_each
@@ -78,6 +79,7 @@ class HttpLane:
         site: Site,
         publishing: Publishing,
         hand_over: Callable[[HttpConnection, bytes], None],
+        names: Names,
         *,
         refused: bool = False,
     ) -> None:
@@ -86,6 +88,7 @@ class HttpLane:
         self.publishing = publishing
         #: Gives a connection that does not publish, with its bytes, to the general server.
         self.hand_over = hand_over
+        self._names = names
         #: Nothing is served here: the general server says why.
         self.refused = refused
         self.connections: set[HttpConnection] = set()
@@ -146,7 +149,7 @@ class HttpLane:
         if self.refused:
             return None
         head = read_head(data)
-        if head is None:
+        if head is None or not self._names.knows(head.host):
             return None
         if head.ping:
             return self._remembered(data, head)
