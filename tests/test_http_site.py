@@ -21,7 +21,7 @@ from flintmq.errors import HttpError, OptionError
 from flintmq.http import site as web
 from flintmq.http.server import Server
 from flintmq.http.site import ADMIN, CONSUME, OPEN, PUBLISH, READ, Answer, Request, Route, Site
-from flintmq.http.tls import reload_tls, server_tls
+from flintmq.http.tls import server_tls
 from flintmq.http.tokens import Tokens
 
 PATIENCE = 30.0
@@ -657,29 +657,6 @@ def test_files_that_are_no_good_are_named_as_the_reason(certificates: Certificat
     Path(getattr(certificates, broken)).write_text("nonsense")
     with pytest.raises(OptionError, match="failed to build TLS config"):
         server_tls(certificates.cert, certificates.key, client_ca=certificates.ca, policy="require-verify")
-
-
-async def test_a_certificate_is_replaced_without_a_restart(serve: Serve, certificates: Certificates) -> None:
-    tls = server_tls(certificates.cert, certificates.key)
-    address = await serve(tls=tls)
-
-    async def shown() -> bytes | None:
-        host, _, port = address.rpartition(":")
-        _, writer = await asyncio.open_connection(host, int(port), ssl=certificates.client())
-        found: bytes | None = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
-        writer.close()
-        await writer.wait_closed()
-        return found
-
-    before = await shown()
-    certificates.issue()
-    reload_tls(tls, certificates.cert, certificates.key)
-    after = await shown()
-    assert before != after
-    Path(certificates.key).write_text("nonsense")
-    with pytest.raises(OptionError, match="failed to reload"):
-        reload_tls(tls, certificates.cert, certificates.key)
-    assert await shown() == after
 
 
 FAILING_IMPORT = """

@@ -596,6 +596,12 @@ class NsqlookupdOptions(Options):
     inactive_producer_timeout: int = option(
         DURATION, 5 * MINUTE, "time without a PING after which an nsqd is not listed any more", minimum=0
     )
+    max_connections: int = option(
+        INT, 0, "most connections of nsqds, and as many of HTTP clients; 0: no limit", minimum=0
+    )
+    max_connections_per_address: int = option(
+        INT, 0, "most connections of either kind from one address; 0: no limit", minimum=0
+    )
     tombstone_lifetime: int = option(DURATION, 45 * SECOND, "how long a tombstone hides a topic of one nsqd", minimum=0)
     tls_cert: str = option(
         STRING, "", "path of the certificate (PEM); given, both addresses speak TLS and nothing else"

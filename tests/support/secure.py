@@ -232,9 +232,9 @@ class Peer:
         decoded: dict[str, Any] = json.loads(answer)
         return decoded
 
-    async def encrypt(self, context: ssl.SSLContext) -> None:
+    async def encrypt(self, context: ssl.SSLContext, session: ssl.SSLSession | None = None) -> None:
         """The client's side of the handshake. ssl.SSLError if it fails, EOFError if the server hangs up."""
-        tls = context.wrap_bio(self._incoming, self._outgoing, server_hostname="127.0.0.1")
+        tls = context.wrap_bio(self._incoming, self._outgoing, server_hostname="127.0.0.1", session=session)
         while True:
             try:
                 tls.do_handshake()

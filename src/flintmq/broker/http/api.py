@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Hashable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -34,7 +34,7 @@ from flintmq.errors import HttpError, OptionError, PublishError
 from flintmq.http.browsers import Names, is_loopback
 from flintmq.http.server import Server, load
 from flintmq.http.site import ADMIN, JSON, OPEN, PUBLISH, READ, Answer, Request, Route, Site, envelope
-from flintmq.http.tls import TlsListener, reload_tls, server_tls
+from flintmq.http.tls import TlsListener, server_tls
 from flintmq.http.tokens import Tokens
 from flintmq.options import LOG_LEVEL, option_table
 from flintmq.protocol.wire import NSQ_VERSION
@@ -69,13 +69,7 @@ class Api:
         self.site = Site(self._routes(), self._tokens, options.http_allowed_hosts)
         self._tls: ssl.SSLContext | None = None
         if options.tls_cert:
-            self._tls = server_tls(
-                options.tls_cert,
-                options.tls_key,
-                client_ca=options.tls_root_ca_file,
-                policy=options.tls_client_auth_policy,
-                min_version=options.tls_min_version,
-            )
+            self._tls = self._load_tls()
         self._lanes: list[HttpLane] = []
         self._general: list[_GeneralServer] = []
         self._listeners: list[asyncio.Server | TlsListener] = []
@@ -104,9 +98,30 @@ class Api:
     async def listen_tls(self, sock: socket.socket) -> None:
         """Serve HTTPS on a bound socket; for a broker with a certificate."""
         assert self._tls is not None
-        admit = self._broker.listeners.descriptors.admit
-        self._listeners.append(
-            TlsListener(self._lane(sock, None).connection, sock, self._tls, HANDSHAKE_SECONDS, admit)
+        lane = self._lane(sock, None)
+        listener = TlsListener(lane.connection, sock, self._tls, HANDSHAKE_SECONDS, self._admit, self._release)
+        self._listeners.append(listener)
+
+    def _admit(self, connection: Hashable, address: str) -> bool:
+        """Is there room for one more connection? Asked before its TLS handshake."""
+        if not self._broker.listeners.descriptors.admit():
+            return False
+        connections = self._broker.connections
+        return connections is None or not connections.admit(connection, address)
+
+    def _release(self, connection: Hashable) -> None:
+        if self._broker.connections is not None:
+            self._broker.connections.release(connection)
+
+    def _load_tls(self) -> ssl.SSLContext:
+        """Read what the options name. OptionError if it does not fit."""
+        options = self._broker.options
+        return server_tls(
+            options.tls_cert,
+            options.tls_key,
+            client_ca=options.tls_root_ca_file,
+            policy=options.tls_client_auth_policy,
+            min_version=options.tls_min_version,
         )
 
     def _lane(self, sock: socket.socket, refused: Answer | None) -> HttpLane:
@@ -155,14 +170,19 @@ class Api:
                 logger.exception("HTTP: a listener could not be closed")
 
     def reload(self) -> None:
-        """Tokens and certificate are read again; what is no good leaves the old one in its place."""
+        """Tokens, certificate and authorities are read again; what is no good leaves the old one in its place."""
         if self._tokens is not None:
             self._tokens.reload()
         if self._tls is not None:
             try:
-                reload_tls(self._tls, self._broker.options.tls_cert, self._broker.options.tls_key)
+                self._tls = self._load_tls()
             except OptionError as exc:
                 logger.error("HTTPS: the certificate stays as it was - %s", exc)
+                return
+            for listener in self._listeners:
+                if isinstance(listener, TlsListener):
+                    listener.renew(self._tls)
+            logger.info("HTTPS: the certificates were read again")
 
     def _forget(self) -> None:
         self._publishing.forget()
@@ -498,9 +518,9 @@ class _GeneralServer:
         connections = self._broker.connections
         if transport.is_closing():
             if connections is not None:
-                connections.release(transport)
+                connections.release(connection)
             return
-        protocol = server.protocol(None if connections is None else partial(connections.release, transport))
+        protocol = server.protocol(None if connections is None else partial(connections.release, connection))
         if isinstance(transport, SocketTransport):
             transport.protocol = _Handed(protocol, transport.sock)
         else:
