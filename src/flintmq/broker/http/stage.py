@@ -14,7 +14,7 @@ import msgspec
 
 from flintmq.broker.http.publish import check_binary
 from flintmq.broker.stage.producer import Producer
-from flintmq.broker.stage.state import Decision
+from flintmq.broker.stage.state import Decision, valid_attempt
 from flintmq.errors import HttpError, StageError
 from flintmq.http.arguments import Arguments, is_number
 from flintmq.http.site import ADMIN, PUBLISH, READ, Request, Route
@@ -31,7 +31,6 @@ CALL_BYTES = 16 << 20
 PRINT_BYTES = 64 << 10
 _MS = 1_000_000
 _PRODUCER = re.compile(r"[!-~]{1,128}")
-_ATTEMPT = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
 class _Named(msgspec.Struct):
@@ -207,7 +206,7 @@ def _check_producer(name: str) -> None:
 
 
 def _check_attempt(name: str) -> None:
-    if not _ATTEMPT.fullmatch(name):
+    if not valid_attempt(name):
         raise HttpError(400, "INVALID_ATTEMPT: 1 to 64 letters, digits, _ or - are needed")
 
 
