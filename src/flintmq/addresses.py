@@ -92,8 +92,11 @@ def text_of(name: Any) -> str:
     return name or "@"
 
 
-def bind(address: str, *, unix: bool = True) -> socket.socket:
-    """Return a listening, non-blocking socket. StartError, in the Go daemon's words, if there cannot be one."""
+def bind(address: str, *, unix: bool = True, mode: int | None = None) -> socket.socket:
+    """Return a listening, non-blocking socket. StartError, in the Go daemon's words, if there cannot be one.
+
+    ``mode`` is for the file of a unix socket; None: as the process makes files.
+    """
     try:
         host, port, path = split(address, listening=True, unix=unix)
         if path:
@@ -108,7 +111,16 @@ def bind(address: str, *, unix: bool = True) -> socket.socket:
             if not path:
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             sock.setblocking(False)
-            sock.bind(where)
+            if path and mode is not None:
+                # Not for a moment may others connect. The mask is the process's: nobody else makes files meanwhile.
+                before = os.umask(0o777 & ~mode)
+                try:
+                    sock.bind(where)
+                finally:
+                    os.umask(before)
+                os.chmod(path, mode)
+            else:
+                sock.bind(where)
             sock.listen(BACKLOG)
         except BaseException:
             sock.close()

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from flintmq.broker.storage.disk import Clock
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from flintmq.broker.delivery.channel import Channel
     from flintmq.broker.delivery.topic import Topic
 
-__all__ = ["Bucket", "Connections", "Pace", "TopicLimits"]
+__all__ = ["Bucket", "Connections", "Creation", "Pace", "TopicLimits"]
 
 logger = logging.getLogger(__name__)
 
@@ -74,6 +74,41 @@ class Connections(Admission):
     def of(cls, options: NsqdOptions, clock: Clock) -> Connections | None:
         limited = options.max_connections or options.max_connections_per_address
         return cls(options, clock) if limited else None
+
+
+class Creation:
+    """How many topics and channels clients can make, and how fast. What the broker makes for itself does not count."""
+
+    def __init__(self, options: NsqdOptions, clock: Clock, topics: Mapping[str, Topic]) -> None:
+        self._most_topics = options.max_topics
+        self._most_channels = options.max_channels
+        self._bucket = Bucket(options.max_creation_rate, clock) if options.max_creation_rate else None
+        self._topics = topics
+
+    @classmethod
+    def of(cls, options: NsqdOptions, clock: Clock, topics: Mapping[str, Topic]) -> Creation | None:
+        limited = options.max_topics or options.max_channels or options.max_creation_rate
+        return cls(options, clock, topics) if limited else None
+
+    def check_topic(self, name: str) -> None:
+        """LimitError if there can be no such topic, unless it is there."""
+        if name in self._topics:
+            return
+        if self._most_topics and len(self._topics) >= self._most_topics:
+            raise LimitError(f"limit of {self._most_topics} topics reached")
+        self._check_rate()
+
+    def check_channel(self, topic: Topic, name: str) -> None:
+        """LimitError if the topic can have no such channel, unless it is there."""
+        if name in topic.channels:
+            return
+        if self._most_channels and len(topic.channels) >= self._most_channels:
+            raise LimitError(f"limit of {self._most_channels} channels of {topic.name} reached")
+        self._check_rate()
+
+    def _check_rate(self) -> None:
+        if self._bucket is not None and not self._bucket.take(1):
+            raise RateError(f"limit of {self._bucket.rate} new topics and channels a second reached")
 
 
 class TopicLimits:

@@ -243,7 +243,7 @@ class Server:
         except ConnectionError:
             raise
         except Exception as exc:
-            logger.exception("an answer was cut off - %s %s", raw.method, raw.raw_path)
+            logger.exception("an answer was cut off - %s %s", raw.method, raw.raw_path.partition("?")[0])
             raise ConnectionError("cut off") from exc
         finally:
             await pieces.aclose()

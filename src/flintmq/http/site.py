@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -330,7 +331,7 @@ class Site:
         except HttpError as exc:
             result = exc
         except Exception:
-            logger.exception("panic in HTTP handler - %s %s", request.method, request.target)
+            logger.exception("panic in HTTP handler - %s %s", request.method, _shown(request.target))
             result = HttpError(500, "INTERNAL_ERROR")
         answer = envelope(result, plain=route.plain)
         if isinstance(result, HttpError) and answer.close and request.is_read:
@@ -394,12 +395,22 @@ def _redirect(method: str, path: str, query: str) -> Answer:
     return Answer(body, "text/html; charset=utf-8", 301, {"Location": location})
 
 
+#: Arguments that hold a secret by their name; nothing here asks for one, but somebody may send it.
+_SECRET = re.compile(r"(?i)([?&;][^=&;]*(?:token|secret|passw|auth|api_?key|credential|signature)[^=&;]*=)[^&;#]*")
+
+
 def log_request(status: int, method: str, target: str, remote: str, started: int) -> None:
     """One line per request, as NSQ prints it: ``200 GET /info (127.0.0.1:56106) 26.38µs``."""
     if logger.isEnabledFor(logging.INFO):
-        origin = ORIGIN.match(target)
-        shown = ascii(target[origin.end() if origin else 0 :])[1:-1]
-        logger.info("%d %s %s (%s) %s", status, method, shown, remote, _elapsed(time.perf_counter_ns() - started))
+        logger.info(
+            "%d %s %s (%s) %s", status, method, _shown(target), remote, _elapsed(time.perf_counter_ns() - started)
+        )
+
+
+def _shown(target: str) -> str:
+    """Return a target as part of a line in the log, without its secrets."""
+    origin = ORIGIN.match(target)
+    return ascii(_SECRET.sub(r"\1***", target[origin.end() if origin else 0 :]))[1:-1]
 
 
 def _elapsed(nanoseconds: int) -> str:

@@ -30,7 +30,7 @@ from flintmq.broker.net.sockets import Poller, SocketTransport
 from flintmq.broker.observe import stats
 from flintmq.broker.observe.prometheus import scrape
 from flintmq.broker.observe.statsd import statsd_prefix
-from flintmq.errors import HttpError, OptionError, PublishError
+from flintmq.errors import HttpError, LimitError, OptionError, PublishError
 from flintmq.http.browsers import Names, is_loopback
 from flintmq.http.server import Server, load
 from flintmq.http.site import ADMIN, JSON, OPEN, PUBLISH, READ, Answer, Request, Route, Site, envelope
@@ -312,7 +312,7 @@ class Api:
         }
         if arguments.get("format") == "json":
             extended = arguments.get("extended") == "true"
-            return await stats.survey(self._broker, **wanted, extended=extended)
+            return Answer(await stats.survey_json(self._broker, **wanted, extended=extended), JSON)
         return await stats.report(self._broker, **wanted)
 
     async def _metrics(self, request: Request) -> Answer:
@@ -324,7 +324,9 @@ class Api:
     async def _create_topic(self, request: Request) -> None:
         name = request.arguments().topic()
         try:
-            topic = self._broker.topic(name)
+            topic = self._broker.topic_for_client(name)
+        except LimitError as exc:
+            raise refusal(exc) from exc
         except PublishError as exc:
             logger.error("TOPIC(%s): cannot be made - %s", name, exc)
             raise HttpError(500, "INTERNAL_ERROR") from exc
@@ -352,7 +354,10 @@ class Api:
     async def _create_channel(self, request: Request) -> None:
         topic_name, name = request.arguments().topic_and_channel()
         topic = existing_topic(self._broker, topic_name)
-        topic.channel(name)
+        try:
+            self._broker.channel_for_client(topic, name)
+        except LimitError as exc:
+            raise refusal(exc) from exc
         await self._broker.as_safe_as(topic)
 
     async def _delete_channel(self, request: Request) -> None:
