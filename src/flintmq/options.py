@@ -379,6 +379,9 @@ class NsqdOptions(Options):
     lookupd_token_file: str = option(
         STRING, "", "path of the token that every nsqlookupd is shown over HTTP, the first word in it; empty: none"
     )
+    lookupd_registration_token_file: str = option(
+        STRING, "", "path of the token that every nsqlookupd is shown in IDENTIFY, the first word in it; empty: none"
+    )
     topology_region: str = option(STRING, "", "the region this node is in, for topology-aware-consumption")
     topology_zone: str = option(STRING, "", "the zone this node is in, for topology-aware-consumption")
     http_client_connect_timeout: int = option(
@@ -606,6 +609,11 @@ class NsqlookupdOptions(Options):
     )
     broadcast_address: str = option(
         STRING, socket.gethostname, "the address that nsqds are told for HTTP; by default the host name"
+    )
+    registration_token_file: str = option(
+        STRING,
+        "",
+        "path of the tokens, one on each line, of which an nsqd must show one in IDENTIFY; empty: none is asked for",
     )
     inactive_producer_timeout: int = option(
         DURATION, 5 * MINUTE, "time without a PING after which an nsqd is not listed any more", minimum=0

@@ -14,7 +14,7 @@ import ipaddress
 import socket
 from collections.abc import Collection, Iterable, Sequence
 
-__all__ = ["Names", "is_foreign", "is_loopback"]
+__all__ = ["Names", "is_exposed", "is_foreign", "is_loopback"]
 
 #: What a browser says of requests that no other site has made: by the page itself, or by its user.
 _OWN_SITES = frozenset(("same-origin", "none"))
@@ -61,6 +61,11 @@ def is_loopback(sock: socket.socket) -> bool:
     address = ipaddress.ip_address(str(sock.getsockname()[0]).partition("%")[0])
     mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
     return (mapped or address).is_loopback
+
+
+def is_exposed(sock: socket.socket) -> bool:
+    """Return whether other machines may reach what listens on a socket."""
+    return sock.family in (socket.AF_INET, socket.AF_INET6) and not is_loopback(sock)
 
 
 def _is_same(origin: str, host: str) -> bool:

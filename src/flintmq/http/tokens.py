@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from flintmq.errors import HttpError, OptionError
 
-__all__ = ["ADMIN", "CONSUME", "OPEN", "PUBLISH", "READ", "RIGHTS", "Tokens", "read_token"]
+__all__ = ["ADMIN", "CONSUME", "OPEN", "PUBLISH", "READ", "RIGHTS", "Passes", "Tokens", "read_token"]
 
 logger = logging.getLogger(__name__)
 
@@ -86,6 +86,40 @@ class Tokens:
             raise HttpError(401, "UNAUTHORIZED")
         if right not in rights:
             raise HttpError(403, "FORBIDDEN", missing_right=right)
+
+
+class Passes:
+    """Who may come in at all: a file with a token on each line, and ``#`` before a comment. OptionError if none is."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._digests = self._read()
+
+    def _read(self) -> list[bytes]:
+        try:
+            with open(self.path, encoding="utf-8") as file:
+                if os.fstat(file.fileno()).st_mode & (stat.S_IRGRP | stat.S_IROTH):
+                    logger.warning("TCP: %s holds tokens and can be read by others: chmod 600 it", self.path)
+                words = [line.split() for line in file]
+        except (OSError, UnicodeDecodeError) as exc:
+            reason = exc.strerror if isinstance(exc, OSError) else exc
+            raise OptionError(f"cannot read the tokens in {self.path} - {reason}") from exc
+        found = [_digest(line[0]) for line in words if line and not line[0].startswith("#")]
+        if not found:
+            raise OptionError(f"there is no token in {self.path}")
+        return found
+
+    def reload(self) -> None:
+        """Read the file again. If that fails the old tokens stay."""
+        try:
+            self._digests = self._read()
+        except OptionError as exc:
+            logger.error("TCP: the tokens stay as they were - %s", exc)
+
+    def is_good(self, token: str) -> bool:
+        """Is it one of them? It is compared with all, so that how long that takes tells nothing."""
+        digest = _digest(token)
+        return sum([hmac.compare_digest(known, digest) for known in self._digests]) > 0
 
 
 def read_token(path: str) -> str:

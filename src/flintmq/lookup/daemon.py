@@ -25,10 +25,10 @@ from flintmq import addresses
 from flintmq.errors import FullError, HttpError, OptionError, ProtocolError, StartError
 from flintmq.http import site as web
 from flintmq.http.admission import Admission, address_of
-from flintmq.http.browsers import Names, is_loopback
+from flintmq.http.browsers import Names, is_exposed, is_loopback
 from flintmq.http.server import Server
 from flintmq.http.tls import TlsListener, server_tls
-from flintmq.http.tokens import Tokens
+from flintmq.http.tokens import Passes, Tokens
 from flintmq.lookup.registry import Producer, Registry
 from flintmq.options import NsqlookupdOptions, format_duration
 from flintmq.protocol.wire import MAGIC_LOOKUP, NSQ_VERSION, decode_identify, valid_name
@@ -55,6 +55,7 @@ LOOK_EVERY = 8
 SLICE = 2_000
 #: After so many lines of the log, likewise.
 LOGGED_AT_ONCE = 64
+OPEN_TO_ALL = "whoever reaches it can hide and delete topics; see docs/security.md"
 #: See ``Lookupd.when_grown``.
 GROWTH = 4_096
 #: A half-dead connection is found out within a minute, so that an nsqd that came back is not listed twice for long.
@@ -70,6 +71,8 @@ _IDENTIFY_FIELDS: dict[str, tuple[str, Any]] = {
     "topology_region": ("string", ""),
     # Always that of the socket; but what is no text is no JSON of an nsqd.
     "remote_address": ("string", ""),
+    # Ours: see ``--registration-token-file``.
+    "token": ("string", ""),
 }
 
 
@@ -114,6 +117,8 @@ class Lookupd:
         # Read at the start, and again by `reload`.
         self._tls: ssl.SSLContext | None = None
         self._tokens: Tokens | None = None
+        #: What an nsqd must show; None: nothing.
+        self.passes: Passes | None = None
 
     # --- Start and stop --------------------------------------------------------------------------------------------
 
@@ -133,6 +138,8 @@ class Lookupd:
             tls = self._tls = self._load_tls()
             if options.http_auth_token_file:
                 self._tokens = Tokens(options.http_auth_token_file)
+            if options.registration_token_file:
+                self.passes = Passes(options.registration_token_file)
         except OptionError as exc:
             raise StartError(str(exc)) from exc
         tcp = addresses.bind(options.tcp_address, unix=False)
@@ -150,12 +157,20 @@ class Lookupd:
         )
         await self._http.listen(http, tls)
         logger.info("HTTP: listening on %s", self.http_address)
+        if is_exposed(http) and self._tokens is None and not options.tls_root_ca_file:
+            logger.warning("HTTP: %s can be reached by other machines, and %s", self.http_address, OPEN_TO_ALL)
         loop = asyncio.get_running_loop()
         if tls is not None:
             self._tcp = TlsListener(lambda: Session(self), tcp, tls, MAGIC_SECONDS, self._admit, self.admission.release)
         else:
             self._tcp = await loop.create_server(lambda: Session(self), sock=tcp, backlog=addresses.BACKLOG)
         logger.info("TCP: listening on %s", self.tcp_address)
+        if is_exposed(tcp) and self.passes is None and not options.tls_root_ca_file:
+            logger.warning(
+                "TCP: %s can be reached by other machines, and whoever reaches it can send consumers to its "
+                "own broker; see docs/security.md",
+                self.tcp_address,
+            )
 
     def _load_tls(self) -> ssl.SSLContext | None:
         options = self.options
@@ -174,6 +189,8 @@ class Lookupd:
         logger.info("NSQ: reloading")
         if self._tokens is not None:
             self._tokens.reload()
+        if self.passes is not None:
+            self.passes.reload()
         if self._tls is not None:
             try:
                 context = self._load_tls()
@@ -547,6 +564,9 @@ class Session(asyncio.Protocol):
         if not all(fields[name] for name in ("broadcast_address", "tcp_port", "http_port", "version")):
             raise ProtocolError("E_BAD_BODY", "IDENTIFY missing fields")
         del fields["remote_address"]
+        token, passes = fields.pop("token"), self._lookupd.passes
+        if passes is not None and not passes.is_good(token):
+            raise ProtocolError("E_UNAUTHORIZED", "IDENTIFY needs a token that is known here")
         producer = Producer(self._address, **fields)
         logger.info(
             "CLIENT(%s): IDENTIFY Address:%s TCP:%d HTTP:%d Version:%s",
