@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 
 from flintmq.errors import OptionError, StartError
 
-__all__ = ["Address", "bind", "http_url", "join", "port_of", "reason_of", "split", "text_of"]
+__all__ = ["Address", "bind", "host_of", "http_url", "join", "port_of", "reason_of", "split", "text_of"]
 
 #: Connections that may wait to be accepted.
 BACKLOG = 1024
@@ -73,6 +73,14 @@ def _refusal(address: str, reason: str, unix: bool) -> OptionError:
 def join(host: str, port: int | str) -> str:
     """Return ``host:port``, an IPv6 address in brackets."""
     return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
+
+
+def host_of(authority: str) -> str:
+    """Return the host of ``host`` or ``host:port`` as a header has it, an IPv6 address without its brackets."""
+    if authority.startswith("["):
+        return authority[1:].partition("]")[0]
+    name, colon, port = authority.rpartition(":")
+    return name if colon and port.isdigit() else authority.removesuffix(":")
 
 
 def port_of(address: str) -> int:

@@ -14,6 +14,8 @@ import ipaddress
 import socket
 from collections.abc import Collection, Iterable, Sequence
 
+from flintmq.addresses import host_of
+
 __all__ = ["Names", "is_exposed", "is_foreign", "is_loopback"]
 
 #: What a browser says of requests that no other site has made: by the page itself, or by its user.
@@ -36,7 +38,7 @@ class Names:
         """Return whether a request for ``host``, with or without a port, is meant for us."""
         if not self.is_guarded or not host:
             return True
-        name = _without_port(host).lower().rstrip(".")
+        name = host_of(host).lower().rstrip(".")
         return name in self._names or name == "localhost" or name.endswith(".localhost") or _is_address(name)
 
 
@@ -79,15 +81,7 @@ def _is_same(origin: str, host: str) -> bool:
 
 
 def _is_allowed(origin: str, allowed: Collection[str]) -> bool:
-    return _without_port(origin.strip().lower().partition("://")[2]) in allowed
-
-
-def _without_port(host: str) -> str:
-    """Return the host of ``host:port``, and that of an address in brackets without them."""
-    if host.startswith("["):
-        return host[1:].partition("]")[0]
-    name, colon, port = host.rpartition(":")
-    return name if colon and port.isdigit() else host.removesuffix(":")
+    return host_of(origin.strip().lower().partition("://")[2]) in allowed
 
 
 def _is_address(name: str) -> bool:
