@@ -40,7 +40,7 @@ ARROWS: dict[str, set[str]] = {
     "broker.limits": {"broker.storage"},
     "broker.delivery": {"broker.settings", "broker.limits"},
     "broker.net": {"broker.delivery"},
-    "broker.observe": {"broker.delivery"},
+    "broker.observe": {"broker.delivery", "logs"},
     "broker.stage": {"broker.delivery"},
     "broker.http": {"broker.delivery", "broker.net", "broker.observe", "broker.stage"},
     "broker": {"broker.http"},

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import fcntl
+import hashlib
 import os
 import random
 import re
@@ -21,8 +22,9 @@ import pytest
 
 from flintmq.broker import backup
 from flintmq.broker.daemon import Broker
+from flintmq.broker.stage.state import Prepared, encode_state
 from flintmq.broker.storage import journal
-from flintmq.errors import BackupError, StartError
+from flintmq.errors import BackupError, FormatError, StartError
 from flintmq.protocol.wire import encode_command, encode_mpub
 from support.nsq_client import NsqClient
 
@@ -545,3 +547,101 @@ async def test_a_copy_of_very_many_topics_is_restored_whole(
     async with Broker(data_path=tmp_path / "copy", disk_reserve=0) as broker:
         assert {topic.name for topic in broker.topics.values()} == names
         assert all("c" in topic.channels for topic in broker.topics.values())
+
+
+# --- One that was made by somebody else -------------------------------------------------------------------------------
+
+OUTSIDE = ("../../outside", "../../../../outside", "/tmp/outside", "a/b", "../x", "", "x" * 65, "a\nb", "a\0b")
+
+
+def sealed(source: Path) -> None:
+    """Give the backup a manifest that fits what lies in it now."""
+    manifest = backup._read_manifest(source)
+    for file in manifest.files:
+        content = (source / file.path).read_bytes()
+        file.size, file.sha256 = len(content), hashlib.sha256(content).hexdigest()
+    backup._write_manifest(source, manifest)
+
+
+async def crafted(path: Path, *notes: tuple[object, ...]) -> Path:
+    """A backup whose journal has these notes at its end."""
+    (path / "data").mkdir()
+    async with Broker(data_path=path / "data", disk_reserve=0) as broker:
+        broker.topic("t").channel("c")
+    source = path / "backup"
+    backup.make(path / "data", source)
+    folder = source / "data" / "journal"
+    writer = backup._journal(folder)
+    writer.start(writer.recover())
+    for note in notes:
+        writer.note(*note)
+    writer.sync_now()
+    writer.close()
+    manifest = backup._read_manifest(source)
+    manifest.files = [file for file in manifest.files if not file.path.startswith("data/journal/")]
+    names = [f"data/journal/{file.name}" for file in folder.iterdir()]
+    manifest.files += [backup.FileEntry(name, 0, "") for name in names]
+    backup._write_manifest(source, manifest)
+    sealed(source)
+    backup.verify(source)
+    return source
+
+
+def tree(path: Path) -> list[str]:
+    return sorted(str(found.relative_to(path)) for found in path.rglob("*"))
+
+
+@pytest.mark.parametrize("name", OUTSIDE)
+@pytest.mark.parametrize("kind", ["topic", "channel", "redrive"])
+async def test_names_in_a_backup_lead_nowhere(tmp_path: Path, name: str, kind: str) -> None:
+    """As a topic's folder they would lead out of the data path, to be made, filled and removed."""
+    notes: dict[str, tuple[object, ...]] = {
+        "topic": ("topic", 77, name, 1, 1000),
+        "channel": ("channel", 1, 78, name, 1, journal.SIDE),
+        "redrive": ("redrive", 1, name, "c", 1, None, None, 0, False, None),
+    }
+    source = await crafted(tmp_path, notes[kind])
+    before = tree(tmp_path)
+    target = tmp_path / "restored"
+    with pytest.raises(FormatError, match="a name that cannot be one"):
+        backup.restore(source, target)
+    assert [found for found in tree(tmp_path) if found not in before] == ["restored"]
+    # Nor does a broker take it up that finds it in its own folder.
+    shutil.rmtree(tmp_path / "data" / "flintmq" / "journal")
+    shutil.copytree(source / "data" / "journal", tmp_path / "data" / "flintmq" / "journal")
+    before = tree(tmp_path)
+    with pytest.raises((StartError, FormatError), match="a name that cannot be one"):
+        await Broker(data_path=tmp_path / "data", disk_reserve=0).start()
+    assert [found for found in tree(tmp_path) if found not in before] == []
+
+
+@pytest.mark.parametrize("attempt", ["../../../../secret", "a/../../x", "a.b", ""])
+async def test_names_of_staged_rows_lead_nowhere(tmp_path: Path, attempt: str) -> None:
+    """A backup of a data path whose state names a file elsewhere would take that file along."""
+    (tmp_path / "data").mkdir()
+    async with Broker(data_path=tmp_path / "data", disk_reserve=0) as broker:
+        producer = broker.stage.producer("p")
+        await producer.open("run", "job", 0)
+        await producer.save()
+        folder = producer.folder
+        state = producer.state
+        state.sets[0] = Prepared(1, "set", [(attempt, 1, 1)], {})
+        crafted = encode_state(state)
+    (folder / "state").write_bytes(crafted)
+    with pytest.raises(FormatError, match="cannot be one"):
+        backup.make(tmp_path / "data", tmp_path / "backup")
+    with pytest.raises((StartError, FormatError), match="cannot be one"):
+        await Broker(data_path=tmp_path / "data", disk_reserve=0).start()
+
+
+async def test_a_backup_has_no_links(tmp_path: Path) -> None:
+    source = await crafted(tmp_path)
+    secret = tmp_path / "secret"
+    content = (source / "data" / "format.json").read_bytes()
+    secret.write_bytes(content)
+    (source / "data" / "format.json").unlink()
+    (source / "data" / "format.json").symlink_to(secret)
+    with pytest.raises(BackupError, match="is a link"):
+        backup.verify(source)
+    with pytest.raises(BackupError, match="is a link"):
+        backup.restore(source, tmp_path / "restored")

@@ -20,8 +20,8 @@ import trustme
 from flintmq.errors import HttpError, OptionError
 from flintmq.http import site as web
 from flintmq.http.server import Server
-from flintmq.http.site import ADMIN, OPEN, PUBLISH, READ, Answer, Request, Route, Site
-from flintmq.http.tls import reload_tls, server_tls
+from flintmq.http.site import ADMIN, CONSUME, OPEN, PUBLISH, READ, Answer, Request, Route, Site
+from flintmq.http.tls import server_tls
 from flintmq.http.tokens import Tokens
 
 PATIENCE = 30.0
@@ -203,7 +203,7 @@ async def ask(address: str, data: bytes) -> bytes:
 
 
 def request_of(method: str, target: str, *headers: str, body: bytes = b"") -> bytes:
-    lines = [f"{method} {target} HTTP/1.1", "Host: x", "Connection: close", *headers]
+    lines = [f"{method} {target} HTTP/1.1", "Host: localhost", "Connection: close", *headers]
     if body:
         lines.append(f"Content-Length: {len(body)}")
     return "\r\n".join([*lines, "", ""]).encode() + body
@@ -431,6 +431,7 @@ TOKENS = """\
 reader  read
 writer  publish
 both    read,publish
+eater   consume
 
 chief   admin
 """
@@ -450,18 +451,20 @@ def token_file(tmp_path: Path) -> Path:
         ("reader", {READ}),
         ("writer", {PUBLISH}),
         ("both", {READ, PUBLISH}),
-        ("chief", {READ, PUBLISH, ADMIN}),
+        ("eater", {CONSUME}),
+        ("chief", {READ, CONSUME, PUBLISH, ADMIN}),
     ],
 )
 def test_a_token_has_the_rights_of_its_line(token_file: Path, token: str, rights: set[str]) -> None:
     tokens = Tokens(str(token_file))
-    for right in (READ, PUBLISH, ADMIN):
+    for right in (READ, CONSUME, PUBLISH, ADMIN):
         if right in rights:
             tokens.check(f"Bearer {token}", right)
         else:
             with pytest.raises(HttpError) as raised:
                 tokens.check(f"Bearer {token}", right)
             assert (raised.value.status, raised.value.code) == (403, "FORBIDDEN")
+            assert raised.value.details == {"missing_right": right}
 
 
 @pytest.mark.parametrize(
@@ -536,7 +539,7 @@ async def test_a_request_needs_its_token(serve: Serve, token_file: Path) -> None
     assert (await asked("GET", "/stats", "Authorization: Bearer reader"))[0] == 200
     assert (await asked("GET", "/stats", "authorization: bearer reader"))[0] == 200
     status, answer = await asked("POST", "/topic/delete", "Authorization: Bearer both")
-    assert (status, answer.endswith(b'{"message":"FORBIDDEN"}')) == (403, True)
+    assert (status, answer.endswith(b'{"message":"FORBIDDEN","missing_right":"admin"}')) == (403, True)
     assert (await asked("POST", "/topic/delete", "Authorization: Bearer chief"))[0] == 200
     assert (await asked("GET", "/config/x", "Authorization: Bearer reader"))[0] == 200
     assert (await asked("PUT", "/config/x", "Authorization: Bearer reader"))[0] == 403
@@ -654,29 +657,6 @@ def test_files_that_are_no_good_are_named_as_the_reason(certificates: Certificat
     Path(getattr(certificates, broken)).write_text("nonsense")
     with pytest.raises(OptionError, match="failed to build TLS config"):
         server_tls(certificates.cert, certificates.key, client_ca=certificates.ca, policy="require-verify")
-
-
-async def test_a_certificate_is_replaced_without_a_restart(serve: Serve, certificates: Certificates) -> None:
-    tls = server_tls(certificates.cert, certificates.key)
-    address = await serve(tls=tls)
-
-    async def shown() -> bytes | None:
-        host, _, port = address.rpartition(":")
-        _, writer = await asyncio.open_connection(host, int(port), ssl=certificates.client())
-        found: bytes | None = writer.get_extra_info("ssl_object").getpeercert(binary_form=True)
-        writer.close()
-        await writer.wait_closed()
-        return found
-
-    before = await shown()
-    certificates.issue()
-    reload_tls(tls, certificates.cert, certificates.key)
-    after = await shown()
-    assert before != after
-    Path(certificates.key).write_text("nonsense")
-    with pytest.raises(OptionError, match="failed to reload"):
-        reload_tls(tls, certificates.cert, certificates.key)
-    assert await shown() == after
 
 
 FAILING_IMPORT = """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -144,3 +145,43 @@ async def test_the_level_can_be_changed_while_it_runs(tmp_path: Path) -> None:
         for word, number in zip(("debug", "warn", "fatal", "info"), (10, 30, 50, 20), strict=True):
             broker.change_options(log_level=word)
             assert (log.isEnabledFor(number), log.isEnabledFor(number - 10)) == (True, False)
+
+
+# --- What peers can do to a log ---------------------------------------------------------------------------------------
+
+HOSTILE = "x\n[nsqd] 2024/05/01 12:30:00.123456 INFO: TOPIC(orders): deleted\x1b[2J\x9b2J\r\x00\u202etxt"
+
+
+def test_a_peer_cannot_write_lines_of_its_own(capsys: pytest.CaptureFixture[str]) -> None:
+    logs.setup("[nsqd] ", "info")
+    logging.getLogger("flintmq.test").error("client(%s): unknown", HOSTILE)
+    try:
+        raise ValueError(HOSTILE)
+    except ValueError:
+        logging.getLogger("flintmq.test").exception("it failed")
+    written = capsys.readouterr().err
+    assert [line for line in written.split("\n") if line.startswith("[nsqd] 2024/05/01")] == []
+    assert not re.search("[\x00-\x09\x0b-\x1f\x7f-\x9f\u202e]", written)
+    assert r"\n[nsqd] 2024/05/01" in written
+    assert r"\x1b[2J\x9b2J\r\x00\u202etxt" in written
+
+
+def test_the_same_line_again_and_again_is_counted(capsys: pytest.CaptureFixture[str]) -> None:
+    logs.setup("[nsqd] ", "info")
+    logger = logging.getLogger("flintmq.test")
+    [handler] = logging.getLogger().handlers
+
+    def log(second: int, text: str, *, line: int = 1) -> None:
+        record = logger.makeRecord(logger.name, logging.INFO, __file__, line, text, (), None)
+        record.created = float(second)
+        handler.handle(record)
+
+    for number in range(10 * logs.LINES_PER_SECOND):
+        log(1, f"client({number}): bad command")
+    log(1, "another kind", line=2)
+    written = capsys.readouterr().err.splitlines()
+    assert (len(written), "another kind" in written[-1]) == (logs.LINES_PER_SECOND + 1, True)
+    log(2, "client(x): bad command")
+    first, second = capsys.readouterr().err.splitlines()
+    assert f"{9 * logs.LINES_PER_SECOND} lines like the next one were left out" in first
+    assert "client(x): bad command" in second

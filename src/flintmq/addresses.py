@@ -20,7 +20,7 @@ from urllib.parse import urlsplit
 
 from flintmq.errors import OptionError, StartError
 
-__all__ = ["Address", "bind", "http_url", "join", "port_of", "reason_of", "split", "text_of"]
+__all__ = ["Address", "bind", "host_of", "http_url", "join", "port_of", "reason_of", "split", "text_of"]
 
 #: Connections that may wait to be accepted.
 BACKLOG = 1024
@@ -75,6 +75,14 @@ def join(host: str, port: int | str) -> str:
     return f"[{host}]:{port}" if ":" in host and not host.startswith("[") else f"{host}:{port}"
 
 
+def host_of(authority: str) -> str:
+    """Return the host of ``host`` or ``host:port`` as a header has it, an IPv6 address without its brackets."""
+    if authority.startswith("["):
+        return authority[1:].partition("]")[0]
+    name, colon, port = authority.rpartition(":")
+    return name if colon and port.isdigit() else authority.removesuffix(":")
+
+
 def port_of(address: str) -> int:
     """Return the port of an address that somebody listens on; 0 for a unix socket, and for an empty text."""
     return split(address, listening=True).port if address else 0
@@ -92,8 +100,11 @@ def text_of(name: Any) -> str:
     return name or "@"
 
 
-def bind(address: str, *, unix: bool = True) -> socket.socket:
-    """Return a listening, non-blocking socket. StartError, in the Go daemon's words, if there cannot be one."""
+def bind(address: str, *, unix: bool = True, mode: int | None = None) -> socket.socket:
+    """Return a listening, non-blocking socket. StartError, in the Go daemon's words, if there cannot be one.
+
+    ``mode`` is for the file of a unix socket; None: as the process makes files.
+    """
     try:
         host, port, path = split(address, listening=True, unix=unix)
         if path:
@@ -108,7 +119,16 @@ def bind(address: str, *, unix: bool = True) -> socket.socket:
             if not path:
                 sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             sock.setblocking(False)
-            sock.bind(where)
+            if path and mode is not None:
+                # Not for a moment may others connect. The mask is the process's: nobody else makes files meanwhile.
+                before = os.umask(0o777 & ~mode)
+                try:
+                    sock.bind(where)
+                finally:
+                    os.umask(before)
+                os.chmod(path, mode)
+            else:
+                sock.bind(where)
             sock.listen(BACKLOG)
         except BaseException:
             sock.close()

@@ -6,6 +6,8 @@ the file over the default. Durations are whole nanoseconds, lists are tuples, wo
 
 Reading happens in three steps, because a program ends differently after each: `read_flags` (a wrong flag is a usage
 error), `resolve` (a wrong file) and `Options.validate` (values that do not fit together). `parse` is all three.
+
+Size: most of it is the two tables, and who reads one wants all of it in one place.
 """
 
 from __future__ import annotations
@@ -349,6 +351,15 @@ class NsqdOptions(Options):
         "",
         "path of the tokens that HTTP requests must carry, with their rights; empty: no tokens are asked for",
     )
+    http_allowed_hosts: tuple[str, ...] = option(
+        STRINGS,
+        (),
+        "name that HTTP requests to a loopback address may be for, and whose web pages may change things (repeatable)",
+        flag="http-allowed-host",
+    )
+    unix_socket_mode: str = option(
+        STRING, "0600", "who may connect to unix sockets, as the octal mode of their files, such as 0660 for a group"
+    )
     broadcast_address: str = option(
         STRING, socket.gethostname, "the address that nsqlookupd is told; by default the host name"
     )
@@ -367,6 +378,9 @@ class NsqdOptions(Options):
     lookupd_tls_key: str = option(STRING, "", "path of that certificate's key (PEM)")
     lookupd_token_file: str = option(
         STRING, "", "path of the token that every nsqlookupd is shown over HTTP, the first word in it; empty: none"
+    )
+    lookupd_registration_token_file: str = option(
+        STRING, "", "path of the token that every nsqlookupd is shown in IDENTIFY, the first word in it; empty: none"
     )
     topology_region: str = option(STRING, "", "the region this node is in, for topology-aware-consumption")
     topology_zone: str = option(STRING, "", "the zone this node is in, for topology-aware-consumption")
@@ -454,6 +468,13 @@ class NsqdOptions(Options):
     max_connections: int = option(INT, 0, "most client connections; 0: no limit", minimum=0)
     max_connections_per_address: int = option(
         INT, 0, "most client connections from one address; 0: no limit", minimum=0
+    )
+    max_topics: int = option(INT, 0, "most topics, beyond which clients can make no more; 0: no limit", minimum=0)
+    max_channels: int = option(
+        INT, 0, "most channels of one topic, beyond which clients can make no more; 0: no limit", minimum=0
+    )
+    max_creation_rate: int = option(
+        INT, 0, "most topics and channels a second that clients can make; 0: no limit", minimum=0
     )
     max_topic_messages: int = option(INT, 0, "most messages that a topic may hold; 0: no limit", minimum=0)
     max_topic_bytes: int = option(INT, 0, "most bytes of messages that a topic may hold; 0: no limit", minimum=0)
@@ -545,6 +566,8 @@ class NsqdOptions(Options):
             raise OptionError("failed to build TLS config - --tls-cert and --tls-key must be given together")
         if self.tls_required != "false" and not self.tls_cert:
             raise OptionError("cannot require TLS client connections without TLS key and cert")
+        if re.fullmatch("0?[0-7]{3}", self.unix_socket_mode) is None:
+            raise OptionError("--unix-socket-mode must be an octal mode, such as 0660")
         if bool(self.lookupd_tls_cert) != bool(self.lookupd_tls_key):
             raise OptionError("--lookupd-tls-cert and --lookupd-tls-key must be given together")
         if (self.lookupd_tls_cert or self.lookupd_tls_root_ca_file) and not self.lookupd_tls:
@@ -578,11 +601,28 @@ class NsqlookupdOptions(Options):
         "",
         "path of the tokens that HTTP requests must carry, with their rights; empty: no tokens are asked for",
     )
+    http_allowed_hosts: tuple[str, ...] = option(
+        STRINGS,
+        (),
+        "name that HTTP requests to a loopback address may be for, and whose web pages may change things (repeatable)",
+        flag="http-allowed-host",
+    )
     broadcast_address: str = option(
         STRING, socket.gethostname, "the address that nsqds are told for HTTP; by default the host name"
     )
+    registration_token_file: str = option(
+        STRING,
+        "",
+        "path of the tokens, one on each line, of which an nsqd must show one in IDENTIFY; empty: none is asked for",
+    )
     inactive_producer_timeout: int = option(
         DURATION, 5 * MINUTE, "time without a PING after which an nsqd is not listed any more", minimum=0
+    )
+    max_connections: int = option(
+        INT, 0, "most connections of nsqds, and as many of HTTP clients; 0: no limit", minimum=0
+    )
+    max_connections_per_address: int = option(
+        INT, 0, "most connections of either kind from one address; 0: no limit", minimum=0
     )
     tombstone_lifetime: int = option(DURATION, 45 * SECOND, "how long a tombstone hides a topic of one nsqd", minimum=0)
     tls_cert: str = option(

@@ -61,7 +61,7 @@ def raw(data: bytes) -> Ask:
 
 def chunked(target: str, *chunks: bytes, trailer: bytes = b"\r\n") -> Ask:
     body = b"".join(b"%x\r\n%s\r\n" % (len(chunk), chunk) for chunk in chunks) + b"0\r\n" + trailer
-    head = f"POST {target} HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+    head = f"POST {target} HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
     return Ask("POST", target, raw=head.encode() + body)
 
 
@@ -140,7 +140,7 @@ def general() -> Iterator[HttpCase]:
     )
     yield case("a request without its host is bad", raw(b"GET /ping HTTP/1.1\r\n\r\n"))
     yield case("what is no request is bad", raw(b"garbage\r\n\r\n"))
-    yield case("a header without its colon is bad", raw(b"GET /ping HTTP/1.1\r\nHost: x\r\nnonsense\r\n\r\n"))
+    yield case("a header without its colon is bad", raw(b"GET /ping HTTP/1.1\r\nHost: localhost\r\nnonsense\r\n\r\n"))
     yield case("an expectation nobody knows fails", post("/pub?topic=<topic>", b"x", "Expect: miracles"))
 
 
@@ -203,22 +203,24 @@ def publishing() -> Iterator[HttpCase]:
     )
     yield case(
         "a chunk without a size breaks the message off",
-        raw(b"POST /pub?topic=<topic> HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\nx\r\n0\r\n\r\n"),
+        raw(
+            b"POST /pub?topic=<topic> HTTP/1.1\r\nHost: [::1]\r\nTransfer-Encoding: chunked\r\n\r\nzz\r\nx\r\n0\r\n\r\n"
+        ),
     )
     yield case("a body that is announced first", post("/pub?topic=<topic>", b"hello", "Expect: 100-continue"), STATS)
     yield case(
         "two publishes in one packet are both answered",
-        raw(b"POST /pub?topic=<topic> HTTP/1.1\r\nHost: x\r\nContent-Length: 1\r\n\r\nx" * 2),
+        raw(b"POST /pub?topic=<topic> HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1\r\n\r\nx" * 2),
         raw(b""),
         STATS,
     )
     yield case(
         "two lengths that differ are a bad request",
-        raw(b"POST /pub?topic=<topic> HTTP/1.1\r\nHost: x\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\nxy"),
+        raw(b"POST /pub?topic=<topic> HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1\r\nContent-Length: 2\r\n\r\nxy"),
     )
     yield case(
         "a length below zero is a bad request",
-        raw(b"POST /pub?topic=<topic> HTTP/1.1\r\nHost: x\r\nContent-Length: -1\r\n\r\n"),
+        raw(b"POST /pub?topic=<topic> HTTP/1.1\r\nHost: localhost\r\nContent-Length: -1\r\n\r\n"),
     )
 
 

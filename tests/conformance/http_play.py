@@ -79,7 +79,7 @@ def _play(case: HttpCase, daemon: Daemon) -> Answers:
 def _request(ask: Ask) -> bytes:
     if ask.raw or not ask.target:
         return ask.raw
-    lines = [f"{ask.method} {ask.target} HTTP/1.1", "Host: x", *ask.headers]
+    lines = [f"{ask.method} {ask.target} HTTP/1.1", "Host: localhost", *ask.headers]
     if ask.body is not None:
         lines.append(f"Content-Length: {len(ask.body)}")
     return "\r\n".join([*lines, "", ""]).encode() + (ask.body or b"")

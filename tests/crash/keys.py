@@ -179,7 +179,7 @@ class Run:
         give_up = time.monotonic() + PATIENCE
         while broker.running:
             reader, writer = await asyncio.open_connection("127.0.0.1", consumer.http_port)
-            writer.write(b"GET /stats?format=json HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n")
+            writer.write(b"GET /stats?format=json HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
             [topic] = json.loads((await reader.read()).partition(b"\r\n\r\n")[2])["topics"]
             writer.close()
             await writer.wait_closed()

@@ -131,5 +131,5 @@ def test_files_of_many_topics_are_no_flood_of_connections(tmp_path: Path) -> Non
                 client.sendall(b"  V2" + encode_command(b"PUB", b"topic-1", body=b"x"))
                 assert client.recv(100) == b"\0\0\0\6\0\0\0\0OK", (tmp_path / "log").read_text()[-2000:]
             with connect(http) as client:
-                client.sendall(b"GET /ping HTTP/1.1\r\nHost: x\r\n\r\n")
+                client.sendall(b"GET /ping HTTP/1.1\r\nHost: localhost\r\n\r\n")
                 assert client.recv(100).startswith(b"HTTP/1.1 200")

@@ -22,7 +22,7 @@ from support.http_client import HttpClient
 
 pytestmark = pytest.mark.skipif(not sockets.available(), reason="no epoll: asyncio guards each connection")
 
-HTTP_PUB = b"POST /pub?topic=%s HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\n\r\nhi"
+HTTP_PUB = b"POST /pub?topic=%s HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2\r\n\r\nhi"
 
 
 @pytest.fixture
@@ -88,7 +88,7 @@ async def publishers_of(broker: Broker, *topics: bytes) -> AsyncIterator[list[Pu
 async def test_no_content_length_keeps_the_turn_from_publishers(broker: Broker, zeros: int, path: str) -> None:
     async with publishers_of(broker, b"a", b"b") as publishers, HttpClient.connect(broker.http_address) as client:
         method = "GET" if path == "/ping" else "POST"
-        client.send(f"{method} {path} HTTP/1.1\r\nHost: x\r\nContent-Length: {'0' * zeros}\r\n\r\n".encode())
+        client.send(f"{method} {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {'0' * zeros}\r\n\r\n".encode())
         for publisher in publishers:
             publisher.publish()
         await answered(publishers, 3)

@@ -77,7 +77,7 @@ async def test_many_requests_in_one_go_are_all_answered(address: str) -> None:
 
 def filled(line: Callable[[int], bytes], end: bytes = b"\n", size: int = LONGEST_HEAD) -> bytes:
     """A head as long as it may be, of lines of one kind."""
-    made = [b"GET /ping HTTP/1.1", b"Host: a"]
+    made = [b"GET /ping HTTP/1.1", b"Host: localhost"]
     left = size - sum(len(one) + len(end) for one in made) - len(end)
     for number in itertools.count():
         left -= len(line(number)) + len(end)
@@ -150,16 +150,16 @@ async def test_one_head_does_not_hold_up_the_others(address: str) -> None:
 
 BEGINNINGS = [
     *(filled(line, end, 300) for line in LINES.values() for end in (b"\n", b"\r\n")),
-    b"GET /" + b"a" * 200 + b" HTTP/1.1\r\nHost: a\r\n\r\n",
-    b"GET /" + b"a" * 200 + b" HTTP/1.1\nHost: a\n\n",
+    b"GET /" + b"a" * 200 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    b"GET /" + b"a" * 200 + b" HTTP/1.1\nHost: localhost\n\n",
     b"GET /" + b"a" * 60 + b"\x00" + b"a" * 60,
     b"GET /" + b"a" * 60 + b" HTTQ/1.1\r\n",
     b"GET /" + b"a" * 60 + b" HTTP/1.1 x\r\n",
     b"GET /" + b"a" * 60 + b" HTTP/1.1\rx\r\n",
     b"GET /" + b"a" * 60 + b"  HTTP/1.1\r\n",
-    b"GET /" + b"a" * 60 + b" HTTP/2.0\r\nHost: a\r\n\r\n",
-    b"x" * 32 + b" / HTTP/1.1\r\nHost: a\r\n\r\n",
-    b"x" * 32 + b" /" + b"a" * 60 + b" HTTP/1.1\r\nHost: a\r\n\r\n",
+    b"GET /" + b"a" * 60 + b" HTTP/2.0\r\nHost: localhost\r\n\r\n",
+    b"x" * 32 + b" / HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    b"x" * 32 + b" /" + b"a" * 60 + b" HTTP/1.1\r\nHost: localhost\r\n\r\n",
     b"x" * 33 + b" / HTTP/1.1\r\n",
     b"x" * 31 + b"  / HTTP/1.1\r\n",
     b"GET / HTTP/1.1\r\n\r\n",
@@ -213,7 +213,7 @@ async def test_each_byte_of_a_long_head_is_matched_once(
         counting.append(Counting(getattr(heads, name)))
         monkeypatch.setattr(heads, name, counting[-1])
     target, header = parts
-    data = b"GET /" + b"a" * target + b" HTTP/1.1\r\nHost: a\r\nX: " + b"b" * header + b"\r\n\r\n"
+    data = b"GET /" + b"a" * target + b" HTTP/1.1\r\nHost: localhost\r\nX: " + b"b" * header + b"\r\n\r\n"
     async with HttpClient.connect(address) as client, asyncio.timeout(60):
         for at in range(0, len(data), 200):
             client.send(data[at : at + 200])

@@ -43,18 +43,18 @@ NO_REQUESTS = {
     "a line with CRLF": b"garbage\r\n",
     "an endless word": b"x" * 100,
     "an empty line": b"\r\n",
-    "an empty line before a request": b"\r\nGET /ping HTTP/1.1\r\nHost: x\r\n\r\n",
+    "an empty line before a request": b"\r\nGET /ping HTTP/1.1\r\nHost: localhost\r\n\r\n",
     "no version": b"GET /ping\r\n\r\n",
     "no version, unfinished": b"GET /ping\n",
     "another protocol": b"OPTIONS rtsp://x RTSP/1.0\r\n",
     "two spaces": b"GET  /ping",
     "a control character": b"GET /\x01",
-    "a header without a colon": b"GET /ping HTTP/1.1\r\nHost: x\r\nbad header\r\n\r\n",
-    "a header without a name": b"GET /ping HTTP/1.1\r\nHost: x\r\n: y\r\n\r\n",
-    "a negative length": b"POST /pub?topic=t HTTP/1.1\r\nHost: x\r\nContent-Length: -1\r\n\r\n",
-    "a length with a sign": b"POST /pub?topic=t HTTP/1.1\r\nHost: x\r\nContent-Length: +3\r\n\r\nabc",
-    "a length with a word": b"POST /pub?topic=t HTTP/1.1\r\nHost: x\r\nContent-Length: 3 x\r\n\r\nabc",
-    "a huge length": b"POST /pub?topic=t HTTP/1.1\r\nHost: x\r\nContent-Length: %s\r\n\r\n" % (b"9" * 50),
+    "a header without a colon": b"GET /ping HTTP/1.1\r\nHost: localhost\r\nbad header\r\n\r\n",
+    "a header without a name": b"GET /ping HTTP/1.1\r\nHost: localhost\r\n: y\r\n\r\n",
+    "a negative length": b"POST /pub?topic=t HTTP/1.1\r\nHost: localhost\r\nContent-Length: -1\r\n\r\n",
+    "a length with a sign": b"POST /pub?topic=t HTTP/1.1\r\nHost: localhost\r\nContent-Length: +3\r\n\r\nabc",
+    "a length with a word": b"POST /pub?topic=t HTTP/1.1\r\nHost: localhost\r\nContent-Length: 3 x\r\n\r\nabc",
+    "a huge length": b"POST /pub?topic=t HTTP/1.1\r\nHost: localhost\r\nContent-Length: %s\r\n\r\n" % (b"9" * 50),
 }
 OTHERS = {
     "HTTP/2": (b"GET /ping HTTP/2.0\r\n", "505 HTTP Version Not Supported: unsupported protocol version"),
@@ -96,7 +96,7 @@ def bare(request: bytes) -> bytes:
 
 @pytest.mark.parametrize("size", [0, 1, 7])
 async def test_a_line_feed_alone_ends_a_line(address: str, size: int) -> None:
-    ping = b"GET /ping HTTP/1.1\r\nHost: x\r\n\r\n"
+    ping = b"GET /ping HTTP/1.1\r\nHost: localhost\r\n\r\n"
     async with HttpClient.connect(address) as client, asyncio.timeout(30):
         for request in (bare(ping), ping, bare(ping)):
             for at in range(0, len(request), size or len(request)):
@@ -115,11 +115,11 @@ async def test_a_publish_may_end_its_lines_so(tmp_path: Path, path: str) -> None
         async with HttpClient.connect(broker.http_address) as client, asyncio.timeout(10):
             # Its body ends as a head would.
             body = b"one\r\n\r\n"
-            head = b"POST %s?topic=t HTTP/1.1\nHost: x\nContent-Length: %d\n\n" % (path.encode(), len(body))
+            head = b"POST %s?topic=t HTTP/1.1\nHost: localhost\nContent-Length: %d\n\n" % (path.encode(), len(body))
             client.send((head + body) * 2)
             for _ in range(2):
                 assert (await client.answer()).body == b"OK"
-            client.send(head + body + b"POST %s?topic=t HTTP/1.1\r\nHost: x\r\n" % path.encode())
+            client.send(head + body + b"POST %s?topic=t HTTP/1.1\r\nHost: localhost\r\n" % path.encode())
             client.send(b"Content-Length: 1\r\n\r\nx")
             for _ in range(2):
                 assert (await client.answer()).body == b"OK"
@@ -158,9 +158,9 @@ async def test_the_go_daemon_says_the_same(tmp_path: Path, name: str) -> None:
 @pytest.mark.parametrize(
     "request_",
     [
-        b"GET /ping HTTP/1.1\nHost: x\r\n\n",
-        b"GET /ping HTTP/1.1\r\nHost: x\nTransfer-Encoding: chunked\r\n\r\n",
-        b"GET /ping HTTP/1.1\nHost: x\n\r\n",
+        b"GET /ping HTTP/1.1\nHost: localhost\r\n\n",
+        b"GET /ping HTTP/1.1\r\nHost: localhost\nTransfer-Encoding: chunked\r\n\r\n",
+        b"GET /ping HTTP/1.1\nHost: localhost\n\r\n",
     ],
 )
 async def test_line_ends_of_both_kinds_in_one_head_are_refused(address: str, request_: bytes) -> None:

@@ -22,7 +22,7 @@ from support.http_client import HttpClient
 
 PEERS = os.environ.get("FLINTMQ_PEERS", "")
 REQUESTS = 400
-LAST = b"GET /ping HTTP/1.1\r\nHost: x\r\nConnection: close\r\n\r\n"
+LAST = b"GET /ping HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n"
 _DATE = re.compile(rb"Date: [^\r]+")
 _TIME = re.compile(rb'"start_time":[0-9]+')
 
@@ -88,7 +88,17 @@ HEADERS = (
     "Accept: */*\r\nUser-Agent: odd",
     "Expect: tea",
 )
-HOSTS = ("Host: x", "Host: x", "Host: x", "Host: x", "Host:", "Host: a b", "Host: a/b", "Host: [::1]:80", "")
+HOSTS = (
+    "Host: localhost",
+    "Host: localhost",
+    "Host: localhost",
+    "Host: localhost",
+    "Host:",
+    "Host: a b",
+    "Host: a/b",
+    "Host: [::1]:80",
+    "",
+)
 BODIES = (None, None, b"", b"x", b"a\nb\n\nc", b"\0\0\0\1\0\0\0\1x", b"\0\0\0\1\0\xff\xff\xffx", b"\r\n\r\n")
 
 
@@ -164,7 +174,7 @@ async def test_odd_requests_get_the_answers_of_the_go_daemon(tmp_path: Path, see
 
 
 def of(line: str, *headers: str, host: bool = True, body: bytes = b"") -> bytes:
-    return "\r\n".join([line, *(["Host: x"] if host else []), *headers, "", ""]).encode() + body
+    return "\r\n".join([line, *(["Host: localhost"] if host else []), *headers, "", ""]).encode() + body
 
 
 #: Requests, the status that Go's server answers, and whether it takes another request after that.

@@ -44,6 +44,12 @@ AT_LEAST = 300
 AT_A_TIME = 16
 
 
+@pytest.fixture(autouse=True)
+def no_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All attempts come from one address, which would wait for longer and longer."""
+    monkeypatch.setattr("flintmq.broker.net.guesses.LONGEST_WAIT", 0.0)
+
+
 def sized(data: bytes) -> bytes:
     return struct.pack(">i", len(data)) + data
 

@@ -26,7 +26,7 @@ import msgspec
 import pytest
 
 from flintmq.broker.daemon import Broker
-from flintmq.http.site import ADMIN, OPEN, PUBLISH, READ, Route
+from flintmq.http.site import ADMIN, CONSUME, OPEN, PUBLISH, READ, Route
 from flintmq.protocol.seqs import format_id
 from support.http_client import HttpClient
 from support.secure import PATIENCE, STRANGERS, Certificates, strangers, until
@@ -40,6 +40,7 @@ TOKENS = {
     "reader-1f0a": "read",
     "publisher-2e9b": "publish",
     "both-3d8c": "read,publish",
+    "consumer-8831": "consume",
     "admin-4c7d": "admin",
     # These lose what they have.
     "removed-5b6e": "admin",
@@ -47,9 +48,10 @@ TOKENS = {
     "to-publish-7940": "admin",
 }
 GOOD = "admin-4c7d"
-LATER = {**{token: TOKENS[token] for token in list(TOKENS)[:4]}, "to-read-6a5f": "read", "to-publish-7940": "publish"}
+LATER = {**{token: TOKENS[token] for token in list(TOKENS)[:5]}, "to-read-6a5f": "read", "to-publish-7940": "publish"}
 RIGHTS = {
-    token: {READ, PUBLISH, ADMIN} if rights == "admin" else set(rights.split(",")) for token, rights in TOKENS.items()
+    token: {READ, CONSUME, PUBLISH, ADMIN} if rights == "admin" else set(rights.split(","))
+    for token, rights in TOKENS.items()
 }
 
 
@@ -533,6 +535,68 @@ def pipelined(routes: Iterable[Route]) -> Iterator[Attempt]:
                     yield Attempt(f"{name} behind {what}: as {token}", words, WEAK, front, 3)
 
 
+# --- In whose name ----------------------------------------------------------------------------------------------------
+
+#: What a browser says of a request that a web page of somebody else has made.
+FOREIGN: dict[str, tuple[str, ...]] = {
+    "another origin": ("Origin: http://evil.example",),
+    "another origin by HTTPS": ("Origin: https://evil.example",),
+    "no origin": ("Origin: null",),
+    "an empty origin": ("Origin:",),
+    "another port": ("Origin: http://broker:3000",),
+    "another name of this machine": ("Origin: http://localhost:4151",),
+    "a longer name": ("Origin: http://broker.evil.example",),
+    "a name in front": ("Origin: http://evil.example@broker",),
+    "a longer origin": ("Origin: http://broker/.evil.example",),
+    "a file": ("Origin: file://",),
+    "an extension": ("Origin: chrome-extension://broker",),
+    "our name alone": ("Origin: broker",),
+    "ours and another one": ("Origin: http://broker", "Origin: http://evil.example"),
+    "another one and ours": ("Origin: http://evil.example", "Origin: http://broker"),
+    "both in one": ("Origin: http://broker http://evil.example",),
+    "in another case": ("ORIGIN: HTTP://EVIL.EXAMPLE",),
+    "another site": ("Sec-Fetch-Site: cross-site",),
+    "another site in capitals": ("SEC-FETCH-SITE: Cross-Site",),
+    "a neighbour": ("Sec-Fetch-Site: same-site",),
+    "a site nobody has heard of": ("Sec-Fetch-Site: other",),
+    "two sites": ("Sec-Fetch-Site: same-origin", "Sec-Fetch-Site: cross-site"),
+    "another site with our origin": ("Sec-Fetch-Site: cross-site", "Origin: http://broker"),
+    "our site with another origin": ("Sec-Fetch-Site: same-origin", "Origin: http://evil.example"),
+    "a form": (
+        *("Origin: http://evil.example", "Sec-Fetch-Site: cross-site", "Sec-Fetch-Mode: navigate"),
+        "Content-Type: application/x-www-form-urlencoded",
+    ),
+    "a beacon": ("Origin: http://evil.example", "Sec-Fetch-Mode: no-cors", "Content-Type: text/plain"),
+}
+#: Names that somebody else can make point to this machine.
+REBOUND = {
+    "another name": "evil.example",
+    "with a port": "evil.example:4151",
+    "a longer name": "localhost.evil.example",
+    "a name like ours": "xlocalhost",
+    "a name that begins like ours": "localhostx:4151",
+    "an address in a name": "127.0.0.1.evil.example",
+    "a name with ours as its port": "evil.example:localhost",
+    "in capitals": "EVIL.EXAMPLE",
+    "with a dot": "evil.example.",
+    "brackets": "[evil.example]",
+    "a short name": "evil",
+}
+
+
+def from_other_pages(routes: Iterable[Route]) -> Iterator[Attempt]:
+    """With the best of tokens, and from a web page that is not ours; by one that asks for a name that is not ours."""
+    for route, name, before, allowed in both_ways(routes):
+        for what, headers in FOREIGN.items() if not route.is_plain_read else ():
+            words = request(route, bearer(GOOD), *headers)
+            yield Attempt(f"{name}: {what}", words, WEAK, before, allowed)
+        for what, host in REBOUND.items():
+            words = request(route, bearer(GOOD)).replace(b"Host: broker", f"Host: {host}".encode())
+            yield Attempt(f"{name}: for {what}", words, WEAK, before, allowed)
+    for what, host in REBOUND.items():
+        yield Attempt(f"GET /ping: for {what}", LAST.replace(b"Host: broker", f"Host: {host}".encode()), WEAK)
+
+
 GROUPS: dict[str, Callable[[Iterable[Route]], Iterator[Attempt]]] = {
     "unknown": unknown,
     "weak": weak,
@@ -541,6 +605,7 @@ GROUPS: dict[str, Callable[[Iterable[Route]], Iterator[Attempt]]] = {
     "framed": framed,
     "smuggled": smuggled,
     "pipelined": pipelined,
+    "from other pages": from_other_pages,
 }
 
 
@@ -678,6 +743,7 @@ async def target(certificates: Certificates, path: Path, **options: Any) -> Asyn
         "http_address": "127.0.0.1:0",
         "https_address": "127.0.0.1:0",
         "http_auth_token_file": str(tokens),
+        "broadcast_address": "broker",
         **options,
     }
     async with Broker(data_path=path, disk_reserve=0, **options) as broker:
@@ -701,7 +767,9 @@ async def target(certificates: Certificates, path: Path, **options: Any) -> Asyn
 NO_TLS = b"HTTP/1.0 400 Bad Request\r\n\r\nClient sent an HTTP request to an HTTPS server.\n"
 #: What may be said to somebody who is refused.
 TELLS_NOTHING = re.compile(
-    rb'|\{"message":"(UNAUTHORIZED|FORBIDDEN|NOT_FOUND|METHOD_NOT_ALLOWED|INTERNAL_ERROR)"\}|UNAUTHORIZED|FORBIDDEN'
+    rb'|\{"message":"(UNAUTHORIZED|NOT_FOUND|METHOD_NOT_ALLOWED|INTERNAL_ERROR|FOREIGN_ORIGIN|UNKNOWN_HOST)"\}'
+    rb'|\{"message":"FORBIDDEN","missing_right":"(read|consume|publish|admin)"\}'
+    rb"|UNAUTHORIZED|FORBIDDEN|FOREIGN_ORIGIN"
     rb"|400 Bad Request(: (missing required|malformed) Host header|: invalid header name)?"
     rb"|431 Request Header Fields Too Large"
     rb"|Unsupported transfer encoding|505 HTTP Version Not Supported: unsupported protocol version"
@@ -785,7 +853,7 @@ async def test_nobody_stays_in_when_his_token_is_taken_away(certificates: Certif
                 continue
             for token, expected in (
                 ("removed-5b6e", 401),
-                ("to-publish-7940" if route.right == READ else "to-read-6a5f", 403),
+                ("to-publish-7940" if route.right in (READ, CONSUME) else "to-read-6a5f", 403),
             ):
                 client = await stack.enter_async_context(Client.connect(here.broker.http_address))
                 words = here.fill(request(route, bearer(token)))
@@ -859,7 +927,7 @@ async def test_nobody_gets_in_by_https_without_a_certificate(
         before = here.state()
         # One of every kind: what is published, what is changed, what is told, what is open.
         chosen = list({route.right: route for route in here.routes}.values())
-        assert {route.right for route in chosen} == {OPEN, READ, PUBLISH, ADMIN}
+        assert {route.right for route in chosen} == {OPEN, READ, CONSUME, PUBLISH, ADMIN}
         tried = 0
         for name, context in strangers(certificates):
             for route in chosen:
@@ -869,7 +937,7 @@ async def test_nobody_gets_in_by_https_without_a_certificate(
                     received = await converse(here.broker.https_address, request(route, bearer(GOOD)) + LAST, context)
                 assert received == b"", (name, route.path)
                 tried += 1
-        assert tried == 4 * STRANGERS
+        assert tried == 5 * STRANGERS
         assert here.state() == before
         good = certificates.client(signed_by=certificates.authority)
         assert answers(await converse(here.broker.https_address, LAST, good))[0].status == 200
@@ -894,6 +962,38 @@ async def test_the_same_requests_work_with_the_right(certificates: Certificates,
                 assert (await client.answer()).status == 200, route
             changed = here.state() != before
             assert changed == (route.right in (PUBLISH, ADMIN) and not WITHOUT_EFFECT.fullmatch(route.path)), route
+
+
+async def test_messages_are_told_to_those_who_may_consume(certificates: Certificates, tmp_path: Path) -> None:
+    """Every body that lies here is looked for in all that each token gets to see."""
+    async with target(certificates, tmp_path, durability="fsync") as here:
+        topic = here.broker.topics["kept"]
+        topic.publish(bytearray(b"\0\0\0\6s3cr3t"), 0, 10, 1)
+        await until(lambda: topic.channels["kept"].depth == 4 and topic.log.durable == topic.log.end)
+        told: dict[str, set[str]] = {}
+        for route in here.routes:
+            if route.method == "GET" and not route.path.startswith("/debug/pprof/profile"):
+                for token in TOKENS:
+                    words = here.fill(request(route, bearer(token)) + LAST)
+                    received = await converse(here.broker.http_address, words)
+                    if re.search(rb"s3cr3t|czNjcjN0", received.partition(b"\r\n\r\n")[2]):
+                        told.setdefault(route.path, set()).add(TOKENS[token])
+        assert told == {key: {"consume", "admin"} for key in ("/channel/peek", "/topic/peek", "/log/fetch")}
+
+
+async def test_a_refusal_names_the_right_that_is_missing(certificates: Certificates, tmp_path: Path) -> None:
+    async with target(certificates, tmp_path) as here, Client.connect(here.broker.http_address) as client:
+        for path, token, right in (
+            ("/topic/peek?topic=kept", "reader-1f0a", "consume"),
+            ("/stats", "consumer-8831", "read"),
+            ("/drain", "both-3d8c", "admin"),
+        ):
+            method = "POST" if path == "/drain" else "GET"
+            client.send(f"{method} {path} HTTP/1.1\r\nHost: broker\r\n{bearer(token)}\r\n\r\n".encode())
+            status, _, body = await client.answer()
+            assert (status, json.loads(body)) == (403, {"message": "FORBIDDEN", "missing_right": right})
+        client.send(request(next(r for r in here.routes if r.path == "/pub"), bearer("reader-1f0a")))
+        assert json.loads((await client.answer()).body) == {"message": "FORBIDDEN", "missing_right": "publish"}
 
 
 async def test_ping_is_the_only_open_route(certificates: Certificates, tmp_path: Path) -> None:

@@ -109,7 +109,7 @@ async def test_a_client_that_has_not_introduced_itself_gets_less(broker: Broker)
 
 
 async def test_requests_in_a_row_are_served_in_shares(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:
-    request = b"POST /pub?topic=t HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\n"
+    request = b"POST /pub?topic=t HTTP/1.1\r\nHost: localhost\r\nContent-Length: 0\r\n\r\n"
     served = 0
     real = lane.HttpConnection._request
 
@@ -151,7 +151,7 @@ async def test_the_chunks_of_a_body_are_read_in_shares(
     monkeypatch.setattr(lane, "SECONDS_AT_ONCE", 0.0)
     count = 30_001
     async with HttpClient.connect(broker.http_address) as client:
-        head = f"POST {target} HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
+        head = f"POST {target} HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
         client.send(head + b"1\r\nx\r\n" * count + b"0\r\n\r\n")
         shares: list[int] = []
         while read < count:
@@ -268,7 +268,7 @@ def test_pings_are_answered_while_eight_clients_flood(tmp_path: Path) -> None:
         with socket.create_connection((host, int(port)), timeout=60) as sock:
 
             def ping() -> None:
-                sock.sendall(b"GET /ping HTTP/1.1\r\nHost: x\r\n\r\n")
+                sock.sendall(b"GET /ping HTTP/1.1\r\nHost: localhost\r\n\r\n")
                 assert sock.recv(4096).startswith(b"HTTP/1.1 200")
 
             ping()

@@ -94,7 +94,7 @@ class Pair:
         assert self._frame(self._consumer)[1] == b"OK"
         body = b"x" * 200
         if http:
-            self._publish = b"POST /pub?topic=t HTTP/1.1\r\nHost: broker\r\nContent-Length: 200\r\n\r\n" + body
+            self._publish = b"POST /pub?topic=t HTTP/1.1\r\nHost: localhost\r\nContent-Length: 200\r\n\r\n" + body
         else:
             self._publish = encode_command(b"PUB", b"t", body=body)
             self._producer.sendall(b"  V2")

@@ -46,15 +46,15 @@ TCP = {
     "DPUB": encode_command(b"DPUB", b"t", b"1000", body=b"x"),
 }
 HTTP = {
-    "GET /ping": b"GET /ping HTTP/1.1\r\nHost: x\r\n\r\n",
-    "GET /nothing": b"GET /nothing HTTP/1.1\r\nHost: x\r\n\r\n",
-    "GET /stats": b"GET /stats HTTP/1.1\r\nHost: x\r\n\r\n",
-    "POST /pub": b"POST /pub?topic=t HTTP/1.1\r\nHost: x\r\nContent-Length: 1\r\n\r\nx",
-    "POST /pub of nothing": b"POST /pub?topic=t HTTP/1.1\r\nHost: x\r\nContent-Length: 0\r\n\r\n",
+    "GET /ping": b"GET /ping HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    "GET /nothing": b"GET /nothing HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    "GET /stats": b"GET /stats HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    "POST /pub": b"POST /pub?topic=t HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1\r\n\r\nx",
+    "POST /pub of nothing": b"POST /pub?topic=t HTTP/1.1\r\nHost: localhost\r\nContent-Length: 0\r\n\r\n",
     "POST /pub in chunks": (
-        b"POST /pub?topic=t HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n1\r\nx\r\n0\r\n\r\n"
+        b"POST /pub?topic=t HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n1\r\nx\r\n0\r\n\r\n"
     ),
-    "POST /mpub": b"POST /mpub?topic=t HTTP/1.1\r\nHost: x\r\nContent-Length: 3\r\n\r\nx\ny",
+    "POST /mpub": b"POST /mpub?topic=t HTTP/1.1\r\nHost: localhost\r\nContent-Length: 3\r\n\r\nx\ny",
 }
 
 

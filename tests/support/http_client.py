@@ -86,7 +86,7 @@ class HttpClient:
 
 
 def request_of(method: str, target: str, body: bytes | None = None, *headers: str) -> bytes:
-    lines = [f"{method} {target} HTTP/1.1", "Host: x", *headers]
+    lines = [f"{method} {target} HTTP/1.1", "Host: localhost", *headers]
     if body is not None:
         lines.append(f"Content-Length: {len(body)}")
     return "\r\n".join([*lines, "", ""]).encode() + (body or b"")

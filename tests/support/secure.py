@@ -232,9 +232,9 @@ class Peer:
         decoded: dict[str, Any] = json.loads(answer)
         return decoded
 
-    async def encrypt(self, context: ssl.SSLContext) -> None:
+    async def encrypt(self, context: ssl.SSLContext, session: ssl.SSLSession | None = None) -> None:
         """The client's side of the handshake. ssl.SSLError if it fails, EOFError if the server hangs up."""
-        tls = context.wrap_bio(self._incoming, self._outgoing, server_hostname="127.0.0.1")
+        tls = context.wrap_bio(self._incoming, self._outgoing, server_hostname="127.0.0.1", session=session)
         while True:
             try:
                 tls.do_handshake()
@@ -328,10 +328,11 @@ class AuthServer:
         if answer is None:
             await reader.read()
             return
-        status, content = answer if isinstance(answer, tuple) else (200, answer)
+        status, content, *location = answer if isinstance(answer, tuple) else (200, answer)
         if not isinstance(content, bytes):
             content = json.dumps(content).encode()
-        writer.write(b"HTTP/1.1 %d Whatever\r\nContent-Length: %d\r\n\r\n" % (status, len(content)) + content)
+        more = "".join(f"Location: {url}\r\n" for url in location).encode()
+        writer.write(b"HTTP/1.1 %d Whatever\r\n%bContent-Length: %d\r\n\r\n" % (status, more, len(content)) + content)
         await writer.drain()
 
 

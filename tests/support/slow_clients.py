@@ -20,8 +20,8 @@ GREETING = b'  V2IDENTIFY\n\0\0\0\x19{"heartbeat_interval":-1}'
 OPENINGS = {
     "tcp command": GREETING + b"PUB slow",
     "tcp body": GREETING + b"PUB slow\n\0\x0f\x42\x40",
-    "http header": b"POST /pub?topic=slow HTTP/1.1\r\nHost: broker\r\nX-Slow: ",
-    "http body": b"POST /pub?topic=slow HTTP/1.1\r\nHost: broker\r\nContent-Length: 100000\r\n\r\n",
+    "http header": b"POST /pub?topic=slow HTTP/1.1\r\nHost: localhost\r\nX-Slow: ",
+    "http body": b"POST /pub?topic=slow HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100000\r\n\r\n",
 }
 
 

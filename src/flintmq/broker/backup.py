@@ -513,13 +513,17 @@ def _check(path: Path, file: FileEntry, take: Callable[[bytes], object]) -> str:
     digest = hashlib.sha256()
     size = 0
     try:
-        with open(path, "rb", buffering=0) as content:
+        with open(path, "rb", buffering=0, opener=_no_link) as content:
             while piece := content.read(_STEP):
                 digest.update(piece)
                 size += len(piece)
                 take(piece)
     except FileNotFoundError:
         return "is missing"
+    except OSError as exc:
+        if exc.errno != errno.ELOOP:
+            raise
+        return "is a link"
     if size != file.size:
         return f"has {size} bytes instead of {file.size}"
     return "" if digest.hexdigest() == file.sha256 else "does not match its checksum"
@@ -674,6 +678,10 @@ def _read_all(fd: int) -> bytes:
 
 def _private(path: str, flags: int) -> int:
     return os.open(path, flags, 0o600)
+
+
+def _no_link(path: str, flags: int) -> int:
+    return os.open(path, flags | os.O_NOFOLLOW)
 
 
 def _lock(folder: Path, stack: ExitStack) -> bool:

@@ -27,7 +27,7 @@ from flintmq.broker.delivery.redrive import Redrive
 from flintmq.broker.delivery.scan import Scan
 from flintmq.broker.delivery.topic import RESERVE, Topic
 from flintmq.broker.drain import REASON, DrainReport, drain
-from flintmq.broker.limits import Connections
+from flintmq.broker.limits import Connections, Creation
 from flintmq.broker.listeners import Listeners
 from flintmq.broker.net import sockets
 from flintmq.broker.net.lanes import FinishLane, PublishLane
@@ -160,6 +160,8 @@ class Broker:
         #: Set at the start, if the options name any.
         self.auth: AuthServers | None = None
         self.topics: dict[str, Topic] = {}
+        #: Whether clients may make one more topic or channel; None: as many as they like to.
+        self.creation = Creation.of(options, self.clock, self.topics)
         self._numbers = _Numbers()
         # Sessions, the buffer that each receives into in its turn, and the lanes that they share.
         self.sessions: dict[int, Session] = {}
@@ -533,6 +535,18 @@ class Broker:
         self.peers.made(name)
         self.peers.ask_for_channels(topic)
         return topic
+
+    def topic_for_client(self, name: str) -> Topic:
+        """``topic``, for those who may not make as many as they like. LimitError if this is one too many."""
+        if self.creation is not None:
+            self.creation.check_topic(name)
+        return self.topic(name)
+
+    def channel_for_client(self, topic: Topic, name: str) -> tuple[Channel, int]:
+        """``Topic.channel``, likewise."""
+        if self.creation is not None:
+            self.creation.check_channel(topic, name)
+        return topic.channel(name)
 
     def existing_topic(self, name: str) -> Topic:
         topic = self.topics.get(name)

@@ -9,12 +9,13 @@ the oldest messages go. Nothing is ever made to wait here but deliveries, and th
 from __future__ import annotations
 
 import logging
-from collections import Counter, deque
-from collections.abc import Callable, Hashable
+from collections import deque
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING
 
 from flintmq.broker.storage.disk import Clock
 from flintmq.errors import LimitError, RateError
+from flintmq.http.admission import Admission
 from flintmq.kernel import FRAME_OVERHEAD
 from flintmq.options import NsqdOptions
 
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
     from flintmq.broker.delivery.channel import Channel
     from flintmq.broker.delivery.topic import Topic
 
-__all__ = ["Bucket", "Connections", "Pace", "TopicLimits"]
+__all__ = ["Bucket", "Connections", "Creation", "Pace", "TopicLimits"]
 
 logger = logging.getLogger(__name__)
 
@@ -63,52 +64,51 @@ class Bucket:
         return True
 
 
-class Connections:
+class Connections(Admission):
     """Who is connected, from where, and whether one more may be."""
 
     def __init__(self, options: NsqdOptions, clock: Clock) -> None:
-        self._most = options.max_connections
-        self._most_per_address = options.max_connections_per_address
-        self._clock = clock
-        self._addresses: dict[Hashable, str] = {}
-        self._counts: Counter[str] = Counter()
-        self._turned_away = 0
-        self._logged = 0
+        super().__init__(options.max_connections, options.max_connections_per_address, clock.now)
 
     @classmethod
     def of(cls, options: NsqdOptions, clock: Clock) -> Connections | None:
         limited = options.max_connections or options.max_connections_per_address
         return cls(options, clock) if limited else None
 
-    def admit(self, key: Hashable, address: str) -> str:
-        """Count a connection from ``address``, empty for a unix socket. If it is one too many: why, and not counted."""
-        reason = ""
-        if self._most and len(self._addresses) >= self._most:
-            reason = f"limit of {self._most} connections reached"
-        elif self._most_per_address and address and self._counts[address] >= self._most_per_address:
-            reason = f"limit of {self._most_per_address} connections from {address} reached"
-        if reason:
-            self._complain(reason)
-            return reason
-        self._addresses[key] = address
-        self._counts[address] += 1
-        return ""
 
-    def release(self, key: Hashable) -> None:
-        """The connection is gone; one that was turned away is not known here."""
-        address = self._addresses.pop(key, None)
-        if address is not None:
-            self._counts[address] -= 1
-            if not self._counts[address]:
-                del self._counts[address]
+class Creation:
+    """How many topics and channels clients can make, and how fast. What the broker makes for itself does not count."""
 
-    def _complain(self, reason: str) -> None:
-        # Somebody who is turned away tries again at once: not a line for each.
-        self._turned_away += 1
-        now = self._clock.now()
-        if not self._logged or now - self._logged >= _LOG_AGAIN:
-            self._logged = now
-            logger.warning("TCP: %s, %d turned away so far", reason, self._turned_away)
+    def __init__(self, options: NsqdOptions, clock: Clock, topics: Mapping[str, Topic]) -> None:
+        self._most_topics = options.max_topics
+        self._most_channels = options.max_channels
+        self._bucket = Bucket(options.max_creation_rate, clock) if options.max_creation_rate else None
+        self._topics = topics
+
+    @classmethod
+    def of(cls, options: NsqdOptions, clock: Clock, topics: Mapping[str, Topic]) -> Creation | None:
+        limited = options.max_topics or options.max_channels or options.max_creation_rate
+        return cls(options, clock, topics) if limited else None
+
+    def check_topic(self, name: str) -> None:
+        """LimitError if there can be no such topic, unless it is there."""
+        if name in self._topics:
+            return
+        if self._most_topics and len(self._topics) >= self._most_topics:
+            raise LimitError(f"limit of {self._most_topics} topics reached")
+        self._check_rate()
+
+    def check_channel(self, topic: Topic, name: str) -> None:
+        """LimitError if the topic can have no such channel, unless it is there."""
+        if name in topic.channels:
+            return
+        if self._most_channels and len(topic.channels) >= self._most_channels:
+            raise LimitError(f"limit of {self._most_channels} channels of {topic.name} reached")
+        self._check_rate()
+
+    def _check_rate(self) -> None:
+        if self._bucket is not None and not self._bucket.take(1):
+            raise RateError(f"limit of {self._bucket.rate} new topics and channels a second reached")
 
 
 class TopicLimits:

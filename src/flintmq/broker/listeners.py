@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 from flintmq import addresses
 from flintmq.broker.net import sockets
 from flintmq.errors import OptionError, StartError
+from flintmq.http.browsers import is_exposed
 
 if TYPE_CHECKING:
     import ssl
@@ -89,6 +90,14 @@ class Listeners:
         else:
             self._server = await loop.create_server(new_session, sock=sock, backlog=ACCEPT_QUEUE)
         logger.info("TCP: listening on %s", self.tcp)
+        options = broker.options
+        if is_exposed(sock) and not options.auth_http_addresses and not options.tls_client_auth_policy:
+            logger.warning(
+                "TCP: %s can be reached by other machines, and whoever reaches it can read and publish messages%s; see "
+                "docs/security.md",
+                self.tcp,
+                "" if options.tls_required != "false" else ", without TLS",
+            )
         await self._open_http()
 
     async def _open_http(self) -> None:
@@ -103,17 +112,34 @@ class Listeners:
         if secure:
             # First: the plain port may have to name this one in its answers.
             sock, self.https = self._bind(secure)
+            self._warn_of_http(sock, self.https)
             await self.api.listen_tls(sock)
         if options.http_address:
             sock, self.http = self._bind(options.http_address)
             await self.api.listen(sock, self.poller)
             logger.info("HTTP: listening on %s", self.http)
+            self._warn_of_http(sock, self.http)
         if secure:
             logger.info("HTTPS: listening on %s", self.https)
 
+    def _warn_of_http(self, sock: socket.socket, address: str) -> None:
+        options = self._broker.options
+        if options.http_auth_token_file or not is_exposed(sock):
+            return
+        if address == self.http and options.tls_required == "true":
+            # It answers nobody.
+            return
+        if address == self.https and options.tls_client_auth_policy:
+            return
+        logger.warning(
+            "HTTP: %s can be reached by other machines, and whoever reaches it can read messages and delete topics; "
+            "see docs/security.md",
+            address,
+        )
+
     def _bind(self, address: str) -> tuple[socket.socket, str]:
         """Return a listening socket, and where it really is."""
-        sock = addresses.bind(address)
+        sock = addresses.bind(address, mode=int(self._broker.options.unix_socket_mode, 8))
         return sock, addresses.text_of(sock.getsockname())
 
     def _connection_count(self) -> int:

@@ -70,12 +70,18 @@ class Peers:
         #: How TLS is spoken with them; None: not at all.
         self.tls: ssl.SSLContext | None = None
         self._headers: dict[str, str] = {}
+        #: What a lookupd is shown in IDENTIFY; empty: nothing.
+        self.registration_token = ""
 
     def load_token(self) -> None:
-        """Read the token of ``--lookupd-token-file``. OptionError, and no change, if there is none in it."""
-        path = self.broker.options.lookupd_token_file
-        if path:
-            self._headers = {"Authorization": f"Bearer {read_token(path)}"}
+        """Read the tokens that lookupds are shown. OptionError, and no change, if there is none in a file."""
+        options = self.broker.options
+        headers, registration = self._headers, self.registration_token
+        if options.lookupd_token_file:
+            headers = {"Authorization": f"Bearer {read_token(options.lookupd_token_file)}"}
+        if options.lookupd_registration_token_file:
+            registration = read_token(options.lookupd_registration_token_file)
+        self._headers, self.registration_token = headers, registration
 
     def load_tls(self) -> None:
         """Read the certificates for ``--lookupd-tls``. OptionError if they are no good."""
@@ -364,8 +370,10 @@ class Peer:
 
     def _identity(self) -> bytes:
         broker, options = self._broker, self._broker.options
+        token = self._peers.registration_token
         return msgspec.json.encode(
             {
+                **({"token": token} if token else {}),
                 "broadcast_address": options.broadcast_address,
                 "hostname": broker.disk.system.hostname(),
                 "http_port": options.broadcast_http_port or port_of(broker.http_address),

@@ -10,18 +10,20 @@ import asyncio
 import logging
 import socket
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import replace
 from functools import cache
 from http import HTTPStatus
 from importlib import import_module
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from flintmq.addresses import BACKLOG, text_of
 from flintmq.errors import HttpError
+from flintmq.http.admission import Admission, address_of
 from flintmq.http.arguments import split_target
+from flintmq.http.browsers import Names
 from flintmq.http.heads import BadHead, end_of_head, length_with_end, looked_at, tidy
-from flintmq.http.site import CONTINUE, LINGER_SECONDS, TEXT, Answer, Pieces, Request, Site
+from flintmq.http.site import CONTINUE, LINGER_SECONDS, TEXT, Answer, Pieces, Request, Site, envelope
 from flintmq.http.tls import TlsListener
 
 if TYPE_CHECKING:
@@ -37,6 +39,8 @@ logger = logging.getLogger(__name__)
 LONGEST_LINE = 64 << 10
 #: A connection without a request is kept for this long, and this long a request line with its headers may take.
 IDLE_SECONDS = 75.0
+#: A connection that has not sent the first byte by then is closed.
+SILENT_SECONDS = 60.0
 #: How long the head of a request may take to arrive once it has begun.
 HEAD_SECONDS = 30.0
 #: A client that has sent all it will gets this long to be answered.
@@ -78,7 +82,9 @@ class Server:
     """A site on listening sockets. ``protocol()`` makes the protocol of one connection, for those who accept it.
 
     A connection without a request is kept for ``idle`` seconds; the head of a request, and its body, may take ``head``
-    and ``body`` seconds. ``refusal`` is given instead of every answer, on a listener that is not to be used.
+    and ``body`` seconds. ``refusal`` is given instead of every answer, on a listener that is not to be used; those who
+    ask for a name that ``names`` does not know are refused. ``admission`` says how many connections there may be, those
+    in their TLS handshake included.
     """
 
     def __init__(
@@ -89,6 +95,8 @@ class Server:
         head: float = HEAD_SECONDS,
         body: float | None = None,
         refusal: Answer | None = None,
+        names: Names | None = None,
+        admission: Admission | None = None,
     ) -> None:
         from aiohttp import web as aio
 
@@ -97,6 +105,8 @@ class Server:
         self._head_seconds = head
         self._body_seconds = body
         self._refusal = refusal
+        self._names = names or Names()
+        self._admission = admission
         self._loop = asyncio.get_running_loop()
         self._broken_body = aio.RequestPayloadError
         self._listeners: list[asyncio.Server | TlsListener] = []
@@ -116,6 +126,7 @@ class Server:
         protocol: Any = _classes()[0](self._server, loop=self._loop, **settings)
         protocol.head_seconds = self._head_seconds
         protocol.gone = gone
+        protocol.admission = self._admission
         made: asyncio.Protocol = protocol
         return made
 
@@ -123,12 +134,25 @@ class Server:
         """Serve connections to a bound socket, which may be one of the unix kind."""
         listener: asyncio.Server | TlsListener
         if tls is not None:
-            listener = TlsListener(self.protocol, sock, tls, HANDSHAKE_SECONDS)
+            listener = TlsListener(self.protocol, sock, tls, HANDSHAKE_SECONDS, self._admit, self._release)
         elif sock.family == getattr(socket, "AF_UNIX", None):
             listener = await self._loop.create_unix_server(self.protocol, sock=sock, backlog=BACKLOG)
         else:
             listener = await self._loop.create_server(self.protocol, sock=sock, backlog=BACKLOG)
         self._listeners.append(listener)
+
+    def _admit(self, protocol: Hashable, address: str) -> bool:
+        return self._admission is None or not self._admission.admit(protocol, address)
+
+    def _release(self, protocol: Hashable) -> None:
+        if self._admission is not None:
+            self._admission.release(protocol)
+
+    def renew_tls(self, context: ssl.SSLContext) -> None:
+        """Use this context for the connections that come from now on."""
+        for listener in self._listeners:
+            if isinstance(listener, TlsListener):
+                listener.renew(context)
 
     def connection_count(self) -> int:
         return len(self._server.connections)
@@ -163,6 +187,8 @@ class Server:
             path, query = split_target(target)
         except HttpError as exc:
             return _response(Answer(exc.code.encode(), TEXT, exc.status, close=True))
+        if not self._names.knows(raw.headers.get("Host", "")):
+            return _response(envelope(HttpError(403, "UNKNOWN_HOST")))
         if len(raw.headers.getall("Authorization", ())) > 1:
             # Which of them counts? A proxy in front of us may have looked at the other one.
             return _response(Answer(b"400 Bad Request", TEXT, 400, close=True))
@@ -217,7 +243,7 @@ class Server:
         except ConnectionError:
             raise
         except Exception as exc:
-            logger.exception("an answer was cut off - %s %s", raw.method, raw.raw_path)
+            logger.exception("an answer was cut off - %s %s", raw.method, raw.raw_path.partition("?")[0])
             raise ConnectionError("cut off") from exc
         finally:
             await pieces.aclose()
@@ -256,6 +282,9 @@ def _classes() -> tuple[Any, type[aio.Response], type[aio.StreamResponse]]:
     class Connection(aio.RequestHandler):
         head_seconds = HEAD_SECONDS
         gone: Callable[[], None] | None = None
+        admission: Admission | None = None
+        #: Runs until the first byte of the first request.
+        _silence: asyncio.TimerHandle | None = None
         _deadline: asyncio.TimerHandle | None = None
         #: The head of a request as far as it has arrived, and how many bytes of it need no second look.
         _head = bytearray()
@@ -273,7 +302,15 @@ def _classes() -> tuple[Any, type[aio.Response], type[aio.StreamResponse]]:
         #: Does the body come in chunks?
         _is_chunked = True
 
+        def connection_made(self, transport: asyncio.BaseTransport) -> None:
+            super().connection_made(transport)
+            self._silence = asyncio.get_running_loop().call_later(SILENT_SECONDS, self.force_close)
+            peer = address_of(transport.get_extra_info("peername"))
+            if self.admission is not None and self.admission.admit(self, peer):
+                cast(asyncio.Transport, transport).abort()
+
         def data_received(self, data: bytes) -> None:
+            self._end_silence()
             if not data:
                 # aiohttp's parser goes on with what it held back while nobody read the body.
                 self._parse(data)
@@ -368,10 +405,18 @@ def _classes() -> tuple[Any, type[aio.Response], type[aio.StreamResponse]]:
         def connection_lost(self, exc: BaseException | None) -> None:
             super().connection_lost(exc)
             self._end_deadline()
+            self._end_silence()
+            if self.admission is not None:
+                self.admission.release(self)
             if self._feeding is not None:
                 self._feeding.cancel()
             if self.gone is not None:
                 self.gone()
+
+        def _end_silence(self) -> None:
+            if self._silence is not None:
+                self._silence.cancel()
+                self._silence = None
 
         def _end_deadline(self) -> None:
             if self._deadline is not None:

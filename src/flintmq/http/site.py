@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from http import HTTPStatus
 from typing import Any, Protocol
@@ -23,10 +24,12 @@ import msgspec
 
 from flintmq.errors import HttpError
 from flintmq.http.arguments import ORIGIN, Arguments, parse_query, split_target
-from flintmq.http.tokens import ADMIN, OPEN, PUBLISH, READ, Tokens
+from flintmq.http.browsers import is_foreign
+from flintmq.http.tokens import ADMIN, CONSUME, OPEN, PUBLISH, READ, Tokens
 
 __all__ = [
     "ADMIN",
+    "CONSUME",
     "CONTINUE",
     "JSON",
     "LINGER_SECONDS",
@@ -196,6 +199,14 @@ class Request:
         #: The body was read to its end.
         self.is_read = False
 
+    def is_foreign(self, pages: Collection[str]) -> bool:
+        """Has a web page sent it that is neither ours nor on one of these hosts?"""
+        headers = self.headers
+        if "Origin" not in headers and "Sec-Fetch-Site" not in headers:
+            return False
+        origins, sites = _all_of(headers, "Origin"), _all_of(headers, "Sec-Fetch-Site")
+        return is_foreign(origins, sites, headers.get("Host", ""), pages)
+
     def arguments(self) -> Arguments:
         """Return the arguments of the query. HttpError ``INVALID_REQUEST`` if there is no making sense of it."""
         return parse_query(self.query)
@@ -217,6 +228,14 @@ class Request:
         return body
 
 
+def _all_of(headers: Mapping[str, str], name: str) -> list[str]:
+    """Return every value of a header; a plain mapping has one at most."""
+    every = getattr(headers, "getall", None)
+    if every is not None:
+        return list(every(name, ()))
+    return [headers[name]] if name in headers else []
+
+
 # --- Routes -----------------------------------------------------------------------------------------------------------
 
 Handler = Callable[[Request], Awaitable[Any]]
@@ -235,13 +254,20 @@ class Route:
     #: Too frequent, or too long, for a line in the log.
     unlogged: bool = False
 
+    @property
+    def is_plain_read(self) -> bool:
+        """Does it change nothing, cost little and tell no message, so that any web page may ask for it?"""
+        return self.method == "GET" and self.right in (OPEN, READ)
+
 
 class Site:
     """A daemon's routes, and how a request becomes an answer."""
 
-    def __init__(self, routes: Iterable[Route], tokens: Tokens | None = None) -> None:
+    def __init__(self, routes: Iterable[Route], tokens: Tokens | None = None, pages: Iterable[str] = ()) -> None:
         self.routes: Sequence[Route] = tuple(routes)
         self.tokens = tokens
+        #: Hosts whose web pages may do what clients may.
+        self._pages = frozenset(page.lower() for page in pages)
         # By method: what is said in full, and the patterns by their parts.
         self._fixed: dict[str, dict[str, Route]] = {}
         self._patterns: dict[str, list[tuple[list[str], Route]]] = {}
@@ -299,11 +325,13 @@ class Site:
         try:
             if self.tokens is not None:
                 self.tokens.check(request.headers.get("Authorization"), route.right)
+            if not route.is_plain_read and request.is_foreign(self._pages):
+                raise HttpError(403, "FOREIGN_ORIGIN")
             result = await route.handler(request)
         except HttpError as exc:
             result = exc
         except Exception:
-            logger.exception("panic in HTTP handler - %s %s", request.method, request.target)
+            logger.exception("panic in HTTP handler - %s %s", request.method, _shown(request.target))
             result = HttpError(500, "INTERNAL_ERROR")
         answer = envelope(result, plain=route.plain)
         if isinstance(result, HttpError) and answer.close and request.is_read:
@@ -367,12 +395,22 @@ def _redirect(method: str, path: str, query: str) -> Answer:
     return Answer(body, "text/html; charset=utf-8", 301, {"Location": location})
 
 
+#: Arguments that hold a secret by their name; nothing here asks for one, but somebody may send it.
+_SECRET = re.compile(r"(?i)([?&;][^=&;]*(?:token|secret|passw|auth|api_?key|credential|signature)[^=&;]*=)[^&;#]*")
+
+
 def log_request(status: int, method: str, target: str, remote: str, started: int) -> None:
     """One line per request, as NSQ prints it: ``200 GET /info (127.0.0.1:56106) 26.38µs``."""
     if logger.isEnabledFor(logging.INFO):
-        origin = ORIGIN.match(target)
-        shown = ascii(target[origin.end() if origin else 0 :])[1:-1]
-        logger.info("%d %s %s (%s) %s", status, method, shown, remote, _elapsed(time.perf_counter_ns() - started))
+        logger.info(
+            "%d %s %s (%s) %s", status, method, _shown(target), remote, _elapsed(time.perf_counter_ns() - started)
+        )
+
+
+def _shown(target: str) -> str:
+    """Return a target as part of a line in the log, without its secrets."""
+    origin = ORIGIN.match(target)
+    return ascii(_SECRET.sub(r"\1***", target[origin.end() if origin else 0 :]))[1:-1]
 
 
 def _elapsed(nanoseconds: int) -> str:

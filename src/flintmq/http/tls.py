@@ -10,19 +10,21 @@ import asyncio
 import contextlib
 import logging
 import socket
+import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from contextvars import ContextVar
 from functools import cache, partial
 from typing import TYPE_CHECKING
 
 from flintmq.addresses import BACKLOG
 from flintmq.errors import OptionError
+from flintmq.http.admission import address_of
 
 if TYPE_CHECKING:
     import ssl
 
-__all__ = ["TlsListener", "reload_tls", "server_tls"]
+__all__ = ["TlsListener", "check_resumed", "server_tls"]
 
 logger = logging.getLogger(__name__)
 
@@ -43,8 +45,9 @@ class TlsListener:
     """Connections with TLS on a bound socket. ``factory`` makes the protocol of one, whose handshake has succeeded.
 
     A handshake that fails ends the connection at once: the client gets the alert, or Go's words if it speaks plain
-    HTTP, and then the end of the stream. ``admit`` is asked whether there is room for a connection before its
-    handshake; one that is refused is closed without a word.
+    HTTP, and then the end of the stream. ``admit`` is asked, with the protocol and the peer's address, whether there is
+    room for a connection before its handshake; one that is refused is closed without a word. ``release`` is told of
+    those that were admitted and did not get through.
     """
 
     def __init__(
@@ -53,10 +56,12 @@ class TlsListener:
         sock: socket.socket,
         context: ssl.SSLContext,
         seconds: float,
-        admit: Callable[[], bool] = lambda: True,
+        admit: Callable[[Hashable, str], bool] = lambda protocol, address: True,
+        release: Callable[[Hashable], None] = lambda protocol: None,
     ) -> None:
         self._factory = factory
         self._admit = admit
+        self._release = release
         self._sock = sock
         self._context = context
         self._seconds = seconds
@@ -78,6 +83,10 @@ class TlsListener:
         for task in self._shaking:
             task.cancel()
 
+    def renew(self, context: ssl.SSLContext) -> None:
+        """Use this context for the connections that come from now on."""
+        self._context = context
+
     def connection_count(self) -> int:
         """Return how many connections there are whose handshake is not over."""
         return len(self._shaking)
@@ -85,7 +94,7 @@ class TlsListener:
     def _accept(self) -> None:
         for _ in range(ACCEPT_AT_ONCE):
             try:
-                connection, _ = self._sock.accept()
+                connection, peer = self._sock.accept()
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
                 return
             except OSError as exc:
@@ -93,11 +102,12 @@ class TlsListener:
                 self._loop.remove_reader(self._sock.fileno())
                 self._timer = self._loop.call_later(ACCEPT_AGAIN, self._accept_again)
                 return
-            if not self._admit():
+            protocol = self._factory()
+            if not self._admit(protocol, address_of(peer)):
                 connection.close()
                 continue
             connection.setblocking(False)
-            task = self._loop.create_task(self._shake_hands(connection))
+            task = self._loop.create_task(self._shake_hands(connection, protocol))
             self._shaking.add(task)
             task.add_done_callback(self._shaking.discard)
 
@@ -105,13 +115,15 @@ class TlsListener:
         self._timer = None
         self._loop.add_reader(self._sock.fileno(), self._accept)
 
-    async def _shake_hands(self, connection: socket.socket) -> None:
+    async def _shake_hands(self, connection: socket.socket, protocol: asyncio.BaseProtocol) -> None:
         # Each connection has a task, and so a context, of its own.
         _failed.set(lambda error: self._end(connection, error))
+        is_through = False
         try:
             await self._loop.connect_accepted_socket(
-                self._factory, connection, ssl=self._context, ssl_handshake_timeout=self._seconds
+                lambda: protocol, connection, ssl=self._context, ssl_handshake_timeout=self._seconds
             )
+            is_through = True
         except OSError as exc:
             # Also an SSLError, and a handshake that took too long.
             logger.debug("HTTPS: a handshake failed - %s", exc)
@@ -120,6 +132,9 @@ class TlsListener:
         except Exception:
             logger.exception("HTTPS: unexpected error, the connection is closed")
             connection.close()
+        finally:
+            if not is_through:
+                self._release(protocol)
 
     def _end(self, connection: socket.socket, error: ssl.SSLError) -> None:
         """End a connection whose handshake has failed, when asyncio has sent the alert."""
@@ -162,6 +177,11 @@ def server_tls(
         # The old versions are there for those who ask for them by name.
         warnings.simplefilter("ignore", DeprecationWarning)
         context.minimum_version = versions[min_version]
+    # A second handshake inside a connection costs us much and the peer little. Nor are there tickets: connections live
+    # long, and a certificate that is no longer accepted must not come back by one. Sessions that OpenSSL knows by their
+    # id, before TLS 1.3, end with the context: authorities are replaced by making a new one.
+    context.options |= ssl.OP_NO_RENEGOTIATION | ssl.OP_NO_TICKET
+    context.num_tickets = 0
     if min_version in ("tls1.0", "tls1.1"):
         # OpenSSL's own level forbids what these versions sign with.
         context.set_ciphers("DEFAULT:@SECLEVEL=0")
@@ -180,16 +200,16 @@ def server_tls(
     return context
 
 
-def reload_tls(context: ssl.SSLContext, cert: str, key: str) -> None:
-    """New connections get the certificate that is in the files now. OptionError, and no change, if it is no good."""
+def check_resumed(tls: ssl.SSLObject) -> None:
+    """SSLError if a client came back by the id of a session, and its certificate has expired since.
+
+    OpenSSL does not look at the certificate again then, and knows ids for two hours.
+    """
     import ssl
 
-    try:
-        # On the side first: a half that was loaded would stay.
-        ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER).load_cert_chain(cert, key)
-        context.load_cert_chain(cert, key)
-    except (OSError, ValueError) as exc:
-        raise OptionError(f"failed to reload the certificate - {exc}") from exc
+    if tls.session_reused and (certificate := tls.getpeercert()):
+        if ssl.cert_time_to_seconds(str(certificate["notAfter"])) < time.time():
+            raise ssl.SSLError(1, "the client's certificate has expired")
 
 
 @cache
@@ -211,6 +231,7 @@ def _outspoken() -> type[ssl.SSLObject]:
                 raise self._failure()
             try:
                 super().do_handshake()
+                check_resumed(self)
             except (ssl.SSLWantReadError, ssl.SSLWantWriteError):
                 raise
             except ssl.SSLError as exc:

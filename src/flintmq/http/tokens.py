@@ -14,20 +14,23 @@ from collections.abc import Callable
 
 from flintmq.errors import HttpError, OptionError
 
-__all__ = ["ADMIN", "OPEN", "PUBLISH", "READ", "Tokens", "read_token"]
+__all__ = ["ADMIN", "CONSUME", "OPEN", "PUBLISH", "READ", "RIGHTS", "Passes", "Tokens", "read_token"]
 
 logger = logging.getLogger(__name__)
 
 #: Rights. A route needs one of them; an open one needs none.
-OPEN, READ, PUBLISH, ADMIN = "", "read", "publish", "admin"
+OPEN, READ, CONSUME, PUBLISH, ADMIN = "", "read", "consume", "publish", "admin"
+#: Those that a token can have; the last one includes the others.
+RIGHTS = (READ, CONSUME, PUBLISH, ADMIN)
 
 
 class Tokens:
     """Who may do what: a file with one line per token, ``TOKEN RIGHTS``, and ``#`` before a comment.
 
-    Rights are ``read``, ``publish`` and ``admin``, with commas between them; ``admin`` includes the others. A request
-    carries its token as ``Authorization: Bearer TOKEN``. Only digests are kept, and a token is compared with all of
-    them, so that how long that takes tells nothing.
+    Rights are ``read`` (numbers and names), ``consume`` (messages), ``publish`` and ``admin``, with commas between
+    them; ``admin`` includes the others, and no other one includes another. A request carries its token as
+    ``Authorization: Bearer TOKEN``. Only digests are kept, and a token is compared with all of them, so that how long
+    that takes tells nothing.
     """
 
     def __init__(self, path: str) -> None:
@@ -52,10 +55,10 @@ class Tokens:
             if not words or words[0].startswith("#"):
                 continue
             rights = frozenset(words[1].split(",")) if len(words) == 2 else frozenset[str]()
-            if not rights or not rights <= {READ, PUBLISH, ADMIN}:
+            if not rights or not rights <= frozenset(RIGHTS):
                 # Never the line itself: it holds a secret.
                 raise OptionError(f"{self.path}, line {number}: write TOKEN and its rights, such as read,publish")
-            found.append((_digest(words[0]), frozenset((READ, PUBLISH, ADMIN)) if ADMIN in rights else rights))
+            found.append((_digest(words[0]), frozenset(RIGHTS) if ADMIN in rights else rights))
         return found
 
     def reload(self) -> None:
@@ -70,7 +73,7 @@ class Tokens:
             changed()
 
     def check(self, authorization: str | None, right: str) -> None:
-        """HttpError 401 if the request has no token that we know, 403 if the token lacks the right."""
+        """HttpError 401 if the request has no token that we know, 403, with the right, if the token lacks it."""
         if right == OPEN:
             return
         scheme, _, token = (authorization or "").strip().partition(" ")
@@ -82,7 +85,41 @@ class Tokens:
         if rights is None or scheme.lower() != "bearer":
             raise HttpError(401, "UNAUTHORIZED")
         if right not in rights:
-            raise HttpError(403, "FORBIDDEN")
+            raise HttpError(403, "FORBIDDEN", missing_right=right)
+
+
+class Passes:
+    """Who may come in at all: a file with a token on each line, and ``#`` before a comment. OptionError if none is."""
+
+    def __init__(self, path: str) -> None:
+        self.path = path
+        self._digests = self._read()
+
+    def _read(self) -> list[bytes]:
+        try:
+            with open(self.path, encoding="utf-8") as file:
+                if os.fstat(file.fileno()).st_mode & (stat.S_IRGRP | stat.S_IROTH):
+                    logger.warning("TCP: %s holds tokens and can be read by others: chmod 600 it", self.path)
+                words = [line.split() for line in file]
+        except (OSError, UnicodeDecodeError) as exc:
+            reason = exc.strerror if isinstance(exc, OSError) else exc
+            raise OptionError(f"cannot read the tokens in {self.path} - {reason}") from exc
+        found = [_digest(line[0]) for line in words if line and not line[0].startswith("#")]
+        if not found:
+            raise OptionError(f"there is no token in {self.path}")
+        return found
+
+    def reload(self) -> None:
+        """Read the file again. If that fails the old tokens stay."""
+        try:
+            self._digests = self._read()
+        except OptionError as exc:
+            logger.error("TCP: the tokens stay as they were - %s", exc)
+
+    def is_good(self, token: str) -> bool:
+        """Is it one of them? It is compared with all, so that how long that takes tells nothing."""
+        digest = _digest(token)
+        return sum([hmac.compare_digest(known, digest) for known in self._digests]) > 0
 
 
 def read_token(path: str) -> str:

@@ -15,7 +15,7 @@ import contextlib
 import logging
 import socket
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Hashable, Iterator
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, cast
 
@@ -24,9 +24,11 @@ import msgspec
 from flintmq import addresses
 from flintmq.errors import FullError, HttpError, OptionError, ProtocolError, StartError
 from flintmq.http import site as web
+from flintmq.http.admission import Admission, address_of
+from flintmq.http.browsers import Names, is_exposed, is_loopback
 from flintmq.http.server import Server
-from flintmq.http.tls import reload_tls, server_tls
-from flintmq.http.tokens import Tokens
+from flintmq.http.tls import TlsListener, server_tls
+from flintmq.http.tokens import Passes, Tokens
 from flintmq.lookup.registry import Producer, Registry
 from flintmq.options import NsqlookupdOptions, format_duration
 from flintmq.protocol.wire import MAGIC_LOOKUP, NSQ_VERSION, decode_identify, valid_name
@@ -53,6 +55,7 @@ LOOK_EVERY = 8
 SLICE = 2_000
 #: After so many lines of the log, likewise.
 LOGGED_AT_ONCE = 64
+OPEN_TO_ALL = "whoever reaches it can hide and delete topics; see docs/security.md"
 #: See ``Lookupd.when_grown``.
 GROWTH = 4_096
 #: A half-dead connection is found out within a minute, so that an nsqd that came back is not listed twice for long.
@@ -68,6 +71,8 @@ _IDENTIFY_FIELDS: dict[str, tuple[str, Any]] = {
     "topology_region": ("string", ""),
     # Always that of the socket; but what is no text is no JSON of an nsqd.
     "remote_address": ("string", ""),
+    # Ours: see ``--registration-token-file``.
+    "token": ("string", ""),
 }
 
 
@@ -97,17 +102,23 @@ class Lookupd:
             wall=wall,
         )
         self.now = now
+        # Those who ask must not keep nsqds out: each side has its own.
+        most, per_address = options.max_connections, options.max_connections_per_address
+        self.admission = Admission(most, per_address, now)
+        self._http_admission = Admission(most, per_address, now)
         self.sessions: dict[Session, None] = {}
         self._settling = False
         #: Called whenever GROWTH more names are known than at the last time.
         self.when_grown: Callable[[], None] = lambda: None
         self._grown = GROWTH
         self._tcp_bound = self._http_bound = ""
-        self._tcp: asyncio.Server | None = None
+        self._tcp: asyncio.Server | TlsListener | None = None
         self._http: Server | None = None
         # Read at the start, and again by `reload`.
         self._tls: ssl.SSLContext | None = None
         self._tokens: Tokens | None = None
+        #: What an nsqd must show; None: nothing.
+        self.passes: Passes | None = None
 
     # --- Start and stop --------------------------------------------------------------------------------------------
 
@@ -127,6 +138,8 @@ class Lookupd:
             tls = self._tls = self._load_tls()
             if options.http_auth_token_file:
                 self._tokens = Tokens(options.http_auth_token_file)
+            if options.registration_token_file:
+                self.passes = Passes(options.registration_token_file)
         except OptionError as exc:
             raise StartError(str(exc)) from exc
         tcp = addresses.bind(options.tcp_address, unix=False)
@@ -138,18 +151,26 @@ class Lookupd:
         # Both before the first connection: the answer to IDENTIFY names them.
         self._tcp_bound = addresses.text_of(tcp.getsockname())
         self._http_bound = addresses.text_of(http.getsockname())
-        self._http = Server(self._site())
+        own = (socket.gethostname(), options.broadcast_address, *options.http_allowed_hosts)
+        self._http = Server(
+            self._site(), names=Names(own, is_guarded=is_loopback(http)), admission=self._http_admission
+        )
         await self._http.listen(http, tls)
         logger.info("HTTP: listening on %s", self.http_address)
+        if is_exposed(http) and self._tokens is None and not options.tls_root_ca_file:
+            logger.warning("HTTP: %s can be reached by other machines, and %s", self.http_address, OPEN_TO_ALL)
         loop = asyncio.get_running_loop()
-        self._tcp = await loop.create_server(
-            lambda: Session(self),
-            sock=tcp,
-            backlog=1024,
-            ssl=tls,
-            ssl_handshake_timeout=MAGIC_SECONDS if tls is not None else None,
-        )
+        if tls is not None:
+            self._tcp = TlsListener(lambda: Session(self), tcp, tls, MAGIC_SECONDS, self._admit, self.admission.release)
+        else:
+            self._tcp = await loop.create_server(lambda: Session(self), sock=tcp, backlog=addresses.BACKLOG)
         logger.info("TCP: listening on %s", self.tcp_address)
+        if is_exposed(tcp) and self.passes is None and not options.tls_root_ca_file:
+            logger.warning(
+                "TCP: %s can be reached by other machines, and whoever reaches it can send consumers to its "
+                "own broker; see docs/security.md",
+                self.tcp_address,
+            )
 
     def _load_tls(self) -> ssl.SSLContext | None:
         options = self.options
@@ -164,17 +185,25 @@ class Lookupd:
         )
 
     def reload(self) -> None:
-        """Tokens and certificate are read again; what is no good leaves the old one in its place."""
+        """Tokens, certificate and authorities are read again; what is no good leaves the old one in its place."""
         logger.info("NSQ: reloading")
         if self._tokens is not None:
             self._tokens.reload()
+        if self.passes is not None:
+            self.passes.reload()
         if self._tls is not None:
             try:
-                reload_tls(self._tls, self.options.tls_cert, self.options.tls_key)
+                context = self._load_tls()
             except OptionError as exc:
                 logger.error("TLS: the certificate stays as it was - %s", exc)
-            else:
-                logger.info("TLS: the certificate was read again")
+                return
+            assert context is not None
+            self._tls = context
+            if self._http is not None:
+                self._http.renew_tls(context)
+            if isinstance(self._tcp, TlsListener):
+                self._tcp.renew(context)
+            logger.info("TLS: the certificates were read again")
 
     async def stop(self) -> None:
         if self._tcp is not None:
@@ -200,6 +229,9 @@ class Lookupd:
     def http_address(self) -> str:
         """Where everyone else asks: ``host:port`` as really bound."""
         return self._http_bound or self.options.http_address
+
+    def _admit(self, session: Hashable, address: str) -> bool:
+        return not self.admission.admit(session, address)
 
     def settle(self) -> None:
         """Go on with what nsqds have left, a slice in each turn of the loop."""
@@ -249,6 +281,7 @@ class Lookupd:
                 web.Route("POST", "/channel/delete", self._delete_channel, web.ADMIN),
             ],
             self._tokens,
+            self.options.http_allowed_hosts,
         )
 
     async def _ping(self, request: web.Request) -> str:
@@ -373,8 +406,12 @@ class Session(asyncio.Protocol):
         self._transport = cast(asyncio.Transport, transport)
         self._address = addresses.text_of(self._transport.get_extra_info("peername"))
         self._lookupd.sessions[self] = None
-        _keep_alive(self._transport.get_extra_info("socket"))
         self._patience = self._loop.call_later(MAGIC_SECONDS, self._transport.abort)
+        if self._lookupd.admission.admit(self, address_of(self._transport.get_extra_info("peername"))):
+            self._over = True
+            self._transport.abort()
+            return
+        _keep_alive(self._transport.get_extra_info("socket"))
         logger.info("TCP: new client(%s)", self._address)
 
     def data_received(self, data: bytes) -> None:
@@ -458,6 +495,7 @@ class Session(asyncio.Protocol):
         self._over = True
         self._patience.cancel()
         self._lookupd.sessions.pop(self, None)
+        self._lookupd.admission.release(self)
         if self._greeted:
             logger.info("PROTOCOL(V1): [%s] exiting ioloop", self._address)
         if self._producer is not None:
@@ -526,6 +564,9 @@ class Session(asyncio.Protocol):
         if not all(fields[name] for name in ("broadcast_address", "tcp_port", "http_port", "version")):
             raise ProtocolError("E_BAD_BODY", "IDENTIFY missing fields")
         del fields["remote_address"]
+        token, passes = fields.pop("token"), self._lookupd.passes
+        if passes is not None and not passes.is_good(token):
+            raise ProtocolError("E_UNAUTHORIZED", "IDENTIFY needs a token that is known here")
         producer = Producer(self._address, **fields)
         logger.info(
             "CLIENT(%s): IDENTIFY Address:%s TCP:%d HTTP:%d Version:%s",

@@ -322,7 +322,10 @@ async def _advice(node: NodeClient, error: HttpError, arguments: argparse.Namesp
     """What a refusal means, and what to do now."""
     topic, _, channel = str(getattr(arguments, "source", "")).partition("/")
     if error.status in (401, 403):
-        right = "the token lacks the right for this" if error.status == 403 else "it asks for a token"
+        right = "it asks for a token"
+        if error.status == 403:
+            missing = error.details.get("missing_right")
+            right = f"the token lacks the right {missing}" if missing else "the token lacks the right for this"
         return f"{node.address} refuses ({error.code}): {right}; give one that has it with --token-file"
     if error.code == "NOT_FOUND":
         return f"the nsqd at {node.address} cannot do this: it is NSQ's own, or an older version of flintmq"

@@ -139,7 +139,7 @@ async def test_a_request_may_arrive_one_byte_at_a_time(way: Way) -> None:
 
 async def test_chunks_may_be_cut_anywhere(way: Way) -> None:
     broker, connect = await way()
-    head = b"POST /pub?topic=t HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+    head = b"POST /pub?topic=t HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
     request = head + b'2;name="value"\r\nhe\r\n3\r\nllo\r\n0\r\nTrailer: x\r\n\r\n'
     async with connect() as client:
         for cut in range(len(request)):
@@ -317,7 +317,9 @@ async def test_a_message_that_is_too_big_is_refused_before_it_is_read(way: Way) 
 async def test_a_client_that_waits_to_be_told_is_told(way: Way) -> None:
     broker, connect = await way()
     async with connect() as client:
-        client.send(b"POST /pub?topic=t HTTP/1.1\r\nHost: x\r\nContent-Length: 2\r\nExpect: 100-continue\r\n\r\n")
+        client.send(
+            b"POST /pub?topic=t HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2\r\nExpect: 100-continue\r\n\r\n"
+        )
         assert (await client.answer()).status == 100
         client.send(b"hi")
         assert (await client.answer()).status == 200
@@ -338,7 +340,7 @@ async def test_a_client_that_waits_to_be_told_is_told(way: Way) -> None:
 async def test_a_broken_chunk_ends_the_connection_and_stores_nothing(way: Way, chunks: bytes) -> None:
     broker, connect = await way()
     async with connect() as client:
-        client.send(b"POST /pub?topic=t HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n" + chunks)
+        client.send(b"POST /pub?topic=t HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n" + chunks)
         assert (await client.answer()).status in (400, 413, 500)
         await client.ended()
     assert "t" not in broker.topics
@@ -346,7 +348,7 @@ async def test_a_broken_chunk_ends_the_connection_and_stores_nothing(way: Way, c
 
 async def test_chunks_that_are_mostly_words_about_them_are_refused(http: tuple[Broker, HttpClient]) -> None:
     broker, client = http
-    head = b"POST /pub?topic=t HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+    head = b"POST /pub?topic=t HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
     client.send(head + b"1;" + b"e" * http_lane.LONGEST_CHUNK_LINE)
     assert (await client.answer()).status == 500
     broker.change_options(max_msg_size=100)
@@ -365,8 +367,10 @@ async def test_words_about_chunks_are_counted_from_the_start_of_their_body(
     broker.change_options(max_msg_size=100)
     monkeypatch.setattr(http_lane, "SECONDS_AT_ONCE", PATIENCE)
     assert (await client.post("/pub?topic=t", b"x")).status == 200
-    first = b"POST /pub?topic=t HTTP/1.1\r\nHost: x\r\nX-Pad: " + b"p" * 2_000 + b"\r\nContent-Length: 0\r\n\r\n"
-    head = b"POST /pub?topic=t HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n"
+    first = (
+        b"POST /pub?topic=t HTTP/1.1\r\nHost: localhost\r\nX-Pad: " + b"p" * 2_000 + b"\r\nContent-Length: 0\r\n\r\n"
+    )
+    head = b"POST /pub?topic=t HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
     data = first * before + head + (b"1;" + b"e" * 4_000 + b"\r\nx\r\n") * 20
     assert broker.listeners.api is not None
     [connection] = broker.listeners.api._lanes[0].connections
@@ -381,7 +385,7 @@ async def test_words_about_chunks_are_counted_from_the_start_of_their_body(
 async def test_chunks_beyond_the_limit_are_refused(way: Way) -> None:
     broker, connect = await way(max_msg_size=100)
     async with connect() as client:
-        client.send(b"POST /pub?topic=t HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n")
+        client.send(b"POST /pub?topic=t HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n")
         client.send(b"32\r\n" + b"x" * 50 + b"\r\n" + b"33\r\n" + b"y" * 51 + b"\r\n")
         assert (await client.answer()).message == "MSG_TOO_BIG"
     assert "t" not in broker.topics
@@ -457,7 +461,7 @@ async def test_a_client_that_goes_away_harms_nobody(way: Way) -> None:
     for data in (
         b"",
         b"POST",
-        b"POST /pub?topic=t HTTP/1.1\r\nHost: x\r\nContent-Length: 9\r\n\r\nhalf",
+        b"POST /pub?topic=t HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\nhalf",
         request_of("POST", "/pub?topic=t", b"x"),
         request_of("POST", "/pub?topic=t", b"x") * 50,
         request_of("GET", "/stats"),
@@ -510,7 +514,7 @@ async def test_a_length_that_can_be_read_in_two_ways_is_refused(
     http: tuple[Broker, HttpClient], headers: tuple[str, ...]
 ) -> None:
     broker, client = http
-    client.send("\r\n".join(["POST /pub?topic=t HTTP/1.1", "Host: x", *headers, "", ""]).encode())
+    client.send("\r\n".join(["POST /pub?topic=t HTTP/1.1", "Host: localhost", *headers, "", ""]).encode())
     client.send(b"1\r\nx\r\n0\r\n\r\n" + request_of("POST", "/pub?topic=smuggled", b"x"))
     assert (await client.answer()).status in (400, 501)
     await client.ended()
@@ -536,12 +540,14 @@ async def test_a_client_that_does_not_read_its_answers_is_not_read_from(http: tu
 
 async def test_a_head_without_end_is_refused(http: tuple[Broker, HttpClient]) -> None:
     _, client = http
-    client.send(b"POST /pub?topic=t HTTP/1.1\r\nHost: x\r\nX: " + b"y" * (http_lane.LONGEST_HEAD + 1))
+    client.send(b"POST /pub?topic=t HTTP/1.1\r\nHost: localhost\r\nX: " + b"y" * (http_lane.LONGEST_HEAD + 1))
     assert (await client.answer()).status == 431
     await client.ended()
 
 
-@pytest.mark.parametrize("data", [b"P", b"POST /pub?topic=t HTTP/1.1\r\nHost: x\r\nContent-Length: 5\r\n\r\nhe"])
+@pytest.mark.parametrize(
+    "data", [b"P", b"POST /pub?topic=t HTTP/1.1\r\nHost: localhost\r\nContent-Length: 5\r\n\r\nhe"]
+)
 async def test_a_request_that_does_not_come_in_is_given_up(http: tuple[Broker, HttpClient], data: bytes) -> None:
     broker, client = http
     [lane] = broker.listeners.api._lanes  # type: ignore[union-attr]

@@ -22,9 +22,9 @@ from support.secure import Certificates
 NEVER = 3600.0
 NO_TLS = b"HTTP/1.0 400 Bad Request\r\n\r\nClient sent an HTTP request to an HTTPS server.\n"
 PLAIN = {
-    "a request": b"GET /ping HTTP/1.1\r\nHost: x\r\n\r\n",
-    "a publish": b"POST /pub?topic=t HTTP/1.1\r\nHost: x\r\nContent-Length: 3\r\n\r\nabc",
-    "another method": b"PUT /config/log_level HTTP/1.1\r\nHost: x\r\n\r\n",
+    "a request": b"GET /ping HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    "a publish": b"POST /pub?topic=t HTTP/1.1\r\nHost: localhost\r\nContent-Length: 3\r\n\r\nabc",
+    "another method": b"PUT /config/log_level HTTP/1.1\r\nHost: localhost\r\n\r\n",
 }
 GARBAGE = {
     "an NSQ client": b"  V2IDENTIFY\n\0\0\0\2{}",

@@ -39,7 +39,7 @@ def pings() -> dict[str, bytes]:
         ("", "Authorization: Bearer no-token", "Content-Length: 0", "Content-Length: 3"),
     )
     for method, target, version, connection, more in kinds:
-        lines = [f"{method} {target} HTTP/{version}", "Host: x"]
+        lines = [f"{method} {target} HTTP/{version}", "Host: localhost"]
         lines += [f"Connection: {connection}"] if connection else []
         lines += [more] if more else []
         name = " ".join([method, target, version, connection, more])
@@ -88,7 +88,7 @@ async def test_a_ping_never_waits_for_the_general_server(
         monkeypatch.setattr(lane, "hand_over", lambda transport, data: handed.append(data))
     async with HttpClient.connect(broker.http_address) as client, asyncio.timeout(30):
         for split in (0, 1, 9):
-            request = f"GET /ping HTTP/{version}\r\nHost: x\r\nConnection: keep-alive\r\n\r\n".encode()
+            request = f"GET /ping HTTP/{version}\r\nHost: localhost\r\nConnection: keep-alive\r\n\r\n".encode()
             client.send(request[:split])
             await client.writer.drain()
             await asyncio.sleep(0)

@@ -12,6 +12,7 @@ import socket
 import ssl
 import sys
 from collections.abc import AsyncIterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from conftest import StartBroker
 from test_patterns import MATCHES, REFUSED
 
 from flintmq.broker.daemon import Broker
+from flintmq.broker.net import guesses
 from flintmq.broker.net.auth import LARGEST_ANSWER, MOST_STEPS, read_grant
 from flintmq.errors import AuthError
 from flintmq.protocol.wire import FRAME_MESSAGE, FRAME_RESPONSE, decode_message, encode_command, encode_mpub, valid_name
@@ -660,3 +662,79 @@ async def test_nothing_slips_in_before_a_late_timer_ends_an_authorization(
         frame = await peer.frame()
         assert frame is not None and frame[1] == b"E_AUTH_FAILED AUTH failed"
         assert broker.topics["t"].message_count == before and not broker.topics["t"].channels
+
+
+# --- Guessing ---------------------------------------------------------------------------------------------------------
+
+
+async def attempt(broker: Broker, secret: bytes) -> bytes:
+    async with Peer.connect(broker.tcp_address) as peer:
+        return await peer.ask(auth(secret))
+
+
+@pytest.mark.parametrize("method", ["get", "post"])
+async def test_no_secret_follows_a_redirect(start_broker: StartBroker, server: AuthServer, method: str) -> None:
+    """A server that is asked over https could send it on in the clear, or to somebody else."""
+    async with AuthServer.start() as elsewhere:
+        broker = await start_broker(auth_http_addresses=(server.address,), auth_http_request_method=method)
+        for status in (301, 302, 303, 307, 308):
+            server.answer = (status, b"", f"http://{elsewhere.address}/auth")
+            assert await attempt(broker, b"s%d" % status) == b"E_AUTH_FAILED AUTH failed"
+        assert elsewhere.questions == []
+        assert len(server.questions) == 5
+
+
+async def test_a_secret_that_was_refused_is_not_asked_for_again_at_once(
+    start_broker: StartBroker, server: AuthServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    server.answer = (403, b"{}")
+    broker = await start_broker(auth_http_addresses=(server.address,))
+    for _ in range(4):
+        assert await attempt(broker, b"guess") == b"E_AUTH_FAILED AUTH failed"
+    assert len(server.questions) == 1
+    # Another one is, and the same one later, when it may be known by then.
+    server.answer = grants()
+    assert b"permission_count" in await attempt(broker, b"other")
+    monkeypatch.setattr("flintmq.broker.net.guesses.REFUSED_SECONDS", -1.0)
+    server.answer = (403, b"{}")
+    assert await attempt(broker, b"late") == b"E_AUTH_FAILED AUTH failed"
+    server.answer = grants()
+    assert b"permission_count" in await attempt(broker, b"late")
+
+
+async def test_a_server_that_fails_has_refused_nothing(start_broker: StartBroker, server: AuthServer) -> None:
+    broker = await start_broker(auth_http_addresses=(server.address,))
+    server.answer = (500, b"{}")
+    assert await attempt(broker, b"s") == b"E_AUTH_FAILED AUTH failed"
+    server.answer = grants()
+    assert b"permission_count" in await attempt(broker, b"s")
+
+
+def test_an_address_that_guesses_waits_and_nobody_else_does() -> None:
+    now = 0.0
+    made = guesses.Guesses(lambda: now)
+    good, bad = made.key(b"good"), made.key(b"bad")
+    made.granted(good)
+    waits = []
+    for _ in range(20):
+        waits.append(made.wait("10.0.0.1", bad))
+        now += waits[-1]
+        made.refused("10.0.0.1", bad)
+    assert waits[: guesses.FREE] == [0.0] * guesses.FREE
+    assert all(later >= sooner - 1e-9 for sooner, later in pairwise(waits))
+    assert waits[guesses.FREE] == pytest.approx(guesses.FIRST_WAIT)
+    assert waits[-1] == pytest.approx(guesses.LONGEST_WAIT)
+    # Two at once wait one after the other, but never for longer than the longest.
+    assert made.wait("10.0.0.1", bad) <= guesses.LONGEST_WAIT
+    assert made.wait("10.0.0.1", good) == made.wait("10.0.0.2", bad) == made.wait("", bad) == 0.0
+    now += guesses.FORGIVEN_SECONDS + 1
+    assert made.wait("10.0.0.1", bad) == 0.0
+
+
+def test_what_is_kept_of_guesses_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(guesses, "MOST", 10)
+    made = guesses.Guesses(lambda: 0.0)
+    for number in range(100):
+        made.refused(f"10.0.0.{number}", made.key(b"%d" % number))
+        made.granted(made.key(b"%d" % number))
+    assert max(map(len, (made._refused, made._good, made._addresses))) == 10

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import typing
 from typing import Any
 
 import msgspec
@@ -9,9 +10,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from flintmq.broker.storage.notes import NOTES, Note, State, decode, encode
+from flintmq.broker.storage.notes import _APPLIED, NOTES, AnyNote, Note, decode, encode
 from flintmq.errors import FormatError
 
+#: Of topics and channels: they are paths, too.
+names = st.from_regex(r"[.a-zA-Z0-9_-]{1,54}(#ephemeral)?", fullmatch=True)
 numbers = st.integers(0, (1 << 54) - 1)
 VALUES: dict[Any, st.SearchStrategy[Any]] = {
     int: numbers,
@@ -30,7 +33,8 @@ VALUES: dict[Any, st.SearchStrategy[Any]] = {
 def test_a_note_is_the_list_that_it_always_was(verb: str, data: st.DataObject) -> None:
     kind: Any = NOTES[verb]
     fields = msgspec.structs.fields(kind)
-    args = [data.draw(VALUES[field.type]) for field in fields]
+    values = {**VALUES, str: names} if verb in ("topic", "channel", "redrive") else VALUES
+    args = [data.draw(values[field.type]) for field in fields]
     written = msgspec.msgpack.encode((verb, *args))
     assert encode(kind(*args)) == written
     note = decode(written)
@@ -52,7 +56,7 @@ def test_what_was_recorded_is_read(text: str, verb: str, args: tuple[Any, ...]) 
 
 
 def test_every_note_has_its_effect_defined() -> None:
-    assert [verb for verb in NOTES if not callable(getattr(State, f"_{verb}", None))] == []
+    assert set(_APPLIED) == set(NOTES.values()) == set(typing.get_args(AnyNote))
 
 
 @pytest.mark.parametrize("written", [["tomorrow", 1], ["durable", "x", 1], ["durable"], {}, 5])

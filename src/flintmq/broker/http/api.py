@@ -11,7 +11,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import socket
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Hashable
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -30,10 +30,11 @@ from flintmq.broker.net.sockets import Poller, SocketTransport
 from flintmq.broker.observe import stats
 from flintmq.broker.observe.prometheus import scrape
 from flintmq.broker.observe.statsd import statsd_prefix
-from flintmq.errors import HttpError, OptionError, PublishError
+from flintmq.errors import HttpError, LimitError, OptionError, PublishError
+from flintmq.http.browsers import Names, is_loopback
 from flintmq.http.server import Server, load
 from flintmq.http.site import ADMIN, JSON, OPEN, PUBLISH, READ, Answer, Request, Route, Site, envelope
-from flintmq.http.tls import TlsListener, reload_tls, server_tls
+from flintmq.http.tls import TlsListener, server_tls
 from flintmq.http.tokens import Tokens
 from flintmq.options import LOG_LEVEL, option_table
 from flintmq.protocol.wire import NSQ_VERSION
@@ -65,16 +66,10 @@ class Api:
         options = broker.options
         self._tokens = Tokens(options.http_auth_token_file) if options.http_auth_token_file else None
         self._publishing = Publishing(broker)
-        self.site = Site(self._routes(), self._tokens)
+        self.site = Site(self._routes(), self._tokens, options.http_allowed_hosts)
         self._tls: ssl.SSLContext | None = None
         if options.tls_cert:
-            self._tls = server_tls(
-                options.tls_cert,
-                options.tls_key,
-                client_ca=options.tls_root_ca_file,
-                policy=options.tls_client_auth_policy,
-                min_version=options.tls_min_version,
-            )
+            self._tls = self._load_tls()
         self._lanes: list[HttpLane] = []
         self._general: list[_GeneralServer] = []
         self._listeners: list[asyncio.Server | TlsListener] = []
@@ -92,7 +87,7 @@ class Api:
             # Clients look for the port in it, in this very form.
             text = f'{{"message": "TLS_REQUIRED", "https_port": {addresses.port_of(self._broker.https_address)}}}'
             refused = envelope(Answer(text.encode(), JSON, 403))
-        lane = self._lane(refused)
+        lane = self._lane(sock, refused)
         if poller is not None:
             poller.listen(sock, lane.connection)
         elif sock.family == socket.AF_UNIX:
@@ -103,13 +98,40 @@ class Api:
     async def listen_tls(self, sock: socket.socket) -> None:
         """Serve HTTPS on a bound socket; for a broker with a certificate."""
         assert self._tls is not None
-        admit = self._broker.listeners.descriptors.admit
-        self._listeners.append(TlsListener(self._lane(None).connection, sock, self._tls, HANDSHAKE_SECONDS, admit))
+        lane = self._lane(sock, None)
+        listener = TlsListener(lane.connection, sock, self._tls, HANDSHAKE_SECONDS, self._admit, self._release)
+        self._listeners.append(listener)
 
-    def _lane(self, refused: Answer | None) -> HttpLane:
-        general = _GeneralServer(self._broker, self.site, refused)
+    def _admit(self, connection: Hashable, address: str) -> bool:
+        """Is there room for one more connection? Asked before its TLS handshake."""
+        if not self._broker.listeners.descriptors.admit():
+            return False
+        connections = self._broker.connections
+        return connections is None or not connections.admit(connection, address)
+
+    def _release(self, connection: Hashable) -> None:
+        if self._broker.connections is not None:
+            self._broker.connections.release(connection)
+
+    def _load_tls(self) -> ssl.SSLContext:
+        """Read what the options name. OptionError if it does not fit."""
+        options = self._broker.options
+        return server_tls(
+            options.tls_cert,
+            options.tls_key,
+            client_ca=options.tls_root_ca_file,
+            policy=options.tls_client_auth_policy,
+            min_version=options.tls_min_version,
+        )
+
+    def _lane(self, sock: socket.socket, refused: Answer | None) -> HttpLane:
+        options = self._broker.options
+        own = (self._broker.disk.system.hostname(), options.broadcast_address, *options.http_allowed_hosts)
+        names = Names(own, is_guarded=is_loopback(sock))
+        general = _GeneralServer(self._broker, self.site, names, refused)
         self._general.append(general)
-        lane = HttpLane(self._broker, self.site, self._publishing, general.take, refused=refused is not None)
+        is_refused = refused is not None
+        lane = HttpLane(self._broker, self.site, self._publishing, general.take, names, refused=is_refused)
         self._lanes.append(lane)
         return lane
 
@@ -148,14 +170,19 @@ class Api:
                 logger.exception("HTTP: a listener could not be closed")
 
     def reload(self) -> None:
-        """Tokens and certificate are read again; what is no good leaves the old one in its place."""
+        """Tokens, certificate and authorities are read again; what is no good leaves the old one in its place."""
         if self._tokens is not None:
             self._tokens.reload()
         if self._tls is not None:
             try:
-                reload_tls(self._tls, self._broker.options.tls_cert, self._broker.options.tls_key)
+                self._tls = self._load_tls()
             except OptionError as exc:
                 logger.error("HTTPS: the certificate stays as it was - %s", exc)
+                return
+            for listener in self._listeners:
+                if isinstance(listener, TlsListener):
+                    listener.renew(self._tls)
+            logger.info("HTTPS: the certificates were read again")
 
     def _forget(self) -> None:
         self._publishing.forget()
@@ -285,7 +312,7 @@ class Api:
         }
         if arguments.get("format") == "json":
             extended = arguments.get("extended") == "true"
-            return await stats.survey(self._broker, **wanted, extended=extended)
+            return Answer(await stats.survey_json(self._broker, **wanted, extended=extended), JSON)
         return await stats.report(self._broker, **wanted)
 
     async def _metrics(self, request: Request) -> Answer:
@@ -297,7 +324,9 @@ class Api:
     async def _create_topic(self, request: Request) -> None:
         name = request.arguments().topic()
         try:
-            topic = self._broker.topic(name)
+            topic = self._broker.topic_for_client(name)
+        except LimitError as exc:
+            raise refusal(exc) from exc
         except PublishError as exc:
             logger.error("TOPIC(%s): cannot be made - %s", name, exc)
             raise HttpError(500, "INTERNAL_ERROR") from exc
@@ -325,7 +354,10 @@ class Api:
     async def _create_channel(self, request: Request) -> None:
         topic_name, name = request.arguments().topic_and_channel()
         topic = existing_topic(self._broker, topic_name)
-        topic.channel(name)
+        try:
+            self._broker.channel_for_client(topic, name)
+        except LimitError as exc:
+            raise refusal(exc) from exc
         await self._broker.as_safe_as(topic)
 
     async def _delete_channel(self, request: Request) -> None:
@@ -411,9 +443,10 @@ class _GeneralServer:
     request leads to the next attempt.
     """
 
-    def __init__(self, broker: Broker, site: Site, refused: Answer | None) -> None:
+    def __init__(self, broker: Broker, site: Site, names: Names, refused: Answer | None) -> None:
         self._broker = broker
         self._site = site
+        self._names = names
         self._refusal = refused
         self._server: Server | None = None
         self._starting: asyncio.Task[None] | None = None
@@ -482,6 +515,7 @@ class _GeneralServer:
             head=options.http_header_timeout / 1e9,
             body=options.http_body_timeout / 1e9,
             refusal=self._refusal,
+            names=self._names,
         )
 
     def _hand_over(self, server: Server, connection: HttpConnection, data: bytes) -> None:
@@ -489,9 +523,9 @@ class _GeneralServer:
         connections = self._broker.connections
         if transport.is_closing():
             if connections is not None:
-                connections.release(transport)
+                connections.release(connection)
             return
-        protocol = server.protocol(None if connections is None else partial(connections.release, transport))
+        protocol = server.protocol(None if connections is None else partial(connections.release, connection))
         if isinstance(transport, SocketTransport):
             transport.protocol = _Handed(protocol, transport.sock)
         else:

@@ -30,6 +30,8 @@ from flintmq.broker.http.publish import OK, REPEATED, Publishing, refusal
 from flintmq.broker.http.request_heads import Head, read_head
 from flintmq.broker.net.sockets import SocketTransport
 from flintmq.errors import HttpError, PublishError
+from flintmq.http.admission import address_of
+from flintmq.http.browsers import Names
 from flintmq.http.heads import LONGEST_HEAD, BadHead, end_of_head, looked_at, tidy
 from flintmq.http.site import CONTINUE, LINGER_SECONDS, PUBLISH, Answer, envelope, log_request, render
 from flintmq.kernel import send_each
@@ -54,6 +56,8 @@ LONGEST_CHUNK_LINE = 4096
 SWEEP_SECONDS = 5.0
 #: A connection without a request is kept this long. NSQ keeps it for ever, and a producer's pool counts on that.
 IDLE_SECONDS = 3600.0
+#: One that has not sent its first request by then is closed.
+SILENT_SECONDS = 60.0
 #: Bytes that are read from a client that is ahead of its answers.
 READ_AHEAD = 256 << 10
 #: Requests, and seconds, that a connection gets of one loop turn.
@@ -78,6 +82,7 @@ class HttpLane:
         site: Site,
         publishing: Publishing,
         hand_over: Callable[[HttpConnection, bytes], None],
+        names: Names,
         *,
         refused: bool = False,
     ) -> None:
@@ -86,6 +91,7 @@ class HttpLane:
         self.publishing = publishing
         #: Gives a connection that does not publish, with its bytes, to the general server.
         self.hand_over = hand_over
+        self._names = names
         #: Nothing is served here: the general server says why.
         self.refused = refused
         self.connections: set[HttpConnection] = set()
@@ -146,7 +152,7 @@ class HttpLane:
         if self.refused:
             return None
         head = read_head(data)
-        if head is None:
+        if head is None or not self._names.knows(head.host):
             return None
         if head.ping:
             return self._remembered(data, head)
@@ -335,8 +341,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         connections = self._broker.connections
         if connections is None:
             return
-        peer = self.transport.get_extra_info("peername")
-        reason = connections.admit(self.transport, str(peer[0]) if isinstance(peer, tuple) else "")
+        reason = connections.admit(self, address_of(self.transport.get_extra_info("peername")))
         if reason:
             # It gets the reason, but no time to read it: descriptors are what is short.
             self.transport.write(render(replace(envelope(HttpError(503, reason)), close=True), self.lane.date()))
@@ -352,7 +357,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         self._held = None
         self.lane.connections.discard(self)
         if self._broker.connections is not None:
-            self._broker.connections.release(self.transport)
+            self._broker.connections.release(self)
         if self._linger is not None:
             self._linger.cancel()
 
@@ -371,7 +376,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         elif self._requests != self._seen or self._pending or self._paused:
             self._seen = self._requests
             self._idle_since = now
-        elif now - self._idle_since > IDLE_SECONDS:
+        elif now - self._idle_since > (IDLE_SECONDS if self._requests else SILENT_SECONDS):
             self.close()
 
     def pause_writing(self) -> None:

@@ -18,7 +18,7 @@ from flintmq.broker.storage.fetch import Fetch, Fetches
 from flintmq.broker.storage.readers import Readers
 from flintmq.errors import DamageError, FullError, HttpError, StorageError
 from flintmq.http.arguments import Arguments, is_number
-from flintmq.http.site import ADMIN, READ, Answer, Request, Route
+from flintmq.http.site import ADMIN, CONSUME, READ, Answer, Request, Route
 
 if TYPE_CHECKING:
     from flintmq.broker.daemon import Broker
@@ -39,7 +39,7 @@ def routes(broker: Broker) -> list[Route]:
     return [
         Route("GET", "/log/info", api.info, READ),
         Route("GET", "/log/offset", api.offset, READ),
-        Route("GET", "/log/fetch", api.fetch, READ, unlogged=True),
+        Route("GET", "/log/fetch", api.fetch, CONSUME, unlogged=True),
         Route("GET", "/log/position", api.positions, READ),
         Route("POST", "/log/position", api.move, ADMIN),
         Route("DELETE", "/log/position", api.remove, ADMIN),

@@ -26,7 +26,7 @@ from flintmq.broker.http.targets import named_channel, named_topic
 from flintmq.broker.storage.journal import SIDE
 from flintmq.errors import HttpError, StorageError
 from flintmq.http.arguments import Arguments
-from flintmq.http.site import ADMIN, READ, Request, Route
+from flintmq.http.site import ADMIN, CONSUME, Request, Route
 from flintmq.kernel import FRAME_OVERHEAD, Block
 
 if TYPE_CHECKING:
@@ -351,8 +351,8 @@ def routes(broker: Broker) -> list[Route]:
         return channel.reschedule(seq, delay)
 
     return [
-        Route("GET", "/channel/peek", channel_page, READ),
-        Route("GET", "/topic/peek", topic_page, READ),
+        Route("GET", "/channel/peek", channel_page, CONSUME),
+        Route("GET", "/topic/peek", topic_page, CONSUME),
         Route("POST", "/message/finish", one(finish, delay=0), ADMIN),
         Route("POST", "/message/requeue", one(reschedule, delay=0), ADMIN),
         Route("POST", "/message/defer", one(reschedule, delay=None), ADMIN),

@@ -108,7 +108,7 @@ class Publishing:
     def topic(self, order: Order) -> Topic:
         """The topic, made if need be. HttpError if it cannot be, or if the deferral is none."""
         try:
-            topic = self._broker.topic(order.name)
+            topic = self._broker.topic_for_client(order.name)
         except PublishError as exc:
             raise refusal(exc) from exc
         if order.delay and not 0 < order.delay <= topic.settings.max_defer:

@@ -28,6 +28,7 @@ class Head:
         "batch",
         "chunked",
         "expects",
+        "host",
         "keep_alive",
         "key",
         "length",
@@ -53,6 +54,8 @@ class Head:
         #: Anything but a publish whose body has a length.
         self.special = False
         self.authorization = ""
+        #: The name that it is for.
+        self.host = ""
         #: Under which the body is published, at most once.
         self.key: bytes | None = None
         #: For the lane: a single message for a topic that exists, to be delivered at once.
@@ -113,6 +116,9 @@ def read_head(data: bytes) -> Head | None:
         or (version == "1.1" and b"host" not in fields)
         or headers.repeated
         or b"upgrade" in fields
+        # A browser's, and perhaps of a page that may not do this.
+        or b"origin" in fields
+        or b"sec-fetch-site" in fields
         or not length.isdigit()
         or len(length) > MOST_DIGITS
         or encoding not in (b"", b"chunked")
@@ -123,6 +129,7 @@ def read_head(data: bytes) -> Head | None:
         return None
     head = Head(query, batch=path == "/mpub")
     head.keep_alive = headers.keep_alive
+    head.host = fields.get(b"host", b"").decode("utf-8", "surrogateescape")
     if ping:
         head.ping = head.special = True
         head.target = target

@@ -14,8 +14,8 @@ import msgspec
 
 from flintmq.broker.http.publish import check_binary
 from flintmq.broker.stage.producer import Producer
-from flintmq.broker.stage.state import Decision
-from flintmq.errors import HttpError, StageError
+from flintmq.broker.stage.state import Decision, valid_attempt
+from flintmq.errors import HttpError, LimitError, StageError
 from flintmq.http.arguments import Arguments, is_number
 from flintmq.http.site import ADMIN, PUBLISH, READ, Request, Route
 from flintmq.protocol.wire import valid_name
@@ -31,7 +31,6 @@ CALL_BYTES = 16 << 20
 PRINT_BYTES = 64 << 10
 _MS = 1_000_000
 _PRODUCER = re.compile(r"[!-~]{1,128}")
-_ATTEMPT = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
 
 class _Named(msgspec.Struct):
@@ -163,6 +162,12 @@ class _StageApi:
         topic = arguments.text("topic")
         if not valid_name(topic):
             raise HttpError(400, "INVALID_TOPIC")
+        if self._broker.creation is not None:
+            try:
+                # It is made when the rows are applied, and then nothing may stand in the way.
+                self._broker.creation.check_topic(topic)
+            except LimitError as exc:
+                raise HttpError(exc.http_status, str(exc)) from exc
         delay = _number(arguments, "defer") if "defer" in arguments else 0
         if delay and delay * _MS > self._settings_of(topic).max_defer:
             raise HttpError(400, "INVALID_DEFER")
@@ -207,7 +212,7 @@ def _check_producer(name: str) -> None:
 
 
 def _check_attempt(name: str) -> None:
-    if not _ATTEMPT.fullmatch(name):
+    if not valid_attempt(name):
         raise HttpError(400, "INVALID_ATTEMPT: 1 to 64 letters, digits, _ or - are needed")
 
 

@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, Any
 from urllib.parse import urlencode, urlsplit, urlunsplit
 
 from flintmq import addresses
+from flintmq.broker.net.guesses import Guesses
 from flintmq.broker.net.patterns import Pattern, PatternError
 from flintmq.errors import AuthError
 from flintmq.http.server import load
@@ -170,6 +171,10 @@ def _no_constant(name: str) -> None:
     raise ValueError(f"{name} is not JSON")
 
 
+class RefusedError(AuthError):
+    """An auth server has looked at the secret, and grants nothing."""
+
+
 # --- Servers ----------------------------------------------------------------------------------------------------------
 
 
@@ -183,6 +188,7 @@ class AuthServers:
         self._request_seconds = options.http_client_request_timeout / 1e9
         self._options = options
         self._tls: ssl.SSLContext | None = None
+        self._guesses: Guesses | None = None
 
     def ask(self, remote_ip: str, tls: bool, common_name: str, secret: bytes) -> asyncio.Task[Grant]:
         """What this client may do. The task ends with a Grant or an AuthError; it may be cancelled."""
@@ -192,10 +198,31 @@ class AuthServers:
             "secret": secret,
             "tls": "true" if tls else "false",
         }
-        task = asyncio.get_running_loop().create_task(self._ask_any(question))
+        loop = asyncio.get_running_loop()
+        self._guesses = self._guesses or Guesses(loop.time)
+        task = loop.create_task(self._ask_with_care(self._guesses, remote_ip, question))
         # Nobody may be left to look at an error: the client can be gone by then.
         task.add_done_callback(lambda done: done.cancelled() or done.exception())
         return task
+
+    async def _ask_with_care(self, guesses: Guesses, remote_ip: str, question: Mapping[str, str | bytes]) -> Grant:
+        """Ask, unless the same was refused a moment ago, and not too often for one address."""
+        parts = [value.encode() if isinstance(value, str) else value for value in question.values()]
+        key = guesses.key(*parts)
+        if pause := guesses.wait(remote_ip, key):
+            await asyncio.sleep(pause)
+        if guesses.is_refused(key):
+            raise AuthError("it was refused a moment ago")
+        try:
+            grant = await self._ask_any(question)
+        except RefusedError:
+            guesses.refused(remote_ip, key)
+            raise
+        if grant.entries:
+            guesses.granted(key)
+        else:
+            guesses.refused(remote_ip, key)
+        return grant
 
     async def _ask_any(self, question: Mapping[str, str | bytes]) -> Grant:
         await load("aiohttp")
@@ -206,13 +233,17 @@ class AuthServers:
         # Every conversation has its own connection, as in NSQ: they are rare.
         timeout = aiohttp.ClientTimeout(total=self._request_seconds, sock_connect=self._connect_seconds)
         async with aiohttp.ClientSession(timeout=timeout, headers={"Accept": _ACCEPT}) as client:
+            is_refused = False
             for address in self._addresses[start:] + self._addresses[:start]:
                 try:
                     return await self._ask(client, address, question)
                 except AuthError as exc:
+                    is_refused |= isinstance(exc, RefusedError)
                     logger.error("AUTH: failed auth against %s - %s", address, exc)
                 except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as exc:
                     logger.error("AUTH: failed auth against %s - %s", address, str(exc) or type(exc).__name__)
+        if is_refused:
+            raise RefusedError("no auth server grants anything")
         raise AuthError("no auth server could be asked")
 
     async def _ask(self, client: aiohttp.ClientSession, address: str, question: Mapping[str, str | bytes]) -> Grant:
@@ -223,7 +254,9 @@ class AuthServers:
             url = _over_https(url, body)
             status, body = await self._request(client, url, question)
         if status != 200:
-            raise AuthError(f"got response {status} {body[:100]!r}")
+            # A server that fails, or sends us elsewhere, has not looked at the secret.
+            kind = RefusedError if 400 <= status < 500 else AuthError
+            raise kind(f"got response {status} {body[:100]!r}")
         if len(body) > _LARGE_ANSWER:
             return await asyncio.to_thread(read_grant, body)
         return read_grant(body)
@@ -237,11 +270,15 @@ class AuthServers:
         if self._post:
             values = {key: [_decoded(value)] for key, value in question.items()}
             request = client.post(
-                URL(url), data=json_bytes(values), headers={"Content-Type": "application/json"}, ssl=tls
+                URL(url),
+                data=json_bytes(values),
+                headers={"Content-Type": "application/json"},
+                ssl=tls,
+                allow_redirects=False,
             )
         else:
             # Encoded here, and as Go does it: a secret is any bytes.
-            request = client.get(URL(f"{url}?{urlencode(question)}", encoded=True), ssl=tls)
+            request = client.get(URL(f"{url}?{urlencode(question)}", encoded=True), ssl=tls, allow_redirects=False)
         async with request as response:
             body = bytearray()
             async for piece in response.content.iter_any():
@@ -267,9 +304,9 @@ def _over_https(url: str, body: bytes) -> str:
     try:
         port = _fields(json.loads(body), "the answer").get("https_port")
     except ValueError as exc:
-        raise AuthError(f"got response 403 {body[:100]!r}") from exc
+        raise RefusedError(f"got response 403 {body[:100]!r}") from exc
     if type(port) is not int or not 0 < port < 65_536:
-        raise AuthError(f"got response 403 {body[:100]!r}")
+        raise RefusedError(f"got response 403 {body[:100]!r}")
     parts = urlsplit(url)
     return urlunsplit(("https", addresses.join(parts.hostname or "", port), *parts[2:]))
 

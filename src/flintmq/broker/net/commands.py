@@ -228,7 +228,7 @@ def _must_ask(session: Session, verb: str, topic: str, channel: str = "") -> boo
 
 def _topic(session: Session, name: str, verb: str) -> Topic:
     try:
-        return session.broker.topic(name)
+        return session.broker.topic_for_client(name)
     except PublishError as exc:
         raise ProtocolError(f"E_{verb}_FAILED", f"{verb} failed {exc}") from exc
 
@@ -247,7 +247,10 @@ def _sub(session: Session, params: list[bytes], data: bytearray, at: int, stop: 
     topic = _topic(session, topic_name, "SUB")
     if topic.exiting:
         raise ProtocolError("E_SUB_FAILED", "SUB failed exiting")
-    channel, position = topic.channel(channel_name)
+    try:
+        channel, position = session.broker.channel_for_client(topic, channel_name)
+    except PublishError as exc:
+        raise ProtocolError("E_SUB_FAILED", f"SUB failed {exc}") from exc
     limit = session.broker.options.max_channel_consumers
     if limit and len(channel.sessions) >= limit:
         text = f"SUB failed consumers for {topic_name}:{channel_name} exceeds limit of {limit}"

@@ -35,6 +35,9 @@ FIELDS: dict[str, tuple[str, Any]] = {
     "flintmq": ("bool", False),
 }
 
+#: Characters that are kept of each text: all of them are in every answer of ``/stats``.
+LONGEST_TEXT = 256
+
 
 class Identity:
     def __init__(self, options: NsqdOptions, connected_at: int) -> None:
@@ -58,11 +61,11 @@ class Identity:
     def take(self, fields: dict[str, Any], options: NsqdOptions) -> None:
         """Take the fields of an IDENTIFY. ProtocolError if one is out of range; then nothing is taken."""
         check(fields, options)
-        self.client_id = fields["client_id"]
-        self.hostname = fields["hostname"]
-        self.user_agent = fields["user_agent"]
-        self.topology_region = fields["topology_region"]
-        self.topology_zone = fields["topology_zone"]
+        self.client_id = fields["client_id"][:LONGEST_TEXT]
+        self.hostname = fields["hostname"][:LONGEST_TEXT]
+        self.user_agent = fields["user_agent"][:LONGEST_TEXT]
+        self.topology_region = fields["topology_region"][:LONGEST_TEXT]
+        self.topology_zone = fields["topology_zone"][:LONGEST_TEXT]
         if fields["output_buffer_timeout"]:
             self.output_buffer_timeout = max(fields["output_buffer_timeout"], 0)
         if fields["output_buffer_size"] == -1:

@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 from flintmq.errors import ProtocolError
-from flintmq.http.tls import server_tls
+from flintmq.http.tls import check_resumed, server_tls
 from flintmq.options import NsqdOptions
 
 __all__ = ["Encryption", "HandshakeError", "server_context"]
@@ -48,10 +48,6 @@ def server_context(options: NsqdOptions) -> ssl.SSLContext:
         policy=options.tls_client_auth_policy,
         min_version=options.tls_min_version,
     )
-    # A second handshake inside a connection costs us much and the peer little. Nor are sessions resumed: connections
-    # live long, and a certificate that is no longer accepted must not come back by a ticket.
-    context.options |= ssl.OP_NO_RENEGOTIATION | ssl.OP_NO_TICKET
-    context.num_tickets = 0
     # Here an Encryption sends the alert and the session logs the reason, with the peer.
     context.sslobject_class = ssl.SSLObject
     return context
@@ -98,6 +94,7 @@ class Encryption:
         try:
             if not self.established:
                 self._tls.do_handshake()
+                check_resumed(self._tls)
                 self._push()
                 self.established = True
                 self._on_established()

@@ -16,9 +16,13 @@ from collections.abc import Iterable, Iterator
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
+import msgspec
+
 from flintmq.addresses import port_of
 from flintmq.broker.delivery.latency import quantiles
 from flintmq.broker.observe.steps import Steps, at_once, by_name, in_turns
+from flintmq.http.site import json_bytes
+from flintmq.logs import printable
 from flintmq.options import format_duration
 from flintmq.protocol.wire import NSQ_VERSION
 
@@ -28,10 +32,12 @@ if TYPE_CHECKING:
     from flintmq.broker.delivery.topic import Topic
     from flintmq.broker.net.session import Session
 
-__all__ = ["document", "report", "survey", "text"]
+__all__ = ["document", "report", "survey", "survey_json", "text"]
 
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 _SECOND = 1_000_000_000
+#: Characters of what an auth server says of a client.
+_LONGEST_TEXT = 256
 
 # --- NSQ's document ---------------------------------------------------------------------------------------------------
 
@@ -63,6 +69,39 @@ async def survey(
 ) -> dict[str, Any]:
     """``document``, without holding up a broker that has very many channels."""
     return await in_turns(_document(broker, topic, channel, include_clients, include_mem, extended))
+
+
+async def survey_json(
+    broker: Broker,
+    *,
+    topic: str = "",
+    channel: str = "",
+    include_clients: bool = True,
+    include_mem: bool = True,
+    extended: bool = False,
+) -> bytes:
+    """``survey`` as the bytes of its JSON, which are made in slices too."""
+    return await in_turns(_json(broker, topic, channel, include_clients, include_mem, extended))
+
+
+def _json(
+    broker: Broker, topic: str, channel: str, include_clients: bool, include_mem: bool, extended: bool
+) -> Steps[bytes]:
+    stats = yield from _document(broker, topic, channel, include_clients, include_mem, extended)
+    # From the leaves on: what is encoded once is only copied after that.
+    for one in stats["topics"] or ():
+        for each in one["channels"]:
+            if each["clients"]:
+                for number, client in enumerate(each["clients"]):
+                    each["clients"][number] = msgspec.Raw(json_bytes(client))
+                    yield 1
+        one["channels"] = [msgspec.Raw(json_bytes(each)) for each in one["channels"]]
+        yield len(one["channels"])
+    if stats["producers"]:
+        for number, client in enumerate(stats["producers"]):
+            stats["producers"][number] = msgspec.Raw(json_bytes(client))
+            yield 1
+    return msgspec.json.encode(stats)
 
 
 def _document(
@@ -176,9 +215,9 @@ def _client(session: Session, topic: str) -> dict[str, Any]:
     if session.authed:
         stats["authed"] = True
     if session.auth_identity:
-        stats["auth_identity"] = session.auth_identity
+        stats["auth_identity"] = session.auth_identity[:_LONGEST_TEXT]
     if session.auth_identity_url:
-        stats["auth_identity_url"] = session.auth_identity_url
+        stats["auth_identity_url"] = session.auth_identity_url[:_LONGEST_TEXT]
     stats["topology_zone"] = session.identity.topology_zone
     stats["topology_region"] = session.identity.topology_region
     # One topic at most, as in NSQ: the one asked for, or any.
@@ -308,7 +347,8 @@ def _layout(stats: dict[str, Any], uptime: int, now: int) -> Iterator[str]:
 
 def _client_text(client: dict[str, Any], now: int) -> str:
     port = port_of(client["remote_address"])
-    name = f"{client['hostname']}:{port or ''} {client['user_agent']}"
+    # A line is a line, and a terminal shows it as it is, whatever a client calls itself.
+    name = printable(f"{client['hostname']}:{port or ''} {client['user_agent']}")
     connected = f"connected: {format_duration((now - client['connect_ts']) * _SECOND)}"
     counts = client.get("pub_counts")
     if counts:

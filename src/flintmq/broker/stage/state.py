@@ -8,6 +8,7 @@ The file is replaced as a whole: written beside the old one, synced, renamed, an
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from struct import Struct
 
@@ -16,6 +17,7 @@ import msgspec
 
 from flintmq.broker.storage.disk import Disk
 from flintmq.errors import FormatError, StorageError
+from flintmq.protocol.wire import valid_name
 
 __all__ = [
     "APPLIED",
@@ -29,6 +31,7 @@ __all__ = [
     "TopicSum",
     "encode_state",
     "read_state",
+    "valid_attempt",
     "write_state",
 ]
 
@@ -41,6 +44,7 @@ SUPERSEDED = 256
 
 PREPARED, APPLYING, APPLIED = "prepared", "applying", "applied"
 
+_ATTEMPT = re.compile(r"[A-Za-z0-9_-]{1,64}")
 _MAGIC = b"FLINTSTA"
 _VERSION = 1
 _head = Struct(">8sHHII")
@@ -139,6 +143,27 @@ _encoder = msgspec.msgpack.Encoder()
 _decoder = msgspec.msgpack.Decoder(State)
 
 
+def _checked(path: Path, body: bytes) -> State:
+    """Return what a state file says. FormatError if it is no state, or names a file that is not in its folder."""
+    try:
+        state = _decoder.decode(body)
+    except msgspec.MsgspecError as exc:
+        raise FormatError(f"{path} cannot be understood - {exc}") from exc
+    for found in state.sets.values():
+        for attempt, _, _ in found.winners:
+            if not valid_attempt(attempt):
+                raise FormatError(f"{path} has the name of an attempt that cannot be one: {attempt[:80]!r}")
+        for topic in found.topics:
+            if not valid_name(topic):
+                raise FormatError(f"{path} has the name of a topic that cannot be one: {topic[:80]!r}")
+    return state
+
+
+def valid_attempt(name: str) -> bool:
+    """Return whether an attempt can have this name, which is a part of the name of its file."""
+    return _ATTEMPT.fullmatch(name) is not None
+
+
 def encode_state(state: State) -> bytes:
     body = _encoder.encode(state)
     return _head.pack(_MAGIC, _VERSION, 0, len(body), google_crc32c.extend(0, body)) + body
@@ -165,7 +190,7 @@ def read_state(disk: Disk, folder: Path) -> State | None:
             raise FormatError(f"{path} was written by a newer version of flintmq (format {version}, known: {_VERSION})")
         body = data[_head.size :]
         if magic == _MAGIC and len(body) == length and google_crc32c.extend(0, body) == crc:
-            return _decoder.decode(body)
+            return _checked(path, body)
     raise StorageError(
         f"{path} is damaged: it says which staged transactions of a producer were committed. Restore it from a backup; "
         f"or move {folder} away to go on without: then the producer must not repeat a transaction"

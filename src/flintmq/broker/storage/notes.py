@@ -17,6 +17,7 @@ import msgspec
 from flintmq.broker.storage.disk import unpack_numbers
 from flintmq.broker.storage.ranges import Ranges
 from flintmq.errors import FormatError
+from flintmq.protocol.wire import valid_name
 
 #: Seqs from here on are those of a topic's side log: messages for one channel only.
 SIDE = 1 << 53
@@ -283,12 +284,24 @@ def encode(note: Note) -> bytes:
 
 
 def decode(data: bytes) -> Note:
-    """FormatError if it is of no known kind."""
+    """FormatError if it is of no known kind, or names something that cannot have this name."""
     try:
         note: Note = _decoder.decode(data)
     except msgspec.MsgspecError as exc:
         raise FormatError(f"a journal entry cannot be understood, it may be of a newer version - {exc}") from exc
+    # A topic's name is a part of the path of its folder, and a file may come from elsewhere.
+    names = _NAMED.get(type(note))
+    if names is not None and not all(valid_name(name) for name in names(note)):
+        raise FormatError(f"a journal entry has a name that cannot be one: {[name[:80] for name in names(note)]!r}")
     return note
+
+
+#: The names of topics and channels in a note, by its type.
+_NAMED: dict[type[Note], Callable[[Any], tuple[str, ...]]] = {
+    TopicNote: lambda note: (note.name,),
+    ChannelNote: lambda note: (note.name,),
+    RedriveNote: lambda note: (note.topic, note.source),
+}
 
 
 @dataclass(slots=True)
@@ -399,7 +412,7 @@ class State:
 
     def apply(self, note: Note) -> None:
         """Take up what the note says."""
-        getattr(self, f"_{note.__struct_config__.tag}")(*msgspec.structs.astuple(note))
+        _APPLIED[type(note)](self, *msgspec.structs.astuple(note))
         self.clean = isinstance(note, CleanNote)
 
     def _topic(self, incarnation: int, name: str, base: int, ceiling: int) -> None:
@@ -544,6 +557,35 @@ class State:
 
     def _clean(self) -> None:
         pass
+
+
+#: What each kind of note does.
+_APPLIED: dict[type[Note], Callable[..., None]] = {
+    TopicNote: State._topic,
+    CeilingNote: State._ceiling,
+    DurableNote: State._durable,
+    FrozenNote: State._frozen,
+    PauseNote: State._pause,
+    UntopicNote: State._untopic,
+    ChannelNote: State._channel,
+    UnchannelNote: State._unchannel,
+    ChannelPauseNote: State._channel_pause,
+    ChannelStateNote: State._channel_state,
+    ChannelMoreNote: State._channel_more,
+    RedriveNote: State._redrive,
+    SettingsNote: State._settings,
+    PatternNote: State._pattern,
+    SkipNote: State._skip,
+    EmptyNote: State._empty,
+    SeekNote: State._seek,
+    ReaderNote: State._reader,
+    UnreaderNote: State._unreader,
+    OpenNote: State._open,
+    FloorNote: State._floor,
+    EndNote: State._end,
+    SideNote: State._side,
+    CleanNote: State._clean,
+}
 
 
 def _put(said: dict[Key, dict[str, Any]], key: Key, values: dict[str, Any]) -> None:

@@ -370,7 +370,9 @@ class Planner:
                 logger.warning("%s on %s is left out: %s", topic, broker.http, exc.reason)
                 return None
             if exc.status in (401, 403):
-                raise OptionError(f"{broker.http} refuses to tell about its logs: check nsq.http.token") from exc
+                raise OptionError(
+                    f"{broker.http} refuses to tell about its logs: nsq.http.token needs the right read"
+                ) from exc
             raise ConnectError(f"{broker.http} answers {exc}") from exc
         node = str(said["node"])
         if node != broker.node:
@@ -555,7 +557,7 @@ class Planner:
             said = self._web.ask("POST", address, "/log/position", topic=key[0], reader=self._reader, to=to)
         except Refused as exc:
             if exc.status in (401, 403):
-                raise OptionError(f"{address} refuses to keep a reader position: check nsq.http.token") from exc
+                raise OptionError(f"{address} refuses to keep a reader position: nsq.http.token needs admin") from exc
             raise ConnectError(f"{address} answers {exc.reason} when a reader position is to be set") from exc
         self._positions[key] = int(said["offset"])
         self._told[key] = time.monotonic()
@@ -739,7 +741,7 @@ def _refused(exc: Refused, found: Range, at: int, address: str, options: SourceO
         after = found.stop
         what = f"{where} ends before {found.stop}, as after a restored backup: messages are gone"
     elif exc.status in (401, 403):
-        raise OptionError(f"{address} refuses to give its messages: check nsq.http.token") from exc
+        raise OptionError(f"{address} refuses to give its messages: nsq.http.token needs the right consume") from exc
     else:
         raise ConnectError(f"{address} answers {exc} to /log/fetch") from exc
     if after <= at:

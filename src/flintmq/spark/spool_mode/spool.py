@@ -53,6 +53,11 @@ _REMEMBERED_IDS = 100_000
 _FLUSH_BYTES = 8 << 20
 
 
+def _private(path: str, flags: int) -> int:
+    """Messages are in these files: they are their owner's alone."""
+    return os.open(path, flags, 0o600)
+
+
 class Piece(NamedTuple):
     """Rows of one file."""
 
@@ -97,7 +102,7 @@ def _sync_folder(folder: Path) -> None:
 def _write_synced(path: Path, data: bytes) -> None:
     """Put a file in place whole, or not at all."""
     temporary = path.with_suffix(".tmp")
-    with open(temporary, "wb") as file:
+    with open(temporary, "wb", opener=_private) as file:
         file.write(data)
         file.flush()
         os.fsync(file.fileno())
@@ -114,7 +119,7 @@ class Spool:
         # One thread appends, another forgets.
         self._books = threading.Lock()
         try:
-            self.folder.mkdir(parents=True, exist_ok=True)
+            self.folder.mkdir(mode=0o700, parents=True, exist_ok=True)
             self._take_lock()
             if not (self.folder / "spool.json").exists():
                 if _list_files(self.folder):
@@ -137,7 +142,7 @@ class Spool:
         self.size = sum(file.size for file in self._files)
 
     def _take_lock(self) -> None:
-        self._lock = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        self._lock = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         give_up = time.monotonic() + _LOCK_PATIENCE
         while True:
             try:
@@ -160,7 +165,7 @@ class Spool:
         rows = sum(batch.num_rows for batch in batches)
         path = self.folder / f"{self.end:020d}-{self.end + rows:020d}.arrow"
         temporary = path.with_suffix(".tmp")
-        with open(temporary, "wb") as file:
+        with open(temporary, "wb", opener=_private) as file:
             with pa.ipc.new_file(file, arrow_schema()) as writer:
                 for batch in batches:
                     writer.write_batch(batch)
