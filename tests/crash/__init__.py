@@ -4,7 +4,8 @@
 ``keys``       ``python -m tests.crash.keys``: publishes with keys, repeated across kills, are stored once
 ``deferred``   ``python -m tests.crash.deferred``: deferred messages across crashes, on a clock that is moved
 ``limits``     ``python -m tests.crash.limits``: how long a start takes after a kill, how much memory a backlog costs
-``test_deferred``, ``test_keys``   short runs of them
+``power``      ``python -m tests.crash.power``: power loss of a real nsqd, by a layer under it (``shim/shim.c``)
+``test_deferred``, ``test_keys``, ``test_power``   short runs of them
 ``test_kill``, ``test_cluster``    short runs of ``flintmq torture``, and what its oracles must notice
 """
 

@@ -7,6 +7,7 @@ import asyncio
 import secrets
 import shutil
 import signal
+import socket
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -23,6 +24,8 @@ from flintmq.tools.torture.run import DURABILITIES, Plan, Report, Run
 __all__ = ["main"]
 
 _DEFAULT_MINUTES = 2.0
+#: Seconds for a server of --against to take a connection.
+_DIAL_SECONDS = 5.0
 
 
 def main(argv: Sequence[str]) -> int:
@@ -30,9 +33,13 @@ def main(argv: Sequence[str]) -> int:
     arguments = parser.parse_args(argv)
     for address in arguments.against:
         try:
-            split(address)
+            host, port, _ = split(address)
+            socket.create_connection((host, port), _DIAL_SECONDS).close()
         except OptionError as exc:
             parser.error(str(exc))
+        except OSError as exc:
+            sys.stderr.write(f"flintmq torture: {address}: {exc.strerror or exc}\n")
+            return 1
     if arguments.minutes is None and not arguments.kills:
         arguments.minutes = _DEFAULT_MINUTES
     if arguments.against and arguments.kills:
@@ -63,7 +70,7 @@ def main(argv: Sequence[str]) -> int:
         # Before there was anything to count.
         return 130
     finally:
-        if passed:
+        if passed or arguments.against:
             shutil.rmtree(folder, ignore_errors=True)
         else:
             sys.stderr.write(f"flintmq torture: the brokers' files are kept in {folder}\n")

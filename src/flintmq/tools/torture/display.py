@@ -38,24 +38,22 @@ async def watch(run: Run, *, quiet: bool) -> None:
 
 def _picture(run: Run) -> RenderableType:
     brokers = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for title in ("broker", "durability", "state", "fault"):
+    for title in ("broker", "state", "fault"):
         brokers.add_column(title)
-    for title in ("kills", "acknowledged", "delivered", "again", "owed", "broken"):
+    for title in ("kills", "acked", "delivered", "again", "broken"):
         brokers.add_column(title, justify="right")
     for front in run.fronts:
         ledger = front.ledger
         books = list(ledger.books.values())
         broken = sum(ledger.violations.counts.values())
         brokers.add_row(
-            front.name,
-            front.durability,
+            front.durability if front.node else front.name,
             front.node.state if front.node else "",
             front.fault,
             f"{front.kills:,}",
             f"{ledger.acknowledged:,}",
             f"{sum(book.deliveries for book in books):,}",
             f"{sum(book.redeliveries for book in books):,}",
-            f"{ledger.owed:,}",
             Text(str(broken), style="bold red" if broken else "green"),
         )
     lines: list[RenderableType] = [brokers]

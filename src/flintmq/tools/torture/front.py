@@ -93,6 +93,7 @@ class Run(Protocol):
     def take_kill(self) -> bool: ...
     def killing(self, node: Node) -> None: ...
     def killed(self, node: Node) -> None: ...
+    def buried(self, node: Node) -> None: ...
     def disturbed(self, node: Node) -> None: ...
 
 
@@ -128,7 +129,7 @@ class Front:
         self.ledger = Ledger(
             [topic_prefix + topic for topic in TOPICS],
             MSG_TIMEOUT / 1000,
-            strict=node is not None and durability != "memory",
+            strict=node is not None and node.keeps_finished and durability != "memory",
         )
         self.kills = 0
         # Faults still to be done before all have their turn again.
@@ -218,6 +219,8 @@ class Front:
                 connection.close()
         # What the broker had sent is still to be read. Nothing of this life may be mistaken for one of the next.
         await asyncio.wait_for(asyncio.gather(*self._seats), PATIENCE)
+        if kill and self.node is not None:
+            self._run.buried(self.node)
 
     async def _kill(self, kind: str) -> None:
         node = self.node
@@ -301,10 +304,12 @@ class Front:
             if not self._next:
                 self._next = self._rng.sample(self._faults, len(self._faults))
             self.fault = self._next.pop()
+            begun = True
             try:
-                if await acts[self.fault]():
-                    self._run.faults[self.fault] += 1
+                begun = await acts[self.fault]()
             finally:
+                # One that the end of a life cut short was done, too.
+                self._run.faults[self.fault] += begun
                 self.fault = ""
 
     async def _stop(self) -> bool:

@@ -27,7 +27,7 @@ import random
 import zlib
 from array import array
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
 from itertools import pairwise
 from struct import Struct
@@ -86,9 +86,10 @@ class Line:
 
 
 class Ledger:
-    """``strict``: a message that comes back after its FIN was certainly written down breaks a rule.
+    """``strict``: a message that comes back after its FIN was certainly written down breaks a rule, and so does one
+    that was requeued with a delay and comes early.
 
-    Without it (a server that makes no such promise, or that is not ours) it is a duplicate.
+    Without it (a server that makes no such promise, or that is not ours) these are duplicates.
     """
 
     def __init__(self, topics: Iterable[str], msg_timeout: float = 1.0, *, strict: bool = True) -> None:
@@ -159,6 +160,15 @@ class Ledger:
         self.refused += count
         self.owed -= count * self._channels_of(self._topic[first])
 
+    def forgive(self, since: int, kept: Container[int]) -> int:
+        """Let the messages from ``since`` on be there or not, except those ``kept``; how many were acknowledged."""
+        forgiven = 0
+        for number in range(since, self.published):
+            if self._answer[number] == _ACKNOWLEDGED and number not in kept:
+                self._answer[number] = _IN_DOUBT
+                forgiven += 1
+        return forgiven
+
     def _channels_of(self, topic: int) -> int:
         return sum(book.topic == topic for book in self.books.values())
 
@@ -220,6 +230,9 @@ class Ledger:
     def missing(self, since: int = 0) -> int:
         """How many acknowledged messages, from number ``since`` on, channels still have to get."""
         return sum(len(book.missing(since)) for book in self.books.values())
+
+    def is_acknowledged(self, number: int) -> bool:
+        return self._answer[number] == _ACKNOWLEDGED
 
     def is_owed(self, number: int, topic: int) -> bool:
         return self._topic[number] == topic and self._answer[number] == _ACKNOWLEDGED
@@ -330,7 +343,7 @@ class ChannelBook:
         if due - now > EARLY_TOLERANCE:
             early = f"came {(due - now) * 1000:.1f} ms before its time"
             ledger.violations.add("early", f"{self.name}: message {number} {early}")
-        if link.stale:
+        if link.stale or not ledger.strict:
             return
         until = self._held_until.pop(number, 0.0)
         if until - now > EARLY_TOLERANCE:

@@ -35,6 +35,8 @@ __all__ = ["LONGEST_DELAY", "MSG_TIMEOUT", "Connection", "Consumer", "Producer"]
 MSG_TIMEOUT = 1000
 LONGEST_DELAY = 2000
 RDY = 1_000
+#: Seconds that a producer may wait after an answer.
+_LONGEST_PAUSE = 0.02
 #: Commands of a producer without an answer yet.
 _UNDER_WAY = 6
 #: A batch of more messages than this is cut into slices by the broker.
@@ -185,20 +187,27 @@ class Producer(Connection):
             self._publish_something()
         self.flush()
 
+    def _answered(self) -> None:
+        # Now and then with a pause: if all went on at once, publishes would hardly meet a sync that is under way.
+        if self.rng.random() < 0.3:
+            asyncio.get_running_loop().call_later(self.rng.uniform(0, _LONGEST_PAUSE), self._go_on)
+        else:
+            self._go_on()
+
     def _publish_something(self) -> None:
         rng = self.rng
         (topic,) = rng.choices(range(len(self._weights)), self._weights)
         kind = rng.random()
         if self._huge_batch_due:
             self._huge_batch_due = False
-            self.publish(topic, [SMALLEST_BODY] * _HUGE_BATCH, 0, self._go_on)
+            self.publish(topic, [SMALLEST_BODY] * _HUGE_BATCH, 0, self._answered)
         elif kind < 0.6:
-            self.publish(topic, [self._size()], 0, self._go_on)
+            self.publish(topic, [self._size()], 0, self._answered)
         elif kind < 0.9:
             count = rng.choice((2, 10, 30, 30, 100, 300))
-            self.publish(topic, [self._size() for _ in range(count)], 0, self._go_on)
+            self.publish(topic, [self._size() for _ in range(count)], 0, self._answered)
         else:
-            self.publish(topic, [self._size()], rng.randint(1, LONGEST_DELAY), self._go_on)
+            self.publish(topic, [self._size()], rng.randint(1, LONGEST_DELAY), self._answered)
 
     def _size(self) -> int:
         # Now and then one that fills a good part of a record by itself.

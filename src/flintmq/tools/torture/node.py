@@ -73,6 +73,9 @@ class NodeFailed(Exception):
 
 
 class Node:
+    #: What was finished, and known to the broker to be so, stays finished when it is killed.
+    keeps_finished = True
+
     def __init__(self, program: str, *flags: str, environment: Mapping[str, str] | None = None) -> None:
         self._program = program
         self._ports = [HeldPort(), HeldPort()]

@@ -135,8 +135,10 @@ class Report:
 
 
 class Run:
-    def __init__(self, plan: Plan) -> None:
+    def __init__(self, plan: Plan, broker: type[Node] = Node) -> None:
+        """``broker``: what an nsqd of this run is, if it is more than a process that can be killed."""
         self.plan = plan
+        self._broker = broker
         self._rng = random.Random(plan.seed)
         self.began = time.monotonic()
         self.phase = "starting"
@@ -186,6 +188,12 @@ class Run:
         self._kills_done += 1
         if self.plan.kills is not None and self._kills_done >= self.plan.kills:
             self.over.set()
+
+    def prepare(self, node: Node, data_path: Path) -> None:
+        """Called before the first start of a broker."""
+
+    def buried(self, node: Node) -> None:
+        """Called when a life is over and all that its broker had sent is read."""
 
     def disturbed(self, node: Node) -> None:
         if self.cluster is not None:
@@ -265,12 +273,6 @@ class Run:
                 )
                 for address in plan.against
             ]
-            for address in plan.against:
-                try:
-                    _, writer = await asyncio.open_connection(*split(address)[:2])
-                except OSError as exc:
-                    raise NodeFailed(f"{address}: {exc.strerror or exc}") from exc
-                writer.close()
             await asyncio.gather(*(front.start() for front in self.fronts))
             return
         faults, faketime = self._possible()
@@ -287,7 +289,7 @@ class Run:
                 "FAKETIME_DONT_FAKE_MONOTONIC": "1",
                 "FAKETIME_CACHE_DURATION": "1",
             }
-            node = Node(
+            node = self._broker(
                 "nsqd",
                 f"--node-id={number}",
                 "--max-heartbeat-interval=2h",
@@ -295,6 +297,7 @@ class Run:
                 *(f"--lookupd-tcp-address={lookupd.address}" for lookupd in self.lookupds),
                 environment=environment if CLOCK in faults else None,
             )
+            self.prepare(node, folder)
             self.fronts.append(
                 Front(
                     self,
