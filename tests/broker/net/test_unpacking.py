@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import gc
 import tracemalloc
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -201,3 +202,21 @@ async def test_a_stream_that_unpacks_to_nothing_leaves_the_loop_to_others(broker
     packed = codec.compress(b"SUB t c\n")
     client.send(packed)
     await until(lambda: session.channel is not None)
+
+
+async def test_a_refused_client_that_has_gone_leaves_nothing_behind(
+    broker: Broker, caplog: pytest.LogCaptureFixture
+) -> None:
+    # An error that is kept in a record knows where it was raised.
+    caplog.set_level("CRITICAL", "flintmq")
+    sessions = []
+    for _ in range(3):
+        client, codec = compressed(broker, "deflate")
+        sessions.append(weakref.ref(client.session))
+        client.send(codec.compress(b"THIS IS NO COMMAND\n"))
+        await until(lambda client=client: client.is_over)
+        client.hang_up()
+        await until(lambda client=client: client.transport.lost)
+        del client
+    gc.collect()
+    assert [session() for session in sessions] == [None] * 3
