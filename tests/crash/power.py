@@ -285,6 +285,8 @@ class PoweredNode(Node):
         self.layer.trace.write_bytes(b"")
         self._before = Device(self.layer.data_path)
         await super().spawn()
+        # It may well report what it finds: files that were never synced can be anything.
+        self.rough = True
 
     async def kill(self) -> None:
         was_running = self.running

@@ -298,3 +298,11 @@ def test_oracle_counts_what_is_late(scene: Scene) -> None:
     assert scene.violations() == {}
     assert scene.book.late == 1
     assert scene.book.latest == pytest.approx(1.1)
+
+
+def test_oracle_forgives_a_power_loss_what_was_not_synced_and_batches_as_a_whole(scene: Scene) -> None:
+    one, batch, other = scene.publish(), scene.publish(3), scene.publish(2)
+    assert scene.ledger.forgive(one, {one, batch, batch + 1, other, other + 1}) == 3
+    scene.deliver(one)
+    scene.deliver(other)
+    assert scene.violations() == {"lost": 1}

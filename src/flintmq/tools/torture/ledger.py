@@ -161,10 +161,19 @@ class Ledger:
         self.owed -= count * self._channels_of(self._topic[first])
 
     def forgive(self, since: int, kept: Container[int]) -> int:
-        """Let the messages from ``since`` on be there or not, except those ``kept``; how many were acknowledged."""
+        """Let the messages from ``since`` on be there or not, except those ``kept``; how many were acknowledged.
+
+        A batch is kept as a whole or not at all.
+        """
+        torn = {
+            number
+            for first, count in self._batches
+            if first >= since and not all(number in kept for number in range(first, first + count))
+            for number in range(first, first + count)
+        }
         forgiven = 0
         for number in range(since, self.published):
-            if self._answer[number] == _ACKNOWLEDGED and number not in kept:
+            if self._answer[number] == _ACKNOWLEDGED and (number not in kept or number in torn):
                 self._answer[number] = _IN_DOUBT
                 forgiven += 1
         return forgiven
