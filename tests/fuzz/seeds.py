@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import ssl
 from pathlib import Path
 
 from flintmq.broker.storage.keys import KeyBlock
@@ -62,6 +64,8 @@ def seeds() -> dict[str, list[bytes]]:
         ],
         "deflated": [packed],
         "snappied": [framed],
+        "handshake": [_client_hello()],
+        "tls": [b"\x00" + _SESSION[4:], b"\x01\x17\x03\x03\x00\x20" + bytes(32), b"\x01\x15\x03\x03\x00\x02\x01\x00"],
         "lane": [b"PUB t\n\x00\x00\x00\x03two" * 2 + b"NOP\n", encode_mpub(b"t", [b"a", b"b"])],
         "http": [
             b"POST /pub?topic=t HTTP/1.1\r\nHost: h\r\nContent-Length: 3\r\n\r\none",
@@ -93,6 +97,14 @@ def _journals() -> list[bytes]:
         world = targets._World()
         world.run(work)
     return found
+
+
+def _client_hello() -> bytes:
+    incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+    peer = ssl.create_default_context().wrap_bio(incoming, outgoing, server_hostname="127.0.0.1")
+    with contextlib.suppress(ssl.SSLWantReadError):
+        peer.do_handshake()
+    return outgoing.read()
 
 
 def _keys() -> bytes:

@@ -13,6 +13,7 @@ import json
 import logging
 import shutil
 import socket
+import ssl
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
@@ -30,6 +31,7 @@ from flintmq.protocol.wire import FRAME_MESSAGE, FrameDecoder, MessageDecoder, d
 from flintmq.spark.shipped.offsets import log_offset, ranges_between, read_offset
 from support.fakes import Client, FakeClock
 from support.log_rig import ROOT, Rig, numbered
+from support.secure import Certificates
 from support.simdisk import SimDisk, settled
 
 __all__ = ["TARGETS", "Defect"]
@@ -296,12 +298,21 @@ class _World:
                 await self.broker.stop()
             root = Path("/fuzz")
             options: dict[str, Any] = {"max_msg_size": 1 << 16, "max_body_size": 1 << 18, "mem_queue_size": 100}
-            options |= {"tcp_address": "127.0.0.1:0", "http_address": "127.0.0.1:0"}
+            options |= {"tcp_address": "127.0.0.1:0", "http_address": "127.0.0.1:0", **certificates().options}
             self.broker = Broker(disk=SimDisk(root), clock=FakeClock(), data_path=root, disk_reserve=0, **options)
             await self.broker.start()
         self._used += 1
         assert self.broker is not None
         await work(self.broker)
+
+
+_certificates: Certificates | None = None
+
+
+def certificates() -> Certificates:
+    global _certificates
+    _certificates = _certificates or Certificates(_scratch.path)
+    return _certificates
 
 
 _world: _World | None = None
@@ -370,6 +381,43 @@ def _upgraded(wish: bytes, data: bytes) -> None:
     world().run(work)
 
 
+_TLS = b'{"feature_negotiation":true,"tls_v1":true}'
+
+
+def handshake(data: bytes) -> None:
+    """TLS records in the place of a handshake."""
+    _upgraded(_TLS, data)
+
+
+def tls(data: bytes) -> None:
+    """What comes after a handshake: an even first byte sends the rest through TLS, an odd one as it is."""
+
+    async def work(broker: Broker) -> None:
+        client = Client(broker)
+        client.send(b"IDENTIFY\n" + len(_TLS).to_bytes(4, "big") + _TLS)
+        await settled(broker)
+        client.take()
+        incoming, outgoing = ssl.MemoryBIO(), ssl.MemoryBIO()
+        peer = certificates().client().wrap_bio(incoming, outgoing, server_hostname="127.0.0.1")
+        client.transport.received.clear()
+        for _ in range(6):
+            with contextlib.suppress(ssl.SSLWantReadError):
+                peer.do_handshake()
+            client.send(outgoing.read())
+            await settled(broker)
+            incoming.write(bytes(client.transport.received))
+            client.transport.received.clear()
+        if data and data[0] % 2 == 0:
+            peer.write(data[1:] or b"NOP\n")
+            client.send(outgoing.read())
+        else:
+            client.send(data[1:])
+        await settled(broker)
+        await _forget(broker, client)
+
+    world().run(work)
+
+
 def lane(data: bytes) -> None:
     """What a client sends over a real connection, after publishes that brought it onto the lane."""
 
@@ -432,6 +480,8 @@ TARGETS: dict[str, Target] = {
         identify,
         deflated,
         snappied,
+        handshake,
+        tls,
         lane,
         http,
     )

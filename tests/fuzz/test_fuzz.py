@@ -19,6 +19,8 @@ INPUTS = {
     **dict.fromkeys(("frames", "messages", "deflate", "snappy", "columns", "offsets"), 20_000),
     **dict.fromkeys(("config", "go_metadata", "go_queue", "segment", "journal", "keys"), 1_000),
     **dict.fromkeys(("commands", "identify", "deflated", "snappied", "lane", "http"), 1_000),
+    # A handshake each.
+    **dict.fromkeys(("handshake", "tls"), 200),
 }
 BATCH = 100
 
