@@ -165,12 +165,11 @@ def main() -> int:
             os._exit(0)
 
         target.end = end
-        run(target, arguments.seconds)
-        return 0
-    try:
-        run(target, arguments.seconds)
-    finally:
-        report()
+    with targets.prepared():
+        try:
+            run(target, arguments.seconds)
+        finally:
+            report()
     return 0
 
 

@@ -15,7 +15,7 @@ import shutil
 import socket
 import ssl
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,7 +34,7 @@ from support.log_rig import ROOT, Rig, numbered
 from support.secure import Certificates
 from support.simdisk import SimDisk, settled
 
-__all__ = ["TARGETS", "Defect"]
+__all__ = ["TARGETS", "Defect", "prepared"]
 
 Target = Callable[[bytes], None]
 #: Inputs after which a broker is made anew.
@@ -146,9 +146,6 @@ class _Scratch:
 
 
 _scratch = _Scratch()
-# They say what is wrong with each input.
-logging.getLogger("flintmq").propagate = False
-logging.getLogger("flintmq").addHandler(logging.NullHandler())
 
 
 def config(data: bytes) -> None:
@@ -286,6 +283,13 @@ class _World:
         self._used = 0
         self.broker: Broker | None = None
 
+    def close(self) -> None:
+        if self.broker is not None:
+            self._loop.run_until_complete(self.broker.stop())
+        self._loop.close()
+        for name in ("flintmq", "asyncio"):
+            logging.getLogger(name).removeHandler(self.heard)
+
     def run(self, work: Callable[[Broker], Any]) -> None:
         self._loop.run_until_complete(self._run(work))
         if self.heard.raised:
@@ -322,6 +326,23 @@ def world() -> _World:
     global _world
     _world = _world or _World()
     return _world
+
+
+@contextlib.contextmanager
+def prepared() -> Iterator[None]:
+    """Targets run in here: readers do not log what is wrong with each input, and at the end nothing is left."""
+    global _world
+    logger, silent = logging.getLogger("flintmq"), logging.NullHandler()
+    before, logger.propagate = logger.propagate, False
+    logger.addHandler(silent)
+    try:
+        yield
+    finally:
+        logger.propagate = before
+        logger.removeHandler(silent)
+        if _world is not None:
+            _world.close()
+            _world = None
 
 
 async def _talk(broker: Broker, data: bytes, sizes: tuple[int, ...] = (), *, plain: bool = True) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -12,17 +13,23 @@ from hypothesis import strategies as st
 from .__main__ import HANG, corpus
 from .mutate import mutations
 from .seeds import CORPUS
-from .targets import TARGETS
+from .targets import TARGETS, prepared
 
 #: Inputs of a target in the suite: those of readers that need a broker or a disk take a hundred times as long.
 INPUTS = {
     **dict.fromkeys(("frames", "messages", "deflate", "snappy", "columns", "offsets"), 20_000),
-    **dict.fromkeys(("config", "go_metadata", "go_queue", "segment", "journal", "keys"), 1_000),
-    **dict.fromkeys(("commands", "identify", "deflated", "snappied", "lane", "http"), 1_000),
+    **dict.fromkeys(("config", "go_metadata", "go_queue", "segment", "journal", "keys"), 500),
+    **dict.fromkeys(("commands", "identify", "deflated", "snappied", "lane", "http"), 400),
     # A handshake each.
-    **dict.fromkeys(("handshake", "tls"), 200),
+    **dict.fromkeys(("handshake", "tls"), 100),
 }
 BATCH = 100
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _prepared() -> Iterator[None]:
+    with prepared():
+        yield
 
 
 def run(name: str, data: bytes) -> None:
