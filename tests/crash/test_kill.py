@@ -306,3 +306,16 @@ def test_oracle_forgives_a_power_loss_what_was_not_synced_and_batches_as_a_whole
     scene.deliver(one)
     scene.deliver(other)
     assert scene.violations() == {"lost": 1}
+
+
+@pytest.mark.parametrize(("before", "violations"), [(0, {"torn": 1}), (1, {})])
+def test_oracle_knows_that_a_batch_may_have_been_delivered_in_part_when_the_power_went(
+    scene: Scene, before: int, violations: dict[str, int]
+) -> None:
+    batch = scene.publish(3)
+    for number in range(batch, batch + before):
+        scene.deliver(number)
+    assert scene.ledger.forgive(batch, set()) == 3
+    for number in range(batch + before, batch + 2):
+        scene.deliver(number)
+    assert scene.violations() == violations

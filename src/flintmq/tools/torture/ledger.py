@@ -163,14 +163,19 @@ class Ledger:
     def forgive(self, since: int, kept: Container[int]) -> int:
         """Let the messages from ``since`` on be there or not, except those ``kept``; how many were acknowledged.
 
-        A batch is kept as a whole or not at all.
+        A batch is kept as a whole or not at all; one that was delivered in part already may stay like that.
         """
-        torn = {
-            number
-            for first, count in self._batches
-            if first >= since and not all(number in kept for number in range(first, first + count))
-            for number in range(first, first + count)
-        }
+        torn: set[int] = set()
+        batches = []
+        for first, count in self._batches:
+            numbers = range(first, first + count)
+            if first < since or all(number in kept for number in numbers):
+                batches.append((first, count))
+                continue
+            torn.update(numbers)
+            if not any(book.has(number) for book in self.books.values() for number in numbers):
+                batches.append((first, count))
+        self._batches = batches
         forgiven = 0
         for number in range(since, self.published):
             if self._answer[number] == _ACKNOWLEDGED and (number not in kept or number in torn):
