@@ -15,12 +15,13 @@ import errno
 import os
 import re
 import socket
+import sys
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
 from flintmq.errors import OptionError, StartError
 
-__all__ = ["Address", "bind", "host_of", "http_url", "join", "port_of", "reason_of", "split", "text_of"]
+__all__ = ["Address", "HeldPort", "bind", "host_of", "http_url", "join", "port_of", "reason_of", "split", "text_of"]
 
 #: Connections that may wait to be accepted.
 BACKLOG = 1024
@@ -161,3 +162,23 @@ def http_url(address: str, owner: str, *, query: bool = False) -> str:
     if not is_good:
         raise OptionError(f'"{address}" is not an HTTP address of {owner}: write host:port or http(s)://host:port')
     return url.rstrip("/") if not query else url
+
+
+class HeldPort:
+    """A port of the loopback interface, held for one daemon: while that is down, nobody else is given it.
+
+    Without it even a client that dials the dead daemon may be given the port, as the near end of its connection, and
+    so reach itself.
+    """
+
+    def __init__(self) -> None:
+        self._holder = socket.socket()
+        self._holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._holder.bind(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self._holder.getsockname()[1]}"
+        if sys.platform != "linux":
+            # Elsewhere two sockets cannot share a port even if only one of them listens.
+            self._holder.close()
+
+    def close(self) -> None:
+        self._holder.close()

@@ -131,8 +131,8 @@ class OwnProcess:
         raise RuntimeError("real time goes by itself")
 
     async def start(self) -> tuple[str, int]:
-        self._broker = await BrokerProcess.start(self._data_path, *self._flags)
-        return self._broker.address
+        self._broker = await BrokerProcess.of(self._data_path, *self._flags)
+        return self._broker.endpoint
 
     async def crash(self) -> None:
         assert self._broker is not None

@@ -140,7 +140,7 @@ class Run:
         return self.report
 
     async def _life(self, share: float) -> None:
-        broker = await BrokerProcess.start(self._data_path, f"--durability={self.settings.durability}", *FLAGS)
+        broker = await BrokerProcess.of(self._data_path, f"--durability={self.settings.durability}", *FLAGS)
         self.answers = 0
         consumer = Consumer(self)
         producers = [Producer(self) for _ in range(PRODUCERS)]
@@ -148,8 +148,8 @@ class Run:
         last = share == float("inf")
         try:
             # The channel is there before anything is published.
-            await consumer.connect(broker.address)
-            await asyncio.gather(*(producer.connect(broker.address) for producer in producers))
+            await consumer.connect(broker.endpoint)
+            await asyncio.gather(*(producer.connect(broker.endpoint) for producer in producers))
             give_up = time.monotonic() + PATIENCE
             seen = -1
             while broker.running and self.answers < share and (self._todo or self._under_way):

@@ -1,5 +1,8 @@
 """Two promises with a number in them: a start after a kill is quick, and memory does not follow the backlog.
 
+    python -m tests.crash.limits startup [--assert]        a start after 1 million messages and a kill
+    python -m tests.crash.limits waiting|idle              what a backlog, or many idle channels, cost
+
 Each function runs a broker of its own on the data path it is given, measures, stops it and reports. None of them
 judges by time unless asked: that depends on the machine.
 """
@@ -8,12 +11,14 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import sys
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from flintmq.addresses import join
 from flintmq.protocol.wire import encode_mpub
+from support.command_line import conduct, torture_parser
 from support.nsq_client import NsqClient
 
 from .broker import BrokerProcess
@@ -79,9 +84,9 @@ class _Client(NsqClient):
 
 async def _time_start(data_path: Path) -> float:
     began = time.monotonic()
-    broker = await BrokerProcess.start(data_path)
+    broker = await BrokerProcess.of(data_path)
     try:
-        async with _Client.to(join(*broker.address)) as client:
+        async with _Client.to(broker.address) as client:
             await client.subscribe("backlog", "reader")
             return round(time.monotonic() - began, 3)
     finally:
@@ -95,9 +100,9 @@ async def startup(data_path: Path, messages: int, *, limited: bool = False) -> S
     for path in (empty, full):
         path.mkdir()
     empty_seconds = await _time_start(empty)
-    broker = await BrokerProcess.start(full)
+    broker = await BrokerProcess.of(full)
     try:
-        async with _Client.to(join(*broker.address)) as consumer, _Client.to(join(*broker.address)) as producer:
+        async with _Client.to(broker.address) as consumer, _Client.to(broker.address) as producer:
             await consumer.subscribe("backlog", "reader")
             await producer.publish_batches("backlog", messages)
             await broker.kill()
@@ -130,9 +135,9 @@ class _Memory:
 
 async def waiting_memory(data_path: Path, messages: int) -> Memory:
     """A backlog far beyond ``--mem-queue-size`` with a consumer that hardly moves."""
-    broker = await BrokerProcess.start(data_path, f"--mem-queue-size={MEM_QUEUE_SIZE}")
+    broker = await BrokerProcess.of(data_path, f"--mem-queue-size={MEM_QUEUE_SIZE}")
     try:
-        async with _Client.to(join(*broker.address)) as consumer, _Client.to(join(*broker.address)) as producer:
+        async with _Client.to(broker.address) as consumer, _Client.to(broker.address) as producer:
             await consumer.subscribe("backlog", "reader")
             # A few first, so that what every broker with a topic needs is there before.
             await producer.publish_batches("backlog", MEM_QUEUE_SIZE)
@@ -166,13 +171,13 @@ async def waiting_memory(data_path: Path, messages: int) -> Memory:
 
 async def idle_memory(data_path: Path, _: int) -> Memory:
     """Many topics with channels, and nothing in them."""
-    broker = await BrokerProcess.start(data_path)
+    broker = await BrokerProcess.of(data_path)
     try:
         before = broker.resident_bytes()
         gate = asyncio.Semaphore(_CONNECTIONS_AT_ONCE)
 
         async def make(topic: int, channel: int) -> None:
-            async with gate, _Client.to(join(*broker.address)) as client:
+            async with gate, _Client.to(broker.address) as client:
                 await client.subscribe(f"topic-{topic}", f"channel-{channel}")
 
         for topic in range(IDLE_TOPICS):
@@ -181,3 +186,26 @@ async def idle_memory(data_path: Path, _: int) -> Memory:
     finally:
         await broker.kill()
     return Memory(before, after, after, after, IDLE_BYTES, f"{IDLE_TOPICS:,} topics with {IDLE_CHANNELS} channels each")
+
+
+# --- The command line -------------------------------------------------------------------------------------------------
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    parser = torture_parser("tests.crash.limits", "Measure a start after a kill, or memory.")
+    parser.add_argument("what", choices=("startup", "waiting", "idle"))
+    parser.add_argument("--assert", action="store_true", dest="limited", help="fail if a start took 2 s or more")
+    parser.add_argument("--messages", type=int, metavar="N", help="how many, for startup and waiting")
+    arguments = parser.parse_args(argv)
+    if arguments.what == "startup":
+        count = arguments.messages or 1_000_000
+        return conduct(
+            arguments, "crash", lambda folder, _: startup(folder, count, limited=arguments.limited), keep=False
+        )
+    measure = waiting_memory if arguments.what == "waiting" else idle_memory
+    count = arguments.messages or 10_000_000
+    return conduct(arguments, "crash", lambda folder, _: measure(folder, count), keep=False)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

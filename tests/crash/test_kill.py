@@ -1,29 +1,97 @@
-"""A short torture of a real broker with fixed seeds; and the oracle's own test: it must notice what it is there for."""
+"""`flintmq torture` with fixed seeds against real brokers; and its oracle: it must notice what it is there for."""
 
 from __future__ import annotations
 
+import asyncio
+import json
+import os
+import signal
+import sys
 from pathlib import Path
 
 import pytest
 
-from .ledger import SMALLEST_BODY, ChannelBook, Ledger
-from .torture import Settings, torture
+from flintmq.tools.torture.front import FAULTS, KILL, KILL_STARTING
+from flintmq.tools.torture.ledger import SMALLEST_BODY, ChannelBook, Ledger, Line
+from flintmq.tools.torture.run import Plan, Run, torture
 
 
-@pytest.mark.parametrize(("durability", "kills", "seed"), [("os", 5, 3), ("fsync", 3, 5)])
-async def test_kill_9_loses_nothing_that_was_acknowledged(
-    durability: str, kills: int, seed: int, tmp_path: Path
-) -> None:
-    report = await torture(Settings(kills, durability, seed, seconds_between=0.4), tmp_path)
+async def test_kill_9_loses_nothing_that_was_acknowledged(tmp_path: Path) -> None:
+    report = await torture(Plan(3, tmp_path, kills=20, lookupds=0, seconds_between=0.4, faults=()))
 
     assert report.samples == []
-    assert report.violations == {}
-    assert report.kills == kills
-    # The seeds are such that a kill also hits a broker that is still starting.
-    assert report.kills_while_starting > 0
-    # It was a load worth the name: much was published, and more than once delivered.
-    assert report.acknowledged > 500
-    assert report.redeliveries > 0
+    assert report.passed
+    assert report.complete
+    assert report.faults[KILL] + report.faults[KILL_STARTING] == 20
+    # The seed is such that a kill also hits a broker that is still starting.
+    assert report.faults[KILL_STARTING] > 0
+    for durability in ("os", "fsync"):
+        # It was a load worth the name: much was published, and more than once delivered.
+        costs = report.costs[durability]
+        assert costs.acknowledged > 500
+        assert costs.again[KILL] > 0
+
+
+async def test_no_fault_costs_what_was_acknowledged(tmp_path: Path) -> None:
+    run = Run(Plan(11, tmp_path, kills=0, durabilities=("os",), lookupds=0, seconds_between=0.5))
+    work = asyncio.create_task(run.run())
+    while not work.done() and not set(FAULTS) <= {*run.faults, *run.report().left_out}:  # noqa: ASYNC110
+        await asyncio.sleep(0.05)
+    run.over.set()
+    report = await work
+
+    assert report.samples == []
+    assert report.passed
+    assert report.complete
+    costs = report.costs["os"]
+    assert costs.kills == 0
+    assert costs.acknowledged > 500
+    assert costs.refused > 0
+
+
+class Process:
+    """The command in a process of its own, as users run it."""
+
+    def __init__(self, process: asyncio.subprocess.Process) -> None:
+        self.process = process
+
+    @classmethod
+    async def start(cls, *arguments: str) -> Process:
+        return cls(
+            await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "flintmq", "torture", *arguments),
+                stdout=asyncio.subprocess.PIPE,
+                stderr=asyncio.subprocess.PIPE,
+            )
+        )
+
+    async def children(self) -> list[int]:
+        """Its brokers, once there are any."""
+        while True:
+            found = Path(f"/proc/{self.process.pid}/task/{self.process.pid}/children").read_text().split()
+            if found:
+                return [int(pid) for pid in found]
+            await asyncio.sleep(0.01)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="it looks for child processes in /proc")
+@pytest.mark.parametrize("moment", [0.0, 1.5])
+async def test_ctrl_c_ends_it_with_the_figures_so_far_and_leaves_no_broker(moment: float, tmp_path: Path) -> None:
+    torture = await Process.start("--minutes=10", "--json", "--durability=os", f"--data-path={tmp_path}")
+    brokers = await torture.children()
+    await asyncio.sleep(moment)
+    torture.process.send_signal(signal.SIGINT)
+    out, err = await asyncio.wait_for(torture.process.communicate(), 60)
+
+    assert torture.process.returncode == 130, err.decode()
+    report = json.loads(out)
+    assert not report["complete"]
+    assert list(report["costs"])[:1] in ([], ["os"])
+    for pid in brokers:
+        with pytest.raises(ProcessLookupError):
+            os.kill(pid, 0)
+    # Nothing was lost, as far as anybody knows: nothing is kept.
+    assert list(tmp_path.iterdir()) == []
 
 
 # --- The oracle -------------------------------------------------------------------------------------------------------
@@ -36,6 +104,8 @@ class Scene:
         self.ledger = Ledger(["topic", "other"])
         self.book: ChannelBook = self.ledger.subscribed("topic", "channel")
         self.bodies: dict[int, bytes] = {}
+        #: The connection on which everything comes.
+        self.line = Line(50.0)
 
     def publish(self, count: int = 1, *, answered: bool = True, delay: int = 0) -> int:
         first, bodies = self.ledger.publish(0, 100.0, [SMALLEST_BODY + 10] * count, delay)
@@ -44,9 +114,15 @@ class Scene:
         return first
 
     def deliver(
-        self, number: int, *, book: ChannelBook | None = None, id: int = 0, attempts: int = 1, now: float = 200.0
+        self,
+        number: int,
+        *,
+        book: ChannelBook | None = None,
+        id: int = 0,
+        attempts: int = 1,
+        now: float = 200.0,
     ) -> None:
-        (book or self.book).receive(self.bodies[number], id or 1000 + number, attempts, now)
+        (book or self.book).receive(self.bodies[number], id or 1000 + number, attempts, self.line, now)
 
     def violations(self) -> dict[str, int]:
         self.ledger.conclude()
@@ -142,7 +218,7 @@ def test_oracle_notices_one_id_for_two_messages(scene: Scene) -> None:
     first = scene.publish(2)
     scene.deliver(first, id=7)
     scene.deliver(first + 1, id=7)
-    assert scene.violations() == {"two bodies": 1, "lost": 1}
+    assert scene.violations() == {"two bodies": 1}
 
 
 def test_oracle_notices_two_ids_for_one_message(scene: Scene) -> None:
@@ -171,3 +247,75 @@ def test_oracle_notices_a_changed_byte(scene: Scene) -> None:
 def test_oracle_notices_attempts_of_zero(scene: Scene) -> None:
     scene.deliver(scene.publish(), attempts=0)
     assert scene.violations() == {"attempts": 1}
+
+
+def test_oracle_notices_what_was_refused_and_is_delivered(scene: Scene) -> None:
+    number, bodies = scene.ledger.publish(0, 100.0, [SMALLEST_BODY])
+    scene.bodies[number] = bodies[0]
+    scene.ledger.refuse(number, 1)
+    scene.deliver(number)
+    assert scene.violations() == {"ghost": 1}
+
+
+@pytest.mark.parametrize(
+    ("cause", "now", "violations"), [("", 100.9, {"no reason": 1}), ("", 101.0, {}), ("cut", 100.9, {})]
+)
+def test_oracle_wants_a_reason_for_a_second_delivery(
+    scene: Scene, cause: str, now: float, violations: dict[str, int]
+) -> None:
+    number = scene.publish()
+    scene.deliver(number, now=100.1)
+    scene.line.cause = cause
+    scene.deliver(number, now=now)
+    assert scene.violations() == violations
+    assert scene.book.again == {cause or ("no reason" if violations else "timed out"): 1}
+
+
+def test_oracle_forgives_what_a_stalled_connection_still_brings(scene: Scene) -> None:
+    number = scene.publish()
+    scene.deliver(number, attempts=2)
+    scene.book.finished(number)
+    scene.book.certain(number, 0.0)
+    scene.book.settled(number)
+    scene.line = Line(50.0, stale=True)
+    scene.deliver(number)
+    assert scene.violations() == {}
+    assert scene.book.again == {"stalled": 1}
+
+
+def test_oracle_accepts_what_was_requeued(scene: Scene) -> None:
+    number = scene.publish()
+    scene.deliver(number, now=100.1)
+    scene.book.requeued(number)
+    scene.deliver(number, now=100.2)
+    assert scene.violations() == {}
+    assert scene.book.again == {"requeued": 1}
+
+
+def test_oracle_counts_what_is_late(scene: Scene) -> None:
+    scene.deliver(scene.publish(delay=500), now=101.4)
+    scene.deliver(scene.publish(delay=500), now=101.6)
+    assert scene.violations() == {}
+    assert scene.book.late == 1
+    assert scene.book.latest == pytest.approx(1.1)
+
+
+def test_oracle_forgives_a_power_loss_what_was_not_synced_and_batches_as_a_whole(scene: Scene) -> None:
+    one, batch, other = scene.publish(), scene.publish(3), scene.publish(2)
+    assert scene.ledger.forgive(one, {one, batch, batch + 1, other, other + 1}) == 3
+    scene.deliver(one)
+    scene.deliver(other)
+    assert scene.violations() == {"lost": 1}
+
+
+@pytest.mark.parametrize(("before", "violations"), [(0, {"torn": 1}), (1, {})])
+def test_oracle_knows_that_a_batch_may_have_been_delivered_in_part_when_the_power_went(
+    scene: Scene, before: int, violations: dict[str, int]
+) -> None:
+    batch = scene.publish(3)
+    for number in range(batch, batch + before):
+        scene.deliver(number)
+    assert scene.ledger.forgive(batch, set()) == 3
+    for number in range(batch + before, batch + 2):
+        scene.deliver(number)
+    assert scene.violations() == violations

@@ -103,3 +103,21 @@ def test_cut_ranges_are_the_same_messages_in_more_pieces(ranges, min_partitions,
     assert pieces == cut(ranges, min_partitions, max_records)
     if not min_partitions and not max_records:
         assert pieces == ranges
+
+
+@pytest.mark.parametrize(
+    "damaged",
+    [
+        {"v": 1, "mode": "log"},
+        {"v": 1, "mode": "log", "p": []},
+        {"v": 1, "mode": "log", "p": {"t": {"n": {"e": "e"}}}},
+        {"v": 1, "mode": "log", "p": {"t": {"n": {"e": "e", "o": "x"}}}},
+        {"v": 1, "mode": "log", "p": {"t": {"n": {"e": "e", "o": float("inf")}}}},
+        {"v": 1, "mode": "log", "p": {"t": 5}, "init": 7},
+        ["v", 1],
+        7,
+    ],
+)
+def test_an_offset_that_is_damaged_is_refused_in_words(damaged):
+    with pytest.raises(DataLossError, match="start with a new one"):
+        log_offset(damaged)

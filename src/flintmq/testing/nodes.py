@@ -15,8 +15,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
-import socket
-import sys
 import tempfile
 import threading
 from abc import ABC, abstractmethod
@@ -26,6 +24,7 @@ from types import TracebackType
 from typing import Any, Self, TypeVar, overload
 
 from flintmq import addresses
+from flintmq.addresses import HeldPort
 from flintmq.broker.daemon import Broker
 from flintmq.broker.observe import stats
 from flintmq.broker.storage.disk import Disk, SystemClock
@@ -171,26 +170,6 @@ class _Disk(Disk):
     def sync_folder(self, path: Path) -> None: ...
 
     def allocate(self, fd: int, size: int) -> None: ...
-
-
-class HeldPort:
-    """A port of the loopback interface, held for one daemon: while that is down, nobody else is given it.
-
-    Without it even a client that dials the dead daemon may be given the port, as the near end of its connection, and
-    so reach itself.
-    """
-
-    def __init__(self) -> None:
-        self._holder = socket.socket()
-        self._holder.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        self._holder.bind(("127.0.0.1", 0))
-        self.address = f"127.0.0.1:{self._holder.getsockname()[1]}"
-        if sys.platform != "linux":
-            # Elsewhere two sockets cannot share a port even if only one of them listens.
-            self._holder.close()
-
-    def close(self) -> None:
-        self._holder.close()
 
 
 class _EventLoop:

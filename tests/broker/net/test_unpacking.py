@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import os
 import tracemalloc
+import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -17,6 +19,8 @@ from flintmq.protocol.wire import encode_command
 from support.fakes import Client, until
 
 MOST = 16 << 20
+#: Bytes that a bomb unpacks to.
+BOMB = 1 << 30 if os.environ.get("FLINTMQ_EXHAUSTIVE") == "1" else 100 << 20
 
 both = pytest.mark.parametrize("name", ["deflate", "snappy"])
 
@@ -65,7 +69,7 @@ async def feed(client: Client, stream: list[bytes]) -> None:
 async def test_a_bomb_costs_at_most_16_mib_and_its_connection(broker: Broker, name: str, start: bytes) -> None:
     client, codec = compressed(broker, name)
     other = Client(broker)
-    stream = swollen(codec, start, b"\0", 100 << 20)
+    stream = swollen(codec, start, b"\0", BOMB)
     with bounded():
         await feed(client, stream)
         await until(lambda: client.is_over)
@@ -201,3 +205,21 @@ async def test_a_stream_that_unpacks_to_nothing_leaves_the_loop_to_others(broker
     packed = codec.compress(b"SUB t c\n")
     client.send(packed)
     await until(lambda: session.channel is not None)
+
+
+async def test_a_refused_client_that_has_gone_leaves_nothing_behind(
+    broker: Broker, caplog: pytest.LogCaptureFixture
+) -> None:
+    # An error that is kept in a record knows where it was raised.
+    caplog.set_level("CRITICAL", "flintmq")
+    sessions = []
+    for _ in range(3):
+        client, codec = compressed(broker, "deflate")
+        sessions.append(weakref.ref(client.session))
+        client.send(codec.compress(b"THIS IS NO COMMAND\n"))
+        await until(lambda client=client: client.is_over)
+        client.hang_up()
+        await until(lambda client=client: client.transport.lost)
+        del client
+    gc.collect()
+    assert [session() for session in sessions] == [None] * 3

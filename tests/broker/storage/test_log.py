@@ -6,6 +6,7 @@ posts. What only shows from outside (which files go when, who is told) is tested
 
 from __future__ import annotations
 
+import asyncio
 import errno
 import logging
 import os
@@ -708,6 +709,29 @@ async def test_a_failed_sync_stops_the_broker(start_broker: StartBroker, tmp_pat
     assert client.responses == [b"OK"], "nobody is told that it is safe"
     with pytest.raises(Exception, match="cannot sync"):
         await broker.wait_closed()
+
+
+async def test_what_a_sync_covered_is_answered_although_more_was_written_meanwhile(
+    start_broker: StartBroker, tmp_path: Path
+) -> None:
+    disk = SimDisk(tmp_path)
+    broker = await start_broker(disk=disk, durability="fsync")
+    first, second = Client(broker), Client(broker)
+    first.send(pub("t", b"the topic is there"))
+    await settled(broker)
+    disk.hold()
+    first.send(pub("t", b"one"))
+    await settled(broker)
+    second.send(pub("t", b"two"))
+    await settled(broker)
+    assert (first.responses, second.responses) == ([b"OK"], [])
+    disk.release()
+    while len(first.responses) < 2:
+        assert second.responses == [], "both waited for the second sync"
+        await asyncio.sleep(0)
+    assert second.responses == []
+    await settled(broker)
+    assert second.responses == [b"OK"]
 
 
 async def test_stale_folders_are_removed_at_the_start(start_broker: StartBroker, tmp_path: Path) -> None:

@@ -137,6 +137,8 @@ class Session(asyncio.BufferedProtocol):
         self.allowed = commands.COMMANDS if broker.options.tls_required == "false" else commands.BEFORE_TLS
         self._greeted = False
         self._closing = False
+        #: After a fatal error: the end of the time that the peer has to read it.
+        self._linger: asyncio.TimerHandle | None = None
         self.heartbeat = Heartbeat(self, self._loop)
         self.last_command = self._loop.time()
         self.blocked_since = 0.0
@@ -189,6 +191,9 @@ class Session(asyncio.BufferedProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         if exc is not None:
             logger.debug("client(%s): connection lost - %s", self.remote_address, exc)
+        if self._linger is not None:
+            # It would keep all that this connection holds, a quarter of a megabyte with deflate.
+            self._linger.cancel()
         self._leave()
 
     def _leave(self) -> None:
@@ -615,13 +620,13 @@ class Session(asyncio.BufferedProtocol):
         Closing at once with unread input in the socket would reset the connection and could cost the peer the error.
         """
         self._leave()
-        if self._transport.is_closing():
+        if self._transport.is_closing() or self._linger is not None:
             return
         self._say_goodbye()
         if self._transport.can_write_eof():
             self._transport.write_eof()
             self._transport.resume_reading()
-            self._loop.call_later(LINGER, self._transport.abort)
+            self._linger = self._loop.call_later(LINGER, self._transport.abort)
         else:
             self._transport.close()
 

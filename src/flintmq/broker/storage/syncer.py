@@ -136,7 +136,8 @@ class Syncer:
             raise
         self.running = True
         self._again = bool(rest)
-        self.segments = rest
+        # A copy: what is written from here on joins these, and must not seem to be left over from this sync.
+        self.segments = list(rest)
         if not rest:
             self._count = 0
             self._forget(size)

@@ -67,7 +67,9 @@ class Offset(NamedTuple):
 
 
 def read_offset(data: Mapping[str, Any], mode: str) -> dict[str, Any]:
-    """An offset of this mode. DataLossError if it is of another, or of a version that we do not know."""
+    """An offset of this mode. DataLossError if it is of another, of a version that we do not know, or none at all."""
+    if not isinstance(data, Mapping):
+        raise _unreadable(data)
     if data.get("v") != VERSION:
         raise DataLossError("the checkpoint was written by another version of this source: start with a new one")
     if data.get("mode") != mode:
@@ -79,7 +81,14 @@ def read_offset(data: Mapping[str, Any], mode: str) -> dict[str, Any]:
 
 def log_offset(data: Mapping[str, Any]) -> Offset:
     read = read_offset(data, "log")
-    return Offset(_flatten(read["p"]), _flatten(read.get("init") or {}), str(read.get("reader") or ""))
+    try:
+        return Offset(_flatten(read["p"]), _flatten(read.get("init") or {}), str(read.get("reader") or ""))
+    except (KeyError, TypeError, ValueError, AttributeError, OverflowError) as exc:
+        raise _unreadable(data) from exc
+
+
+def _unreadable(data: Any) -> DataLossError:
+    return DataLossError(f"the checkpoint holds an offset that cannot be read, {str(data)[:200]}: start with a new one")
 
 
 def _nest(marks: Marks) -> dict[str, dict[str, dict[str, Any]]]:

@@ -1,4 +1,4 @@
-"""A short torture of a real cluster; and the oracle's own test: it must notice what it is there for."""
+"""`flintmq torture` of a cluster; and its oracle's own test: it must notice what it is there for."""
 
 from __future__ import annotations
 
@@ -6,24 +6,24 @@ from pathlib import Path
 
 import pytest
 
-from .ledger import Ledger, Link, Publish
-from .torture import torture
+from flintmq.tools.torture.cluster_ledger import ClusterLedger, NodeLink, Publish
+from flintmq.tools.torture.run import LOOKUPD_KILLED, Plan, torture
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)  # a machine may stand still for minutes; it takes about half a minute
 async def test_killed_nodes_cost_nothing_that_was_acknowledged(tmp_path: Path) -> None:
-    report = await torture(20, 3, tmp_path)
+    report = await torture(Plan(3, tmp_path, seconds=20, durabilities=("os", "os", "fsync"), raw=False, faults=()))
 
     assert report.samples == []
-    assert report.violations == {}
-    assert report.lost == 0
+    assert report.passed
+    assert report.complete
     # It was a torture worth the name.
-    assert report.kills["nsqd"] > 0
-    assert report.kills["nsqlookupd"] > 0
-    assert report.acknowledged > 500
-    assert report.deliveries > report.acknowledged
-    assert report.again["put back"] > 0
+    costs = report.costs["cluster"]
+    assert report.faults[LOOKUPD_KILLED] > 0
+    assert costs.acknowledged > 500
+    assert costs.deliveries > costs.acknowledged
+    assert costs.again["put back"] > 0
 
 
 # --- The oracle -------------------------------------------------------------------------------------------------------
@@ -33,7 +33,7 @@ class Scene:
     """A ledger with one channel; a cluster that does as it likes."""
 
     def __init__(self) -> None:
-        self.ledger = Ledger([("topic", "channel"), ("other", "channel")], msg_timeout=5.0)
+        self.ledger = ClusterLedger([("topic", "channel"), ("other", "channel")], msg_timeout=5.0)
         self.book = self.ledger.books["topic", "channel"]
         self.link = self.ledger.opened("node", 100.0)
         self.bodies: list[bytes] = []
@@ -51,7 +51,7 @@ class Scene:
         *,
         now: float = 111.0,
         id: bytes = b"id",
-        link: Link | None = None,
+        link: NodeLink | None = None,
         put_back: bool = False,
     ) -> None:
         delivery = self.book.receive(self.bodies[number], b"%b %d" % (id, number), link or self.link, now)
@@ -190,3 +190,14 @@ def test_oracle_notices_a_changed_byte_and_a_wrong_topic(scene: Scene) -> None:
     for topic, content in (("topic", bytes(body)), ("topic", b"short"), ("other", scene.bodies[0])):
         assert scene.ledger.books[topic, "channel"].receive(content, b"id", scene.link, 111.0) is None
     assert scene.ledger.violations.counts == {"damaged": 3}
+
+
+def test_oracle_knows_that_a_starved_node_may_drop_connections(scene: Scene) -> None:
+    scene.ledger.disturbed("node", 111.0)
+    scene.ledger.lost(scene.link, 111.2)
+    scene.ledger.lost(scene.ledger.opened("node", 111.3), 111.4)
+    scene.ledger.killed("node", 112.0)
+    scene.ledger.is_gone("node")
+    assert scene.violations() == {}
+    scene.ledger.lost(scene.ledger.opened("node", 113.0), 114.0)
+    assert scene.violations() == {"dropped": 1}

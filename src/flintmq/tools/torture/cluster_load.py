@@ -12,12 +12,14 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from flintmq import Consumer, Message, Producer
 from flintmq.addresses import split
-from flintmq.client.connection import Connection
+from flintmq.client.connection import Connection, Message
+from flintmq.client.consumer import Consumer
+from flintmq.client.producer import Producer
 from flintmq.errors import ClosedError, ConnectError, PublishError, PublishUnknownError
+from flintmq.tools.torture.cluster_ledger import ClusterLedger, NodeLink
 
-from .ledger import Ledger, Link
+__all__ = ["Publisher", "Subscriber", "Wire"]
 
 #: Of each publisher: calls under way, and the pause after each.
 _UNDER_WAY = 4
@@ -49,11 +51,11 @@ SETTINGS: dict[str, Any] = {
 class Wire:
     """The connections of one client."""
 
-    def __init__(self, ledger: Ledger) -> None:
+    def __init__(self, ledger: ClusterLedger) -> None:
         self._ledger = ledger
-        self._open: dict[Connection, tuple[Link, asyncio.Transport]] = {}
+        self._open: dict[Connection, tuple[NodeLink, asyncio.Transport]] = {}
         #: Of those that ended.
-        self._links: dict[Connection, Link] = {}
+        self._links: dict[Connection, NodeLink] = {}
         self.lost_count = 0
         self._closing = False
 
@@ -86,10 +88,13 @@ class Wire:
             # Never in use. A client may think better of it, when the nsqlookupds have forgotten the node meanwhile; and
             # a node does not wait for ever for a client on a machine that stands still.
             link.closing = True
+        if "_FAILED" in str(connection.reason) and link.cause is None:
+            # A publish was refused, and after that a broker hangs up.
+            link.cause = now
         phase = "in the handshake" if connection._shaking else "in use"
         self._ledger.lost(link, now, f"{phase}, after {now - link.opened:.1f} s - {connection.reason}")
 
-    def link(self, message: Message) -> Link:
+    def link(self, message: Message) -> NodeLink:
         assert message.source is not None
         return self._links[message.source]
 
@@ -112,7 +117,13 @@ class Wire:
 
 class Publisher:
     def __init__(
-        self, ledger: Ledger, rng: random.Random, lookupds: Sequence[str], topics: Sequence[str], *, retries: bool
+        self,
+        ledger: ClusterLedger,
+        rng: random.Random,
+        lookupds: Sequence[str],
+        topics: Sequence[str],
+        *,
+        retries: bool,
     ) -> None:
         self._ledger = ledger
         self._rng = rng
@@ -159,7 +170,8 @@ class Publisher:
             self._ledger.refuse(publish)
         except PublishError as exc:
             self._ledger.refuse(publish)
-            self._ledger.violations.add("refused", f"message {publish.first}: {exc}")
+            if "_FAILED" not in str(exc):
+                self._ledger.violations.add("refused", f"message {publish.first}: {exc}")
         else:
             self._ledger.acknowledge(publish, resent=resent())
 
@@ -173,7 +185,9 @@ class Publisher:
 class Subscriber:
     """One member of a channel; ``replace`` closes its consumer and makes another one."""
 
-    def __init__(self, ledger: Ledger, rng: random.Random, lookupds: Sequence[str], topic: str, channel: str) -> None:
+    def __init__(
+        self, ledger: ClusterLedger, rng: random.Random, lookupds: Sequence[str], topic: str, channel: str
+    ) -> None:
         self._ledger = ledger
         self._rng = rng
         self._lookupds = lookupds

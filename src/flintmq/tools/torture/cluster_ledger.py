@@ -1,7 +1,7 @@
-"""The oracle: what was published and answered, what every channel got, and why a message may have come twice.
+"""The oracle of the cluster: what was published and answered, what came, and why it may have come twice.
 
-A Ledger owns the message numbers. A Link is one connection as the clients see it: when it was opened, and what ended it
-if somebody did. Whoever publishes, receives, kills or cuts tells the ledger at once. It does no I/O.
+A ClusterLedger owns the message numbers. A NodeLink is one connection as the clients see it: when it was opened, and
+what ended it if somebody did. Whoever publishes, receives, kills or cuts tells the ledger at once. It does no I/O.
 
 What is a violation:
 
@@ -26,14 +26,16 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from struct import Struct
 
-from support.violations import Violations
+from flintmq.tools.torture.ledger import Violations
+
+__all__ = ["ClusterBook", "ClusterLedger", "NodeLink", "Publish"]
 
 # A body: number (8) | topic (1) | CRC-32 of all before and the filler (4) | filler
 _head = Struct(">QBI")
 
 
 @dataclass(eq=False)
-class Link:
+class NodeLink:
     """One connection of a client to a node. A cause is whatever the torture did that ends it."""
 
     node: str
@@ -46,7 +48,7 @@ class Link:
 
 @dataclass(eq=False, slots=True)
 class _Delivery:
-    link: Link
+    link: NodeLink
     put_back: bool = False
 
 
@@ -64,20 +66,25 @@ class Publish:
     resent: bool = False
 
 
-class Ledger:
+class ClusterLedger:
     def __init__(self, channels: Sequence[tuple[str, str]], msg_timeout: float) -> None:
         """``channels`` are topic and channel; they must be there before the first publish, or be a topic's only one."""
         self.msg_timeout = msg_timeout
         self.topics = list(dict.fromkeys(topic for topic, _ in channels))
         self.books = {
-            (topic, channel): ChannelBook(self, self.topics.index(topic), f"{topic}/{channel}")
+            (topic, channel): ClusterBook(self, self.topics.index(topic), f"{topic}/{channel}")
             for topic, channel in channels
         }
         self.violations = Violations()
-        self.links: list[Link] = []
+        self.links: list[NodeLink] = []
         self._dying: set[str] = set()
+        # Nodes that may drop connections, because something is done to them.
+        self._disturbed: set[str] = set()
         self.acknowledged = 0
         self.unknown = 0
+        self.refused = 0
+        #: Set to end ``conclude`` early.
+        self.abandoned = False
         self._acknowledged_of: Counter[int] = Counter()
         self._publishes: list[Publish] = []
         # By message number: which publish it belongs to, and under which ids it was stored.
@@ -86,9 +93,9 @@ class Ledger:
 
     # --- Links -------------------------------------------------------------------------------------------------------
 
-    def opened(self, node: str, now: float) -> Link:
-        link = Link(node, now)
-        if node in self._dying:
+    def opened(self, node: str, now: float) -> NodeLink:
+        link = NodeLink(node, now)
+        if node in self._dying or node in self._disturbed:
             # It may still have been taken in by a process that was dead already.
             link.cause = now
         self.links.append(link)
@@ -104,8 +111,16 @@ class Ledger:
     def is_gone(self, node: str) -> None:
         """The killed process is no more."""
         self._dying.discard(node)
+        self._disturbed.discard(node)
 
-    def lost(self, link: Link, now: float, text: str = "") -> None:
+    def disturbed(self, node: str, now: float) -> None:
+        """Until it is killed, this node may have to drop connections."""
+        self._disturbed.add(node)
+        for link in self.links:
+            if link.node == node and link.lost is None and link.cause is None:
+                link.cause = now
+
+    def lost(self, link: NodeLink, now: float, text: str = "") -> None:
         link.lost = now
         if link.cause is None and not link.closing:
             self.violations.add("dropped", f"a connection to {link.node} ended for no reason: {text}")
@@ -145,6 +160,7 @@ class Ledger:
     def refuse(self, publish: Publish) -> None:
         """It was never sent, or the broker said that it is not stored."""
         publish.outcome = "not there"
+        self.refused += publish.count
 
     # --- What arrives ------------------------------------------------------------------------------------------------
 
@@ -172,6 +188,8 @@ class Ledger:
     def conclude(self) -> None:
         """Everything was drained: what did not come by now is lost."""
         for publish in self._publishes:
+            if self.abandoned:
+                return
             numbers = range(publish.first, publish.first + publish.count)
             for book in self.books.values():
                 if book.topic == publish.topic:
@@ -182,7 +200,7 @@ class Ledger:
                 if len(self._ids.get(number, ())) > 1:
                     self.violations.add("stored twice", f"message {number} has the ids {self._ids[number]}")
 
-    def _judge(self, publish: Publish, numbers: range, book: ChannelBook) -> None:
+    def _judge(self, publish: Publish, numbers: range, book: ClusterBook) -> None:
         got = sum(number in book.deliveries for number in numbers)
         if publish.outcome == "acknowledged":
             for number in numbers:
@@ -194,10 +212,10 @@ class Ledger:
             self.violations.add("torn", f"{book.name} got {got} of {publish.count} messages from {publish.first} on")
 
 
-class ChannelBook:
+class ClusterBook:
     """The ledger's page for one channel: the last delivery of every message under each of its ids."""
 
-    def __init__(self, ledger: Ledger, topic: int, name: str) -> None:
+    def __init__(self, ledger: ClusterLedger, topic: int, name: str) -> None:
         self._ledger = ledger
         self.topic = topic
         self.name = name
@@ -207,7 +225,7 @@ class ChannelBook:
         #: Why messages came again.
         self.again: Counter[str] = Counter()
 
-    def receive(self, body: bytes, message_id: bytes, link: Link, now: float) -> _Delivery | None:
+    def receive(self, body: bytes, message_id: bytes, link: NodeLink, now: float) -> _Delivery | None:
         """A handler was given a message. What it does with it is to be told to the delivery."""
         ledger = self._ledger
         self.count += 1

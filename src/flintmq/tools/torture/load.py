@@ -1,8 +1,8 @@
 """Producers and consumers over raw connections, which tell the ledger everything they send and see.
 
-A Connection owns one socket to one life of the broker: when the broker dies it ends, and a new one is made for the next
-life. The load is closed: a producer has a few commands under way and holds back while channels owe too much, so that
-the broker is always busy and never buried.
+A Connection owns one socket to one life of the broker: when it ends, a new one takes its place. The load is closed: a
+producer has a few commands under way and holds back while channels owe too much, so that the broker is always busy
+and never buried.
 """
 
 from __future__ import annotations
@@ -27,13 +27,16 @@ from flintmq.protocol.wire import (
     encode_command,
     encode_mpub,
 )
+from flintmq.tools.torture.ledger import SMALLEST_BODY, ChannelBook, Ledger, Line
 
-from .ledger import SMALLEST_BODY, ChannelBook, Ledger
+__all__ = ["LONGEST_DELAY", "MSG_TIMEOUT", "Connection", "Consumer", "Producer"]
 
 #: Milliseconds; the shortest that the protocol allows, so that timeouts are part of every run.
 MSG_TIMEOUT = 1000
 LONGEST_DELAY = 2000
-RDY = 200
+RDY = 1_000
+#: Seconds that a producer may wait after an answer.
+_LONGEST_PAUSE = 0.02
 #: Commands of a producer without an answer yet.
 _UNDER_WAY = 6
 #: A batch of more messages than this is cut into slices by the broker.
@@ -43,14 +46,20 @@ _HUGE_BATCH_CHANCE = 0.02
 #: Between two questions of a consumer.
 _ASK_INTERVAL = 0.05
 _REFUSED = re.compile(rb"E_(FIN|REQ|TOUCH)_FAILED \w+ ([0-9a-f]{16}) ")
+_NOT_TAKEN = re.compile(rb"E_(PUB|MPUB|DPUB)_FAILED ")
 
 
 class Connection(asyncio.Protocol):
     """The protocol's common ground: answers come in the order of their commands."""
 
-    def __init__(self, ledger: Ledger, rng: random.Random) -> None:
+    def __init__(self, ledger: Ledger, rng: random.Random, *, strict: bool = True) -> None:
+        """``strict``: an end that nobody caused is a violation. A server that is not ours may have its reasons."""
         self.ledger = ledger
         self.rng = rng
+        self.strict = strict
+        self.link = Line(time.monotonic())
+        #: Our own end of the connection, by which a proxy knows it.
+        self.port = 0
         self.closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._decoder = FrameDecoder()
         self._transport: asyncio.Transport = cast(asyncio.Transport, None)
@@ -60,7 +69,7 @@ class Connection(asyncio.Protocol):
         self._publishes: deque[tuple[int, int]] = deque()
 
     async def connect(self, address: tuple[str, int]) -> None:
-        """Returns when the connection can do its work. ConnectionError: the broker died before that."""
+        """Returns when the connection can do its work. ConnectionError: it ended before that."""
         try:
             await asyncio.get_running_loop().create_connection(lambda: self, *address)
         except OSError:
@@ -68,16 +77,24 @@ class Connection(asyncio.Protocol):
             raise
 
     def close(self) -> None:
-        self._transport.close()
+        """What was sent still arrives; nothing more is expected."""
+        self.link.closing = True
+        if self._transport is not None:
+            self._transport.close()
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         self._transport = cast(asyncio.Transport, transport)
+        self.port = self._transport.get_extra_info("sockname")[1]
         self._transport.write(MAGIC_V2)
 
     def connection_lost(self, exc: Exception | None) -> None:
         for first, count in self._publishes:
             self.ledger.doubt(first, count)
         self._publishes.clear()
+        if not self.link.cause:
+            if self.strict and not self.link.closing:
+                self.ledger.violations.add("dropped", f"a connection ended: {exc or 'closed by the peer'}")
+            self.link.cause = "closed" if self.link.closing else "connection lost"
         self.closed.set_result(None)
 
     def data_received(self, data: bytes) -> None:
@@ -99,7 +116,13 @@ class Connection(asyncio.Protocol):
         self.ledger.violations.add("refused", "a message for somebody who did not subscribe")
 
     def on_error(self, text: bytes) -> None:
-        self.ledger.violations.add("refused", text.decode("utf-8", "replace"))
+        if _NOT_TAKEN.match(text) and self._publishes:
+            # Answers keep their order: it is the oldest publish without one. The broker hangs up after it.
+            self.ledger.refuse(*self._publishes.popleft())
+            self._awaited.popleft()
+            self.link.cause = self.link.cause or "publish refused"
+        else:
+            self.ledger.violations.add("refused", text.decode("utf-8", "replace"))
 
     def ask(self, command: bytes, then: Callable[[bytes], None]) -> None:
         """Send a command that has an answer, at the next flush."""
@@ -137,8 +160,10 @@ class Connection(asyncio.Protocol):
 class Producer(Connection):
     """Publishes as fast as it is answered: single messages, batches, deferred ones."""
 
-    def __init__(self, ledger: Ledger, rng: random.Random, weights: Sequence[int], most_owed: int) -> None:
-        super().__init__(ledger, rng)
+    def __init__(
+        self, ledger: Ledger, rng: random.Random, weights: Sequence[int], most_owed: int, *, strict: bool = True
+    ) -> None:
+        super().__init__(ledger, rng, strict=strict)
         self._weights = weights
         self._most_owed = most_owed
         self._huge_batch_due = rng.random() < _HUGE_BATCH_CHANCE
@@ -162,20 +187,27 @@ class Producer(Connection):
             self._publish_something()
         self.flush()
 
+    def _answered(self) -> None:
+        # Now and then with a pause: if all went on at once, publishes would hardly meet a sync that is under way.
+        if self.rng.random() < 0.3:
+            asyncio.get_running_loop().call_later(self.rng.uniform(0, _LONGEST_PAUSE), self._go_on)
+        else:
+            self._go_on()
+
     def _publish_something(self) -> None:
         rng = self.rng
         (topic,) = rng.choices(range(len(self._weights)), self._weights)
         kind = rng.random()
         if self._huge_batch_due:
             self._huge_batch_due = False
-            self.publish(topic, [SMALLEST_BODY] * _HUGE_BATCH, 0, self._go_on)
+            self.publish(topic, [SMALLEST_BODY] * _HUGE_BATCH, 0, self._answered)
         elif kind < 0.6:
-            self.publish(topic, [self._size()], 0, self._go_on)
+            self.publish(topic, [self._size()], 0, self._answered)
         elif kind < 0.9:
             count = rng.choice((2, 10, 30, 30, 100, 300))
-            self.publish(topic, [self._size() for _ in range(count)], 0, self._go_on)
+            self.publish(topic, [self._size() for _ in range(count)], 0, self._answered)
         else:
-            self.publish(topic, [self._size()], rng.randint(1, LONGEST_DELAY), self._go_on)
+            self.publish(topic, [self._size()], rng.randint(1, LONGEST_DELAY), self._answered)
 
     def _size(self) -> int:
         # Now and then one that fills a good part of a record by itself.
@@ -191,16 +223,19 @@ class Consumer(Connection):
     run out for certain, and what we said stands in its journal. Only then a kill must not undo it.
     """
 
-    def __init__(self, ledger: Ledger, rng: random.Random, topic: str, channel: str, *, draining: bool) -> None:
-        super().__init__(ledger, rng)
+    def __init__(
+        self, ledger: Ledger, rng: random.Random, topic: str, channel: str, *, draining: bool, strict: bool = True
+    ) -> None:
+        super().__init__(ledger, rng, strict=strict)
         self.topic = topic
         self.channel = channel
         #: Finish everything.
         self.draining = draining
         #: How many questions were answered.
         self.answers = 0
-        #: Ask no more.
+        #: Ask no more; ask later.
         self.silent = False
+        self.held = False
         self.asking = False
         self._book: ChannelBook = cast(ChannelBook, None)
         # What we said of which message: (number, 0 for FIN, else when it may come back). Since the last question;
@@ -229,7 +264,7 @@ class Consumer(Connection):
             await subscribed
         except asyncio.CancelledError:
             if self.closed.done():
-                raise ConnectionResetError("the broker died before it answered SUB") from None
+                raise ConnectionResetError("the connection ended before SUB was answered") from None
             raise
         self._out.append(b"RDY %d\n" % RDY)
         self._question()
@@ -241,16 +276,18 @@ class Consumer(Connection):
         super().connection_lost(exc)
 
     def on_message(self, message: Message, now: float) -> None:
-        number = self._book.receive(message.body, int(message.id, 16), message.attempts, now)
+        number = self._book.receive(message.body, int(message.id, 16), message.attempts, self.link, now)
         if number is None:
             return
         fate = self.rng.random()
         if self.draining or fate < 0.9:
             self._finish(number, message.id)
         elif fate < 0.93:
+            self._book.requeued(number)
             self._out.append(b"REQ %b 0\n" % message.id)
         elif fate < 0.96:
             delay = self.rng.randint(1, LONGEST_DELAY)
+            self._book.requeued(number)
             self._said.append((number, now + delay / 1000))
             self._out.append(b"REQ %b %d\n" % (message.id, delay))
         elif fate < 0.98:
@@ -282,7 +319,7 @@ class Consumer(Connection):
         if found is None:
             super().on_error(text)
             return
-        number = self.ledger.number_of(self._book.topic, int(found[2], 16))
+        number = self._book.number_of(int(found[2], 16))
         if number is not None and found[1] != b"TOUCH":
             self._refused.add(number)
             self._book.refused(number)
@@ -290,6 +327,9 @@ class Consumer(Connection):
     def _question(self) -> None:
         self.asking = False
         if self.closed.done() or self.silent:
+            return
+        if self.held:
+            asyncio.get_running_loop().call_later(_ASK_INTERVAL, self._question)
             return
         self.asking = True
         self._asked, self._said = self._said, []
@@ -305,5 +345,6 @@ class Consumer(Connection):
         self._refused.clear()
         self._known.append(certain)
         if len(self._known) > 2:
-            self._known.popleft()
+            for number, _ in self._known.popleft():
+                self._book.settled(number)
         asyncio.get_running_loop().call_later(_ASK_INTERVAL, self._question)
