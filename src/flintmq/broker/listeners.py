@@ -113,7 +113,7 @@ class Listeners:
 
     def _bind(self, address: str) -> tuple[socket.socket, str]:
         """Return a listening socket, and where it really is."""
-        sock = addresses.bind(address)
+        sock = self._broker.disk.system.listen(address)
         return sock, addresses.text_of(sock.getsockname())
 
     def _connection_count(self) -> int:
