@@ -31,6 +31,8 @@ class _Client:
     def __init__(self, run: Run, node: Nsqd, address: tuple[str, int], *, window: int = 0) -> None:
         self.run = run
         self.node = node
+        #: The process at the other end.
+        self.process = node.machine
         self.over = False
         #: The network has done something to it: what it sees may be old.
         self.disturbed = False
@@ -71,6 +73,13 @@ class _Client:
             self.close()
         if not self.over and (sock.eof or sock.error) and not sock.inbox:
             self.close()
+
+    @property
+    def last_words(self) -> str:
+        """How the process has died whose answer arrives now; empty if it has not."""
+        if self.process is None or not self.process.dead:
+            return ""
+        return self.process.death or self.node.death
 
     def received(self) -> None: ...
 
@@ -137,7 +146,7 @@ class Producer(_Nsq):
         sents = self.waiting.popleft()
         if kind == RESPONSE:
             for sent in sents:
-                self.run.ledger.acknowledge(sent)
+                self.run.ledger.acknowledge(sent, self.last_words)
             self.run.reached["acknowledged"] += len(sents)
         else:
             self.run.reached["refused over TCP"] += 1
@@ -266,6 +275,9 @@ class Consumer(_Nsq):
 
     def _confirm(self) -> None:
         book = self.book
+        if self.last_words:
+            # It may have died before it could write this down.
+            return
         for id, (body, generation) in self._asked.items():
             if self._unconfirmed.pop(id, None) is not None and book is not None and book.generation == generation:
                 book.confirmed[body] = self.run.world.seconds

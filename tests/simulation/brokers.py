@@ -24,6 +24,7 @@ import json
 import logging
 import random
 import sys
+import time
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
@@ -49,7 +50,7 @@ PATIENCE = 12.0
 #: System calls that one turn of a loop may make.
 MOST_CALLS = 3_000
 #: Descriptors that a node may hold beside its connections.
-MOST_FILES = 60
+MOST_FILES = 420
 
 #: Topics, and the channels that are there from the start.
 TOPICS = {
@@ -66,7 +67,7 @@ TOPICS = {
 OPERATIONS: list[tuple[str, float, float, float]] = [
     ("publish", 30, 0.0, 0.004),
     ("publish_batch", 10, 0.0, 0.004),
-    ("publish_burst", 6, 0.0, 0.006),
+    ("publish_burst", 12, 0.0, 0.006),
     ("publish_deferred", 5, 0.0, 0.004),
     ("publish_keyed", 6, 0.0, 0.004),
     ("publish_http", 10, 0.0, 0.004),
@@ -197,6 +198,9 @@ class Run:
         self.nsqds = [
             Nsqd(self, f"nsqd{n}", f"10.0.0.{n + 1}", self._options(n)) for n in range(rng.choice([1, 1, 2, 3, 3]))
         ]
+        # Most of what happens happens in one place, so that much happens there.
+        self._traffic = [rng.choice([1, 10]) for _ in self.nsqds]
+        self._topics = {name: rng.choice([0.3, 1, 6]) for name in ("plain", "safe", "kept", "brief", "hard")}
         self._producers: dict[tuple[str, str], list[Producer]] = {}
         self._web: dict[str, Http] = {}
         self.keyed: list[tuple[Nsqd, list[Sent], bool]] = []
@@ -247,10 +251,10 @@ class Run:
         return [client for client in self.clients if isinstance(client, Consumer)]
 
     def _node(self, rng: random.Random) -> Nsqd:
-        return rng.choice(self.nsqds)
+        return rng.choices(self.nsqds, self._traffic)[0]
 
     def _topic(self, rng: random.Random) -> str:
-        return rng.choices(["plain", "safe", "kept", "brief", "hard"], [6, 4, 2, 1, 2])[0]
+        return rng.choices(list(self._topics), list(self._topics.values()))[0]
 
     def _sent(self, rng: random.Random, node: Nsqd, topic: str, delay: float = 0.0, key: str = "") -> Sent:
         return Sent(self.body(rng, node, topic), node.name, topic, self.world.seconds, delay, key)
@@ -271,7 +275,7 @@ class Run:
     def publish(self, rng: random.Random) -> None:
         node, topic = self._node(rng), self._topic(rng)
         producer = self._producer(rng, node, topic)
-        for _ in range(rng.choice([1, 1, 2, 5])):
+        for _ in range(rng.choice([1, 1, 2, 5, 12])):
             producer.publish(topic, [self._sent(rng, node, topic)], batch=False)
 
     def publish_batch(self, rng: random.Random) -> None:
@@ -281,12 +285,21 @@ class Run:
         producer.publish(topic, sents, batch=True)
 
     def publish_burst(self, rng: random.Random) -> None:
-        """Several publishers at the same moment."""
+        """Several publishers, one command each at a time: the lanes' own kind of traffic."""
         node, topic = self._node(rng), self._topic(rng)
-        for _ in range(rng.randint(2, 5)):
-            producer = self._producer(rng, node, topic)
-            for _ in range(rng.randint(1, 3)):
-                producer.publish(topic, [self._sent(rng, node, topic)], batch=False)
+        kind = rng.choice(["", " batch"])
+        producers = dict.fromkeys(self._producer(rng, node, topic + kind) for _ in range(rng.randint(2, 5)))
+
+        def again(producer: Producer, left: int) -> None:
+            if left and not producer.over:
+                if not producer.waiting:
+                    sents = [self._sent(rng, node, topic) for _ in range(3 if kind else 1)]
+                    producer.publish(topic, sents, batch=bool(kind))
+                    left -= 1
+                self.world.after(0.0004, lambda: again(producer, left))
+
+        for producer in producers:
+            again(producer, rng.randint(2, 6))
 
     def publish_deferred(self, rng: random.Random) -> None:
         node, topic = self._node(rng), rng.choice(["plain", "safe"])
@@ -326,7 +339,7 @@ class Run:
             if status == 200:
                 self.reached["acknowledged over HTTP"] += len(sents)
                 for sent in sents:
-                    self.ledger.acknowledge(sent)
+                    self.ledger.acknowledge(sent, web.last_words)
             elif status:
                 self.refused(node, answer)
 
@@ -336,7 +349,7 @@ class Run:
 
     def _channel(self, rng: random.Random) -> tuple[Nsqd, str, str]:
         node = self._node(rng)
-        topic = rng.choices(list(TOPICS), [6, 4, 2, 1, 2, 1, 2])[0]
+        topic = rng.choices(list(TOPICS), [self._topics.get(name, 0.7) for name in TOPICS])[0]
         book = self.ledger.topic(node.name, topic)
         channels = list(book.books) if book is not None else []
         return node, topic, rng.choice(channels or list(TOPICS[topic]))
@@ -347,7 +360,7 @@ class Run:
         if topic == "hard.a.dead":
             auto = 0.001
         timeout = rng.choice([0.0, 0.0, 1.0])
-        Consumer(self, node, topic, channel, rng.choice([1, 1, 2, 10, 300]), auto=auto, timeout=timeout)
+        Consumer(self, node, topic, channel, rng.choice([1, 2, 10, 50, 300]), auto=auto, timeout=timeout)
 
     def subscribe_ephemeral(self, rng: random.Random) -> None:
         node = self._node(rng)
@@ -537,7 +550,7 @@ class Run:
         for topic in self.ledger._of(node.name):
             if topic.ttl:
                 topic.stepped = True
-        node.date_changed = True  # type: ignore[attr-defined]
+        node.date_changed = True
 
     def _link(self, rng: random.Random) -> _Client | None:
         self.clients = [client for client in self.clients if not client.over]
@@ -612,7 +625,7 @@ class Run:
             node, starts = self._node_of(book), self._node_of(book).starts
 
             def then(status: int) -> None:
-                if status == 200 and node.starts == starts:
+                if status == 200 and node.is_still(starts):
                     book.paused_at = self.world.seconds
                     self.reached["paused"] += 1
 
@@ -651,7 +664,7 @@ class Run:
             book.during = None
             book.changed_at = self.world.seconds
             book.clear()
-            certain = status == 200 and node.starts == starts and book.generation == generation + 1
+            certain = status == 200 and node.is_still(starts) and book.generation == generation + 1
             done(certain)
             if certain and target.startswith("/channel/seek"):
                 for body, at in before.items():
@@ -713,7 +726,7 @@ class Run:
         generation = topic.generation
 
         def then(status: int) -> None:
-            if status == 200 and node.starts == starts and topic.generation == generation:
+            if status == 200 and node.is_still(starts) and topic.generation == generation:
                 if topic.durability == "unknown":
                     topic.durability = node.durability
                 self.ledger.open(node.name, name, channel, topic.durability)
@@ -756,7 +769,7 @@ class Run:
         self._ask(node, "POST", "/channel/redrive?topic=hard&channel=a&from=x", b"", lambda status: None)
 
     def ask_for_stats(self, rng: random.Random) -> None:
-        target = rng.choice(["/stats?format=json", "/ping", "/info", "/stats?format=json&topic=plain"])
+        target = rng.choice(["/stats?format=json&include_mem=false", "/ping", "/info"])
         self._ask(self._node(rng), "GET", target, b"", lambda status: None)
 
     def stage(self, rng: random.Random) -> None:
@@ -915,7 +928,9 @@ class Run:
         def settled() -> bool:
             if not any(book.owed for book in self.ledger.all_books()):
                 return True
-            return world.now - self.progress > PATIENCE * SECOND
+            # What a dead-letter topic refuses is requeued for a minute.
+            hard = any(book.owed for book in self.ledger.all_books() if book.topic.name == "hard")
+            return world.now - self.progress > (PATIENCE + 62 * hard) * SECOND
 
         world.run(settled)
         for book in self.ledger.all_books():
@@ -986,7 +1001,7 @@ class _Errors(logging.Handler):
 @contextlib.contextmanager
 def _surroundings(run: Run) -> Iterator[None]:
     """Chance, garbage and journals as a simulation wants them."""
-    roll_at, state = journal_module.ROLL_AT, random.getstate()
+    roll_at, state = (journal_module.ROLL_AT, journal_module._SPACE), random.getstate()
     before = kernel.replace_calls(None)
     logger, handler = logging.getLogger("flintmq"), _Errors(run)
     level, propagate = logger.level, logger.propagate
@@ -994,7 +1009,8 @@ def _surroundings(run: Run) -> Iterator[None]:
     logger.setLevel(logging.ERROR)
     logger.propagate = False
     random.seed(run.seed)
-    journal_module.ROLL_AT = 6_000
+    # Journals are small, so that snapshots are taken in every state.
+    journal_module.ROLL_AT, journal_module._SPACE = 6_000, 12_000
     gc.disable()
     hook, sys.unraisablehook = sys.unraisablehook, lambda unraisable: None
     try:
@@ -1009,7 +1025,7 @@ def _surroundings(run: Run) -> Iterator[None]:
                 loop.set_exception_handler(lambda loop, context: None)
         run.graves.clear()
         run.world.processes.clear()
-        journal_module.ROLL_AT = roll_at
+        journal_module.ROLL_AT, journal_module._SPACE = roll_at
         random.setstate(state)
         kernel.replace_calls(before)
         gc.enable()
@@ -1032,20 +1048,19 @@ def run_seed(seed: int, steps: int = 200) -> Outcome:
     return run_script(seed, script_of(seed, steps))
 
 
-def shrink(outcome: Outcome, tries: int = 300, said: Callable[[str], object] = lambda line: None) -> Outcome:
-    """A shorter script with a violation of the same kind."""
+def shrink(outcome: Outcome, seconds: float = 90.0) -> Outcome:
+    """A shorter script with a violation of the same kind; the shortest that was found in the time."""
     best = outcome
+    end = time.monotonic() + seconds
     size = max(1, len(best.script) // 2)
-    while tries > 0:
+    while time.monotonic() < end:
         found = False
         for start in range(len(best.script) - size, -size, -size):
             script = best.script[: max(0, start)] + best.script[max(0, start) + size :]
-            tries -= 1
             attempt = run_script(best.seed, script)
             if attempt.kind == best.kind:
                 best, found = attempt, True
-                said(f"{len(best.script)} steps: {best.violations[0]}")
-            if tries <= 0:
+            if time.monotonic() > end:
                 break
         if not found:
             if size == 1:

@@ -38,6 +38,11 @@ class _Node:
         self.up = False
         self.starts = 0
         self.booted = run.world.now
+        self.death = ""
+
+    def is_still(self, start: int) -> bool:
+        """Is it the process of that start, and alive?"""
+        return self.starts == start and self.machine is not None and not self.machine.dead
 
     def _boot(self, main: Callable[[Machine], Any]) -> Machine:
         run = self.run
@@ -96,6 +101,8 @@ class Nsqd(_Node):
         self.durability: str = options["durability"]
         self.msg_timeout = options["msg_timeout"] / SECOND
         self.step = 0
+        #: Somebody has changed the date: delays that a new start of the machine counts by it are wrong.
+        self.date_changed = False
         self.broker: Broker | None = None
         self._tree: Any = None
         #: How the process is to end that is dying: "kill", "power", or "exit" by itself.
@@ -180,6 +187,7 @@ class Nsqd(_Node):
         if self.broker is not None:
             run.reached["published by a lane"] += self.broker.counters.lane_published
             run.reached["finished by a lane"] += self.broker.counters.lane_finished
+        machine.death = self.death
         power = self.death == "power"
         if power:
             self._silent = [
@@ -198,6 +206,8 @@ class Nsqd(_Node):
             self._tree = machine.tree.survivor(self.loss if how == "some" else None, how == "all")
             self.booted = run.world.now
             unsound = run.world.seconds < self.unsound_until
+            if self.date_changed:
+                run.ledger.forgive_delays(self.name)
             run.ledger.lost_power(self.name, float("inf") if unsound else 2 * SYNC_TIMEOUT + 0.3)
         elif self.death == "exit":
             run.ledger.stopped(self.name)

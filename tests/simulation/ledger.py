@@ -140,7 +140,8 @@ class Ledger:
         sent.generation = 0 if topic is None else topic.generation
         self.sent[sent.body] = sent
 
-    def acknowledge(self, sent: Sent) -> None:
+    def acknowledge(self, sent: Sent, last_words: str = "") -> None:
+        """An answer came; ``last_words`` says how the process has died that had sent it."""
         now = self.world.seconds
         self.acknowledged += 1
         if sent.acknowledged is None:
@@ -148,6 +149,9 @@ class Ledger:
         topic = self.topics.get((sent.node, sent.topic))
         if topic is None or topic.generation != sent.generation or sent.body in topic.acked:
             return
+        if last_words not in ("", "exit"):
+            if topic.durability == "memory" or (last_words == "power" and topic.durability != "fsync"):
+                return
         topic.acked[sent.body] = now
         for book in topic.books.values():
             # Not if it was emptied or sent elsewhere since: nobody can say which of them came first.
@@ -239,6 +243,16 @@ class Ledger:
         """``window``: so many seconds without a completed sync are possible."""
         self.powerless.add(node)
         self._crashed(node, self.world.seconds - window, power=True)
+
+    def forgive_delays(self, node: str) -> None:
+        """What was deferred may come at any time from now on."""
+        for topic in self._of(node):
+            for book in topic.books.values():
+                book.owed = {
+                    body: at
+                    for body, at in book.owed.items()
+                    if not self.sent[body].delay and body not in book.not_before
+                }
 
     def _crashed(self, node: str, since: float, *, power: bool) -> None:
         for topic in self._of(node):

@@ -27,6 +27,10 @@ class Machine(Owner, Protocol):
     """What a loop wants to know of the machine that it runs on."""
 
     calls: int
+    #: Something may have become readable or writable since the loop was last found to have nothing to do.
+    stirred: bool
+    #: More than 0 inside what runs in a thread.
+    aside: int
 
 
 class _Selector(selectors._BaseSelectorImpl):  # type: ignore[name-defined,misc]
@@ -79,11 +83,15 @@ class Loop(selector_events.BaseSelectorEventLoop):
             return False
         if self._ready or (self._scheduled and self._scheduled[0]._when <= self.time()):
             return True
+        if self.machine is not None and not self.machine.stirred:
+            return False
         descriptor = self.world.descriptor
         for key in self._selector._fd_to_key.values():
             end = descriptor(key.fd)
             if end is not None and end.ready() & key.events:
                 return True
+        if self.machine is not None:
+            self.machine.stirred = False
         return False
 
     def next_timer(self) -> int | None:
@@ -134,6 +142,8 @@ class Loop(selector_events.BaseSelectorEventLoop):
         def again() -> None:
             if self.machine is not None and self.machine.dead:
                 return
+            if self.machine is not None:
+                self.machine.aside += 1
             try:
                 result = func(*args)
             except NotYet:
@@ -142,6 +152,9 @@ class Loop(selector_events.BaseSelectorEventLoop):
                 done.set_exception(exc)
             else:
                 done.set_result(result)
+            finally:
+                if self.machine is not None:
+                    self.machine.aside -= 1
 
         self.world.after(self.world.rng.uniform(0, 0.001), work)
         return asyncio.wrap_future(done, loop=self)

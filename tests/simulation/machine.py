@@ -70,6 +70,8 @@ class Machine(SimSystem):
         self.name = host
         self.clock = _Clock(world, booted, step)
         self._rng = random.Random(f"machine {host} {world.rng.random()}")
+        #: How it died.
+        self.death = ""
         #: Called once when it dies.
         self.died: Callable[[], object] = lambda: None
         #: Seconds that a sync may take.
@@ -77,6 +79,8 @@ class Machine(SimSystem):
         #: Seconds that work may wait for a thread.
         self.work_seconds = 0.001
         self.reached: Counter[str] = Counter()
+        self.stirred = True
+        self.aside = 0
         self._epolls: list[_Epoll] = []
         self._after_death = 0
 
@@ -86,6 +90,7 @@ class Machine(SimSystem):
         if self.dead:
             self._refuse()
         self.calls += 1
+        self.stirred = True
         self.world.note(self.name, kind, path.name)
         self.world.pass_time(_CALL)
         if self.dead:
@@ -259,6 +264,7 @@ class _Epoll:
         del self.members[fd]
 
     def _check(self, fd: int) -> None:
+        self._machine.stirred = True
         if self._machine.dead:
             raise PowerLoss
         if self._machine.world.descriptor(fd) is None:
@@ -301,6 +307,8 @@ class Workers(Disk):
     def __init__(self, machine: Machine) -> None:
         super().__init__(machine)
         self._queue: list[tuple[int, int, Callable[[], Any], Callable[[Any, BaseException | None], None]]] = []
+        #: Of work that is done, and not yet on the loop.
+        self._answers: list[Callable[[], None]] = []
         #: Work that a thread has begun.
         self.running = 0
         #: Submitted, and its ``done`` not yet called.
@@ -346,14 +354,20 @@ class Workers(Disk):
             if self._stopping:
                 post(answer)
             else:
-                machine.world.after(
-                    machine._rng.uniform(0, machine.work_seconds), lambda: None if machine.dead else post(answer)
-                )
+                self._answers.append(answer)
+                machine.world.after(machine._rng.uniform(0, machine.work_seconds), lambda: self._deliver(answer))
+
+    def _deliver(self, answer: Callable[[], None]) -> None:
+        if answer in self._answers and not self.system.dead and self._post is not None:
+            self._answers.remove(answer)
+            self._post(answer)
 
     def close(self) -> None:
         self.refuse_work()
+        for answer in list(self._answers):
+            self._deliver(answer)
         while self._queue and not self.system.dead:
             _, _, work, done = self._queue.pop(0)
             self._finish(work, done)
-        if self.running and not self.system.world.turning:
+        if self.running and self.system.aside:
             raise NotYet

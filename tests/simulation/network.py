@@ -26,6 +26,7 @@ class Owner(Protocol):
     """A machine, as its sockets see it."""
 
     dead: bool
+    stirred: bool
 
     def take_descriptor(self, owner: Any) -> int: ...
 
@@ -243,6 +244,8 @@ class Socket:
             self._tell()
 
     def _tell(self) -> None:
+        if self.owner is not None:
+            self.owner.stirred = True
         if self.on_data is not None and not self.paused and not self.closed:
             self.on_data(self)
 
@@ -250,6 +253,8 @@ class Socket:
         peer = self.peer
         if peer is not None and not self.link.half_open:
             peer.outstanding -= size
+            if peer.owner is not None:
+                peer.owner.stirred = True
 
 
 class Listener:
@@ -330,6 +335,8 @@ class Listener:
                 sock._tell()  # it came before
         else:
             self.backlog.append(sock)
+            if self.owner is not None:
+                self.owner.stirred = True
 
 
 class Network:
