@@ -231,6 +231,9 @@ class Consumer(_Nsq):
         self.run.ledger.delivered(
             self.node.name, self.topic, "" if self.sampled else self.channel, self, id, body, attempts
         )
+        if self.disturbed:
+            # Who knows how old it is? It is left to time out.
+            return
         now = world.seconds
         # Certainly in flight: not answered, and the broker cannot have given up on it yet.
         self.held = {
@@ -239,7 +242,7 @@ class Consumer(_Nsq):
         self.held[id] = (body, now)
         recent = [count for at, count in self.ready if at > now - 3 * LATENCY]
         allowed = max([*recent, self.ready[-1 - len(recent)][1] if len(recent) < len(self.ready) else 0])
-        if len(self.held) > allowed and not self.disturbed:
+        if len(self.held) > allowed:
             world.violated(
                 f"RDY: {self.node.name} {self.topic}/{self.channel} has {len(self.held)} in flight, RDY {allowed}"
             )

@@ -37,7 +37,7 @@ from flintmq.broker.storage import journal as journal_module
 
 from .actors import Consumer, Http, Producer, Request, Talk, _Client, _records
 from .cluster import SECOND, SYNC_TIMEOUT, Lookupd, Nsqd
-from .ledger import Book, Ledger, Sent
+from .ledger import LATENCY, Book, Ledger, Sent
 from .network import Network
 from .world import Stuck, World
 
@@ -380,7 +380,7 @@ class Run:
         if sock is None:
             return
         if book is not None:
-            book.shaken += 1 << 20
+            book.unsteady = True
         sock.paused = True
         self.world.after(rng.choice([0.05, 0.5, 2.0]), lambda: None if consumer.over else sock.resume())
 
@@ -506,6 +506,7 @@ class Run:
         seconds = rng.uniform(0.02, 0.5)
         node = self._unsound(rng, seconds + 3)
         if node is not None and node.machine is not None:
+            node.was_full = True
             node.capacity = node.machine.capacity = node.machine.used + rng.choice([0, 100, 5_000])
 
             def over() -> None:
@@ -559,7 +560,7 @@ class Run:
     def _disturb(self, client: _Client) -> None:
         client.disturbed = True
         if isinstance(client, Consumer) and client.book is not None:
-            client.book.shaken += 1
+            client.book.unsteady = True
 
     def delay_packets(self, rng: random.Random) -> None:
         """A packet is lost and sent again: what comes behind it waits."""
@@ -664,9 +665,12 @@ class Run:
             book.during = None
             book.changed_at = self.world.seconds
             book.clear()
+            # What was sent before may still be on its way.
+            self.world.after(LATENCY, book.clear_seen)
             certain = status == 200 and node.is_still(starts) and book.generation == generation + 1
             done(certain)
-            if certain and target.startswith("/channel/seek"):
+            # Files that are kept for nobody go when the disk is nearly full.
+            if certain and target.startswith("/channel/seek") and not node.was_full:
                 for body, at in before.items():
                     if body in book.topic.acked and body not in during:
                         book.owed[body] = at
@@ -1011,6 +1015,7 @@ def _surroundings(run: Run) -> Iterator[None]:
     random.seed(run.seed)
     # Journals are small, so that snapshots are taken in every state.
     journal_module.ROLL_AT, journal_module._SPACE = 6_000, 12_000
+    logging.getLogger("asyncio").disabled = True
     gc.disable()
     hook, sys.unraisablehook = sys.unraisablehook, lambda unraisable: None
     try:
@@ -1030,6 +1035,7 @@ def _surroundings(run: Run) -> Iterator[None]:
         kernel.replace_calls(before)
         gc.enable()
         gc.collect()
+        logging.getLogger("asyncio").disabled = False
         sys.unraisablehook = hook
 
 

@@ -103,6 +103,7 @@ class Nsqd(_Node):
         self.step = 0
         #: Somebody has changed the date: delays that a new start of the machine counts by it are wrong.
         self.date_changed = False
+        self.was_full = False
         self.broker: Broker | None = None
         self._tree: Any = None
         #: How the process is to end that is dying: "kill", "power", or "exit" by itself.
@@ -205,9 +206,11 @@ class Nsqd(_Node):
             how = self.loss.choice(["none", "some", "some", "all"])
             self._tree = machine.tree.survivor(self.loss if how == "some" else None, how == "all")
             self.booted = run.world.now
+            run.ledger.powerless.add(self.name)
+        if self.date_changed and self.name in run.ledger.powerless:
+            run.ledger.forgive_delays(self.name)
+        if power:
             unsound = run.world.seconds < self.unsound_until
-            if self.date_changed:
-                run.ledger.forgive_delays(self.name)
             run.ledger.lost_power(self.name, float("inf") if unsound else 2 * SYNC_TIMEOUT + 0.3)
         elif self.death == "exit":
             run.ledger.stopped(self.name)

@@ -59,6 +59,8 @@ class Book:
     not_before: dict[bytes, float] = field(default_factory=dict)
     #: Grows whenever a delivery may have been lost on its way.
     shaken: int = 0
+    #: Somebody takes messages and is late, or silent, about it.
+    unsteady: bool = False
     #: Grows whenever somebody empties it or sends it elsewhere.
     generation: int = 0
     changed_at: float = -1.0
@@ -73,6 +75,11 @@ class Book:
         self.finished.add(body)
         if self.during is not None:
             self.during[body] = None
+
+    def clear_seen(self) -> None:
+        self.seen.clear()
+        self.held.clear()
+        self.shaken += 1
 
     def clear(self) -> None:
         """Whatever was in it may be gone, or come again."""
@@ -181,7 +188,8 @@ class Ledger:
             world.violated(f"id: {where} delivers {body[:60]!r} under the id {id!r} of another message")
         known = self._ids.setdefault((node, topic_name, body), id)
         if known != id:
-            if node not in self.powerless:
+            # A key goes with its topic, and with its message if the power takes that.
+            if node not in self.powerless and not (sent.key and topic is not None and topic.generation):
                 world.violated(f"twice: {where} has {body[:60]!r} under two ids, {known!r} and {id!r}")
             self._ids[node, topic_name, body] = id
         if now < sent.at + sent.delay - 1e-6 and topic is not None and not topic.stepped:
@@ -194,7 +202,7 @@ class Ledger:
         if origin is not None:
             origin.owed.pop(body, None)
         book = topic.books.get(channel)
-        if book is not None:
+        if book is not None and not consumer.disturbed:
             self._check_book(where, book, consumer, sent, attempts)
 
     def _check_book(self, where: str, book: Book, consumer: Any, sent: Sent, attempts: int) -> None:
@@ -211,7 +219,7 @@ class Ledger:
         if body in book.seen:
             self.redelivered += 1
             last, steady = book.seen[body]
-            if steady == book.shaken:
+            if steady == book.shaken and not book.unsteady:
                 self.checked_attempts += 1
                 if attempts != last + 1:
                     world.violated(f"attempts: {where} says {attempts} after {last}: {body[:60]!r}")
