@@ -191,6 +191,7 @@ class Run:
         self.most_calls = 0
         self.over = False
         self.healed = False
+        self.settled = False
         self.progress = self.world.now
         self.numbers = 0
         self.rng = rng = random.Random(f"plan {seed}")
@@ -308,8 +309,10 @@ class Run:
 
     def publish_keyed(self, rng: random.Random) -> None:
         """A new key, or one that was used before, with the same content."""
-        if self.keyed and rng.random() < 0.4:
-            node, sents, batch = rng.choice(self.keyed)
+        # Keys are forgotten by their age, which goes by the date.
+        known = [each for each in self.keyed if not each[0].date_changed]
+        if known and rng.random() < 0.4:
+            node, sents, batch = rng.choice(known)
             self.reached["repeated key"] += 1
         else:
             node, topic = self._node(rng), rng.choice(["plain", "safe"])
@@ -653,7 +656,14 @@ class Run:
     def _changing(self, book: Book, target: str, done: Callable[[bool], object]) -> None:
         """A request after which the channel holds something else; until its answer nobody knows what."""
         before = dict(book.topic.acked)
+        def taken() -> None:
+            """What was in flight is so no longer."""
+            for consumer in self.consumers():
+                if consumer.book is book:
+                    consumer.held.clear()
+
         book.clear()
+        taken()
         book.paused_at = None
         book.during = during = {}
         generation = book.generation
@@ -666,7 +676,9 @@ class Run:
             book.changed_at = self.world.seconds
             book.clear()
             # What was sent before may still be on its way.
+            taken()
             self.world.after(LATENCY, book.clear_seen)
+            self.world.after(LATENCY, taken)
             certain = status == 200 and node.is_still(starts) and book.generation == generation + 1
             done(certain)
             # Files that are kept for nobody go when the disk is nearly full.
@@ -925,9 +937,17 @@ class Run:
             *((self._node_of(book), book.topic.name, book.name) for book in self.ledger.all_books()),
             *((node, "hard.a.dead", "x") for node in self.nsqds),
         ]
-        for node, topic, channel in last:
-            Consumer(self, node, topic, channel, 300, auto=0.0001)
         self.progress = world.now
+
+        def consume(node: Nsqd, topic: str, channel: str, consumer: Consumer | None = None) -> None:
+            """There is always one; a barrier may cost it its connection while the disk is still called full."""
+            if not self.settled:
+                if consumer is None or consumer.over:
+                    consumer = Consumer(self, node, topic, channel, 300, auto=0.0001)
+                world.after(1.0, lambda: consume(node, topic, channel, consumer))
+
+        for each in last:
+            consume(*each)
 
         def settled() -> bool:
             if not any(book.owed for book in self.ledger.all_books()):
@@ -937,6 +957,7 @@ class Run:
             return world.now - self.progress > (PATIENCE + 62 * hard) * SECOND
 
         world.run(settled)
+        self.settled = True
         for book in self.ledger.all_books():
             if book.owed:
                 some = next(iter(book.owed))
