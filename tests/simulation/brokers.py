@@ -25,6 +25,7 @@ import logging
 import random
 import sys
 import time
+import warnings
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
@@ -1003,6 +1004,7 @@ class Run:
             if node.machine is not None:
                 self.reached.update(node.machine.reached)
         self.reached["redelivered"] += self.ledger.redelivered
+        self.reached["dead letter"] += self.ledger.dead_letters
         self.reached["attempts compared"] += self.ledger.checked_attempts
         self.reached["early deliveries looked for"] += self.ledger.checked_early
         if self.most_calls > MOST_CALLS:
@@ -1036,9 +1038,6 @@ def _surroundings(run: Run) -> Iterator[None]:
     random.seed(run.seed)
     # Journals are small, so that snapshots are taken in every state.
     journal_module.ROLL_AT, journal_module._SPACE = 6_000, 12_000
-    logging.getLogger("asyncio").disabled = True
-    gc.disable()
-    hook, sys.unraisablehook = sys.unraisablehook, lambda unraisable: None
     try:
         yield
     finally:
@@ -1054,13 +1053,37 @@ def _surroundings(run: Run) -> Iterator[None]:
         journal_module.ROLL_AT, journal_module._SPACE = roll_at
         random.setstate(state)
         kernel.replace_calls(before)
-        gc.enable()
-        gc.collect()
-        logging.getLogger("asyncio").disabled = False
+
+
+@contextlib.contextmanager
+def _without_destructors() -> Iterator[None]:
+    """Nothing is collected in the middle; what dead processes leave is collected at the end, and has nothing to say."""
+    asyncio_logger = logging.getLogger("asyncio")
+    hook = sys.unraisablehook
+    was_enabled = gc.isenabled()
+    asyncio_logger.disabled = True
+    gc.disable()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+            sys.unraisablehook = lambda unraisable: None
+            gc.collect()
+    finally:
+        if was_enabled:
+            gc.enable()
+        asyncio_logger.disabled = False
         sys.unraisablehook = hook
 
 
 def run_script(seed: int, script: list[Step]) -> Outcome:
+    """Run these steps."""
+    with _without_destructors():
+        outcome = _run_script(seed, script)
+    return outcome
+
+
+def _run_script(seed: int, script: list[Step]) -> Outcome:
     run = Run(seed, script)
     with _surroundings(run):
         try:

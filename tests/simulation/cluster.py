@@ -204,6 +204,7 @@ class Nsqd(_Node):
         self._tree = machine.tree
         if power:
             how = self.loss.choice(["none", "some", "some", "all"])
+            run.reached["torn or reordered"] += how == "some"
             self._tree = machine.tree.survivor(self.loss if how == "some" else None, how == "all")
             self.booted = run.world.now
             run.ledger.powerless.add(self.name)

@@ -36,6 +36,14 @@ _CALL = 2_000
 #: Calls of a dead process, after which it is stuck in a loop that ignores every error.
 _MOST_AFTER_DEATH = 5_000
 _SOCKET = Path("socket")
+#: Calls that tell what the broker is doing.
+_STATES = {
+    ("remove", ".seg"): "segment removed",
+    ("read", ".seg"): "read back from the disk",
+    ("rename", "snapshot"): "snapshot of the journal",
+    ("create", ".keys"): "keys of a removed segment",
+    ("make_folder", "side"): "side log",
+}
 _DATE = re.compile(rb"\r\nDate: [^\r]*")
 #: Bytes of the trace that one packet or write may add.
 _MOST_TRACED = 1 << 20
@@ -91,6 +99,8 @@ class Machine(SimSystem):
             self._refuse()
         self.calls += 1
         self.stirred = True
+        if (state := _STATES.get((kind, path.suffix or path.name[:8]))) is not None:
+            self.reached[state] += 1
         self.world.note(self.name, kind, path.name)
         self.world.pass_time(_CALL)
         if self.dead:
