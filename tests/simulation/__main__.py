@@ -1,8 +1,8 @@
 """Run seeds of the simulation of brokers, print what was reached, and shrink what failed.
 
-    python -m tests.simulation --seed 7 --steps 200             one seed
-    python -m tests.simulation --seed 0 --seeds 1000 --full     many; a state that is reached too rarely fails the run
-    python -m tests.simulation --seed 7 --script steps.json     exactly these steps, as a failure printed them
+python -m tests.simulation --seed 7 --steps 200             one seed
+python -m tests.simulation --seed 0 --seeds 1000 --full     many; a state that is reached too rarely fails the run
+python -m tests.simulation --seed 7 --script steps.json     exactly these steps, as a failure printed them
 """
 
 from __future__ import annotations
@@ -35,7 +35,9 @@ def main() -> int:
     parser.add_argument("--seeds", type=int, default=1, help="how many seeds (default: %(default)s)")
     parser.add_argument("--steps", type=int, default=200, help="steps of each (default: %(default)s)")
     parser.add_argument("--script", help="a file of steps to run instead of the seed's own, one JSON object a line")
-    parser.add_argument("--full", action="store_true", help="fail if a fault or state was reached fewer times than wanted")
+    parser.add_argument(
+        "--full", action="store_true", help="fail if a fault or state was reached fewer times than wanted"
+    )
     parser.add_argument("--twice", action="store_true", help="run every seed twice: both must make the same calls")
     parser.add_argument("--no-shrink", action="store_true", help="do not look for a shorter script of a failure")
     parser.add_argument("--results", help="append a line of JSON to this file at the end")

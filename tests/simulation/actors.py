@@ -242,7 +242,9 @@ class Consumer(_Nsq):
         self.held[id] = (body, now)
         recent = [count for at, count in self.ready if at > now - 3 * LATENCY]
         allowed = max([*recent, self.ready[-1 - len(recent)][1] if len(recent) < len(self.ready) else 0])
-        if len(self.held) > allowed:
+        book = self.book
+        changing = book is not None and (book.during is not None or now < book.changed_at + LATENCY)
+        if len(self.held) > allowed and not changing:
             world.violated(
                 f"RDY: {self.node.name} {self.topic}/{self.channel} has {len(self.held)} in flight, RDY {allowed}"
             )

@@ -2,9 +2,9 @@
 
     python -m tests.simulation --seed 7 --steps 200
 
-A seed decides on a script of steps, and on everything that happens between them: when packets arrive, which thread works
-first, what a lost page holds. Nodes are real brokers and lookupds with their lanes, threads and recovery; only the system
-calls below them are simulated. Held all the time:
+A seed decides on a script of steps, and on everything that happens between them: when packets arrive, which thread
+works first, what a lost page holds. Nodes are real brokers and lookupds with their lanes, threads and recovery; only
+the system calls below them are simulated. Held all the time:
 
 - what is delivered was published there, under one id for ever, and every id has one body
 - nothing comes early, nothing that was finished comes again, attempts count one by one, no more in flight than RDY
@@ -126,8 +126,21 @@ EXPECTED: dict[str, int] = {
     **{name: 100 for name, *_ in OPERATIONS},
     **dict.fromkeys(
         [
-            *("acknowledged", "acknowledged over HTTP", "refused over TCP", "publish without an answer", "repeated key"),
-            *("published by a lane", "finished by a lane", "FIN confirmed", "error of a consumer", "CLS", "redelivered"),
+            *(
+                "acknowledged",
+                "acknowledged over HTTP",
+                "refused over TCP",
+                "publish without an answer",
+                "repeated key",
+            ),
+            *(
+                "published by a lane",
+                "finished by a lane",
+                "FIN confirmed",
+                "error of a consumer",
+                "CLS",
+                "redelivered",
+            ),
             *("clean stop", "kill", "power", "stop by a fault", "EMFILE", "ENOSPC at write", "EIO at write"),
             *("EIO at sync", "EIO at read", "write during a sync", "crash at a call", "torn or reordered"),
             *("dead letter", "seek done", "emptied", "channel deleted", "topic deleted", "settings changed"),
@@ -238,8 +251,10 @@ class Run:
     def refused(self, node: Nsqd, why: bytes) -> None:
         """A publish was refused: something must be wrong with the node."""
         expected = (b"drained", b"no space", b"too many open files", b"input/output error", b"nearly full", b"exiting")
-        if self.world.seconds > node.unsound_until and not node.stopping and not any(
-            word in why.lower() for word in expected
+        if (
+            self.world.seconds > node.unsound_until
+            and not node.stopping
+            and not any(word in why.lower() for word in expected)
         ):
             self.world.violated(f"refused: {node.name} refuses a publish without a fault: {why[:100]!r}")
 
@@ -657,6 +672,7 @@ class Run:
     def _changing(self, book: Book, target: str, done: Callable[[bool], object]) -> None:
         """A request after which the channel holds something else; until its answer nobody knows what."""
         before = dict(book.topic.acked)
+
         def taken() -> None:
             """What was in flight is so no longer."""
             for consumer in self.consumers():
@@ -793,7 +809,10 @@ class Run:
         """A transaction of one or two nodes, until it is done or given up."""
         self.numbers += 1
         nodes = rng.sample(self.nsqds, min(len(self.nsqds), rng.choice([1, 2])))
-        rows = {node: [[self._sent(rng, node, "staged") for _ in range(rng.choice([1, 3]))] for _ in range(2)] for node in nodes}
+        rows = {
+            node: [[self._sent(rng, node, "staged") for _ in range(rng.choice([1, 3]))] for _ in range(2)]
+            for node in nodes
+        }
         for chunks in rows.values():
             for chunk in chunks:
                 for sent in chunk:
@@ -891,7 +910,9 @@ class Run:
                 status, answer = yield node, "POST", f"/channel/create?topic={topic}&channel={channel}", b""
                 assert status == 200, answer
                 if topic != "brief":
-                    self.ledger.open(node.name, topic, channel, settings.get(topic, {}).get("durability", node.durability))
+                    self.ledger.open(
+                        node.name, topic, channel, settings.get(topic, {}).get("durability", node.durability)
+                    )
         body = json.dumps({"max-attempts": 2}).encode()
         status, answer = yield node, "PUT", "/channel/config?topic=hard&channel=a", body
         assert status == 200, answer
@@ -983,7 +1004,9 @@ class Run:
         starts = [node.starts for node in self.nsqds]
         for node in self.nsqds:
             node.stop()
-        world.run(lambda: all(node.starts > before and node.up for node, before in zip(self.nsqds, starts, strict=True)), 60)
+        world.run(
+            lambda: all(node.starts > before and node.up for node, before in zip(self.nsqds, starts, strict=True)), 60
+        )
         for node, topic, channel in last:
             Consumer(self, node, topic, channel, 300, auto=0.0001)
         world.run_for(0.1)

@@ -1,4 +1,4 @@
-"""Simulated nodes: real brokers and lookupds, each a process on a Machine of its own, started, killed and started again.
+"""Simulated nodes: real brokers and lookupds, each a process on a Machine of its own, started, killed, started again.
 
 An Nsqd outlives its processes: it keeps the tree of files, the date and the options that the next one starts with.
 """

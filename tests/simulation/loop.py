@@ -52,9 +52,7 @@ class _Selector(selectors._BaseSelectorImpl):  # type: ignore[name-defined,misc]
 class Loop(selector_events.BaseSelectorEventLoop):
     """`host` is the address that its connections come from; `machine` owns them, and can die under the loop."""
 
-    def __init__(
-        self, world: World, network: Network, host: str = "10.0.9.1", machine: Machine | None = None
-    ) -> None:
+    def __init__(self, world: World, network: Network, host: str = "10.0.9.1", machine: Machine | None = None) -> None:
         self.machine = machine
         #: System calls of the longest turn.
         self.most_calls = 0

@@ -5,8 +5,8 @@ and sockets come from one row of numbers, the lowest free one first, as in Linux
 which packets arrive and threads work; every call may be the last one: it and all later ones have no effect then. What
 is left is a tree of files, for the next process.
 
-A Workers is a Disk whose threads are events of the World: work is done at a moment of the World's choice, and its answer
-arrives at a later one. Syncs take their time, and what is written meanwhile is not covered by them.
+A Workers is a Disk whose threads are events of the World: work is done at a moment of the World's choice, and its
+answer arrives at a later one. Syncs take their time, and what is written meanwhile is not covered by them.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ from typing import Any
 from flintmq import addresses
 from flintmq.broker.storage.disk import BACKGROUND, SPARE, Disk
 from flintmq.system import Buffer
-
 from support.simdisk import PowerLoss, SimSystem
 
 from .network import READ, WRITE, Listener, Network, Socket
