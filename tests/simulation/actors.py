@@ -299,6 +299,12 @@ class Consumer(_Nsq):
         self.send(b"REQ %b %d\n" % (id, round(seconds * 1000)))
 
     def touch(self, id: bytes) -> None:
+        book, now = self.book, self.run.world.seconds
+        body, at = self.held[id]
+        if book is not None and body in book.held and book.held[body].consumer is self:
+            if now - at < self.timeout - LATENCY:
+                # It arrives in time: the timeout begins anew.
+                book.held[body].at = now
         self.send(b"TOUCH %b\n" % id)
 
     def change_ready(self, count: int) -> None:

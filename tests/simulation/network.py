@@ -72,6 +72,7 @@ class Socket:
         #: Sees every write of this end, at the moment it is made.
         self.tap: Callable[[bytes], object] | None = None
         self._shut = False
+        self._gone = False
         self._arrives = 0
         self._fd = world.open_descriptor(self)
         #: The machine whose process has it; its calls are counted there, and none has an effect once it is dead.
@@ -118,9 +119,9 @@ class Socket:
             if self.owner is not None:
                 self.owner.moved("recv", data)
             return data
-        self._check()
-        if self.eof:
+        if self.eof and not self.closed:
             return b""
+        self._check()
         raise BlockingIOError(errno.EAGAIN, "nothing there")
 
     def recv_into(self, buffer: Any) -> int:
@@ -157,6 +158,8 @@ class Socket:
     def shutdown(self, how: int) -> None:
         if self.owner is not None:
             self.owner.socket_call("shutdown")
+        if self.error or self._gone:
+            raise OSError(errno.ENOTCONN, "not connected")
         if how in (socket.SHUT_WR, socket.SHUT_RDWR) and not self._shut and not self.closed:
             self._shut = True
             self._later(Socket._end)
@@ -206,7 +209,10 @@ class Socket:
         if self.closed:
             raise OSError(errno.EBADF, "closed")
         if self.error:
-            raise ConnectionResetError(errno.ECONNRESET, "reset by the simulation")
+            # It is told once; from then on the connection is at its end.
+            error, self.error = self.error, 0
+            self.eof = self._shut = self._gone = True
+            raise OSError(error, "reset by the simulation")
 
     def _later(self, action: Callable[[Socket], object]) -> None:
         """Something reaches the other side; in the order it was sent."""
@@ -240,7 +246,7 @@ class Socket:
 
     def _reset(self) -> None:
         if not self.closed and not self.error:
-            self.error = errno.ECONNRESET
+            self.error = errno.EPIPE if self.eof else errno.ECONNRESET
             self._tell()
 
     def _tell(self) -> None:
