@@ -311,10 +311,6 @@ class Consumer(_Nsq):
         self.ready.append((self.run.world.seconds, count))
         self.send(b"RDY %d\n" % count)
 
-    def foreign(self, data: bytes) -> None:
-        """An answer to what another one holds."""
-        self.send(data)
-
     def ended(self) -> None:
         book = self.book
         if book is not None:

@@ -90,6 +90,7 @@ OPERATIONS: list[tuple[str, float, float, float]] = [
     ("kill_soon", 2.5, 0.0, 0.05),
     ("lose_power", 1.5, 0.0, 0.05),
     ("lose_power_soon", 3, 0.0, 0.05),
+    ("lose_power_after_sync", 3, 0.0, 0.05),
     ("stop", 1, 0.0, 0.1),
     ("stop_and_rename", 0.7, 0.0, 0.1),
     ("drain", 0.5, 0.0, 0.3),
@@ -139,6 +140,8 @@ EXPECTED: dict[str, int] = {
                 "FIN confirmed",
                 "error of a consumer",
                 "CLS",
+                "another's message",
+                "another's message",
                 "redelivered",
             ),
             *("clean stop", "kill", "power", "stop by a fault", "EMFILE", "ENOSPC at write", "EIO at write"),
@@ -421,21 +424,22 @@ class Run:
     def finish_foreign(self, rng: random.Random) -> None:
         """FIN, REQ and TOUCH of what another connection holds, or nobody."""
         consumers = self.consumers()
-        if consumers:
-            holder, intruder = rng.choice(consumers), rng.choice(consumers)
-            # Not of the same channel: there a message may go from one to the other at any time.
-            if (holder.node, holder.topic, holder.channel) == (intruder.node, intruder.topic, intruder.channel):
-                if holder is intruder or holder.over or not holder.held:
-                    return
-            ids = list(holder.held) or [b"0123456789abcdef"]
-            id = rng.choice(ids)
-            intruder.foreign(rng.choice([b"FIN %b\n" % id, b"REQ %b 0\n" % id, b"TOUCH %b\n" % id]))
-            book = holder.book
-            if book is not None and id in holder.held and holder.node is intruder.node:
-                body = holder.held[id][0]
-                if body in book.held and book.held[body].consumer is not holder:
-                    # It went on to another one in the meantime, who may be the intruder.
-                    book.release(body)
+        if not consumers:
+            return
+        intruder = rng.choice(consumers)
+        # Those that the broker cannot have given to the intruder meanwhile.
+        latest = self.world.seconds - MSG_TIMEOUT / 2 + LATENCY
+        found = [
+            id
+            for holder in consumers
+            if holder is not intruder and not holder.disturbed and not intruder.disturbed
+            if (holder.node, holder.topic, holder.channel) == (intruder.node, intruder.topic, intruder.channel)
+            for id, (_, at) in holder.held.items()
+            if at > latest and id not in intruder.held
+        ]
+        self.reached["another's message"] += bool(found)
+        id = rng.choice(found or [b"0123456789abcdef"])
+        intruder.send(rng.choice([b"FIN %b\n" % id, b"REQ %b 0\n" % id, b"TOUCH %b\n" % id]))
 
     def requeue(self, rng: random.Random) -> None:
         for consumer in self._some(rng):
@@ -479,6 +483,14 @@ class Run:
     def lose_power_soon(self, rng: random.Random) -> None:
         self._node(rng).kill_in(rng.randint(1, 80), "power")
         self.reached["crash at a call"] += 1
+
+    def lose_power_after_sync(self, rng: random.Random) -> None:
+        """Right after something was called durable."""
+        node = self._node(rng)
+        if node.machine is not None and not node.machine.dead:
+            node.death = "power"
+            node.machine.calls_after_sync = rng.randint(1, 12)
+            self.reached["crash at a call"] += 1
 
     def stop(self, rng: random.Random) -> None:
         self._node(rng).stop()
@@ -557,7 +569,7 @@ class Run:
             machine.sync_seconds, machine.work_seconds = rng.choice([(0.3, 0.01), (0.02, 0.2), (1.0, 0.3)])
 
             def over() -> None:
-                machine.sync_seconds, machine.work_seconds = 0.002, 0.001
+                machine.sync_seconds, machine.work_seconds = node.sync_seconds, 0.001
 
             self.world.after(seconds, over)
 
@@ -932,8 +944,8 @@ class Run:
             machine = node.machine
             if machine is not None:
                 machine.heal()
-                machine.most_files = machine.power_off_at = None
-                machine.sync_seconds, machine.work_seconds = 0.002, 0.001
+                machine.most_files = machine.power_off_at = machine.calls_after_sync = None
+                machine.sync_seconds, machine.work_seconds = node.sync_seconds, 0.001
         for lookupd in self.lookupds:
             lookupd.boot()
         for client in self.clients:

@@ -115,6 +115,7 @@ class Nsqd(_Node):
         self.stopping = False
         self.failed_starts = 0
         self.hostname = name
+        self.sync_seconds = run.rng.choice([0.0005, 0.002, 0.02])
         self.loss = random.Random(f"{run.seed} {name} losses")
 
     def boot(self) -> None:
@@ -130,6 +131,7 @@ class Nsqd(_Node):
         machine = self._boot(self._main)
         machine.clock.step = self.step  # type: ignore[attr-defined]
         machine.capacity = self.capacity
+        machine.sync_seconds = self.sync_seconds
         machine.name = self.hostname
         if self._tree is not None:
             machine.tree = self._tree

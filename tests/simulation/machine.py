@@ -83,6 +83,8 @@ class Machine(SimSystem):
         self.died: Callable[[], object] = lambda: None
         #: Seconds that a sync may take.
         self.sync_seconds = 0.002
+        #: The power goes so many calls after the next sync.
+        self.calls_after_sync: int | None = None
         #: Seconds that work may wait for a thread.
         self.work_seconds = 0.001
         self.reached: Counter[str] = Counter()
@@ -165,6 +167,9 @@ class Machine(SimSystem):
         if node.made > covered:
             self.reached["write during a sync"] += 1
         node.sync(covered)
+        if self.calls_after_sync is not None:
+            self.power_off_at = self.calls + self.calls_after_sync
+            self.calls_after_sync = None
 
     fsync = fdatasync
 

@@ -125,7 +125,20 @@ def test_sockets_and_epoll() -> None:
 
 def calls_on_files(seed: int) -> list[tuple[str, str, int, bytes]]:
     rng = random.Random(seed)
-    kinds = ["create", "open", "write", "read", "truncate", "size", "rename", "unlink", "list", "mkdir", "rmdir", "close"]
+    kinds = [
+        "create",
+        "open",
+        "write",
+        "read",
+        "truncate",
+        "size",
+        "rename",
+        "unlink",
+        "list",
+        "mkdir",
+        "rmdir",
+        "close",
+    ]
     return [
         (rng.choice(kinds), rng.choice("abc"), rng.choice([0, 3, 5000]), rng.randbytes(rng.choice([1, 100, 9000])))
         for _ in range(40)
