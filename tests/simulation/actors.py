@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from .brokers import Run
     from .cluster import Nsqd
 
-__all__ = ["Consumer", "Http", "Producer", "Talk"]
+__all__ = ["Consumer", "Http", "Producer", "Reader", "Talk"]
 
 RESPONSE, ERROR, MESSAGE = 0, 1, 2
 BARRIER = b"PUB barrier#ephemeral\n\x00\x00\x00\x01."
@@ -318,6 +318,22 @@ class Consumer(_Nsq):
             book.shaken += 1
         self.held.clear()
         self._unconfirmed.clear()
+
+
+class Reader(_Nsq):
+    """Takes and finishes everything of a channel, whoever published it."""
+
+    def __init__(self, run: Run, node: Nsqd, topic: str, channel: str, wanted: dict[bytes, None]) -> None:
+        super().__init__(run, node, (node.host, 4150))
+        self.wanted = wanted
+        self.send(f"  V2SUB {topic} {channel}\nRDY 100\n".encode())
+
+    def frame(self, kind: int, data: bytes) -> None:
+        if kind == MESSAGE:
+            self.wanted.pop(data[26:], None)
+            if data[26:] not in self.run.ledger.sent:
+                self.run.world.violated(f"invented: {self.node.name} delivers {data[26:86]!r}")
+            self.send(b"FIN %b\n" % data[10:26])
 
 
 class Http(_Client):

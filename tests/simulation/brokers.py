@@ -24,19 +24,24 @@ import json
 import logging
 import random
 import sys
+import tempfile
 import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import aiohttp.web  # noqa: F401  -- before the first seed: an import has no place in a simulation
+import pytest
 
 from flintmq import kernel
+from flintmq.broker import backup
 from flintmq.broker.storage import journal as journal_module
 
-from .actors import Consumer, Http, Producer, Request, Talk, _Client, _records
+from .actors import Consumer, Http, Producer, Reader, Request, Talk, _Client, _records
 from .cluster import SECOND, SYNC_TIMEOUT, Lookupd, Nsqd
 from .ledger import LATENCY, Book, Ledger, Sent
 from .network import Network
@@ -120,6 +125,7 @@ OPERATIONS: list[tuple[str, float, float, float]] = [
     ("redrive", 0.8, 0.0, 0.1),
     ("stage", 1.5, 0.0, 0.05),
     ("ask_for_stats", 1, 0.0, 0.02),
+    ("back_up", 0.5, 0.0, 0.02),
 ]
 
 #: What a full run must have reached, and how often at least.
@@ -147,7 +153,14 @@ EXPECTED: dict[str, int] = {
             *("clean stop", "kill", "power", "stop by a fault", "EMFILE", "ENOSPC at write", "EIO at write"),
             *("EIO at sync", "EIO at read", "write during a sync", "crash at a call", "torn or reordered"),
             *("dead letter", "seek done", "emptied", "channel deleted", "topic deleted", "settings changed"),
-            *("staged and committed", "early deliveries looked for", "attempts compared", "paused", "drained"),
+            *(
+                "staged and committed",
+                "restored",
+                "early deliveries looked for",
+                "attempts compared",
+                "paused",
+                "drained",
+            ),
             *("found by a lookupd", "snapshot of the journal", "segment removed", "read back from the disk"),
         ],
         100,
@@ -221,6 +234,8 @@ class Run:
         self._topics = {name: rng.choice([0.3, 1, 6]) for name in ("plain", "safe", "kept", "brief", "hard")}
         self._producers: dict[tuple[str, str], list[Producer]] = {}
         self._web: dict[str, Http] = {}
+        #: Nodes made from a backup, and what they must deliver.
+        self.copies: list[tuple[Nsqd, list[tuple[Nsqd, str, str, dict[bytes, None]]]]] = []
         self.keyed: list[tuple[Nsqd, list[Sent], bool]] = []
 
     def _options(self, number: int) -> dict[str, Any]:
@@ -891,6 +906,45 @@ class Run:
         yield from insist(call(home, "done", txn=0))
         self.reached["staged and committed"] += 1
 
+    def back_up(self, rng: random.Random) -> None:
+        """`flintmq backup` beside a running broker, and `flintmq restore` of it to another machine."""
+        node = self._node(rng)
+        machine = node.machine
+        if machine is None or machine.dead or not node.up or self.copies:
+            return
+        self.numbers += 1
+        tree = restored(machine.tree, lambda: machine.clock.wall() / 1e9, rng)
+        copy = node.copy(f"copy{self.numbers}", "10.0.2.1", tree)
+        owed = [
+            (copy, topic.name, book.name, dict.fromkeys(book.owed))
+            for topic in self.ledger._of(node.name)
+            for book in topic.books.values()
+            # What is only in memory is in no backup, and a change that is under way may be in it or not.
+            if book.owed and topic.durability in ("os", "fsync") and book.during is None and topic.name != "hard"
+        ]
+        self.copies = [(copy, owed)]
+        copy.boot()
+        self.reached["restored"] += 1
+
+    def check_copies(self) -> None:
+        """What a backup holds is delivered by its copy."""
+        for copy, owed in self.copies:
+            self.world.run(lambda copy=copy: copy.up, 20)  # type: ignore[misc]
+            for _, topic, channel, _wanted in owed:
+                for target in (f"/topic/unpause?topic={topic}", f"/channel/unpause?topic={topic}&channel={channel}"):
+                    self._ask(copy, "POST", target, b"", lambda status: None)
+            self.world.run(lambda: not self.talks, 20)
+            for _, topic, channel, wanted in owed:
+                Reader(self, copy, topic, channel, wanted)
+            with contextlib.suppress(Stuck):
+                self.world.run(lambda owed=owed: not any(wanted for *_, wanted in owed), 5)  # type: ignore[misc]
+            for _, topic, channel, wanted in owed:
+                if wanted and not copy.date_changed:
+                    some = next(iter(wanted))[:60]
+                    self.world.violated(f"backup: {len(wanted)} of {topic}/{channel} are not in it, as {some!r}")
+            copy.retire()
+        self.world.run_for(0.01)
+
     # --- The run -----------------------------------------------------------------------------------------------------
 
     def start(self) -> None:
@@ -1001,6 +1055,7 @@ class Run:
                     f"lost: {len(book.owed)} of {book.topic.node} {book.topic.name}/{book.name} "
                     f"({book.topic.durability}), for example {some[:60]!r}, acknowledged at {at - 1000:.3f} s"
                 )
+        self.check_copies()
         if world.violations:
             return
         # What was finished stays so over a clean stop.
@@ -1045,6 +1100,20 @@ class Run:
         self.reached["early deliveries looked for"] += self.ledger.checked_early
         if self.most_calls > MOST_CALLS:
             self.world.violated(f"turn: one turn of a loop made {self.most_calls} system calls")
+
+
+def restored(tree: Any, wall: Callable[[], float], rng: random.Random) -> Any:
+    """The files of a node after they went through a backup and were restored."""
+    chance, dates = SimpleNamespace(token_hex=lambda size: rng.randbytes(size).hex()), SimpleNamespace(time=wall)
+    with tempfile.TemporaryDirectory(prefix="flintmq-simulation-") as name, pytest.MonkeyPatch.context() as patch:
+        folder = Path(name)
+        # It is a program of its own, with the system's own calls; only its date and its dice are the simulation's.
+        patch.setattr(backup, "time", dates)
+        patch.setattr(backup, "secrets", chance)
+        tree.write_to(folder / "data")
+        backup.make(folder / "data", folder / "backup")
+        backup.restore(folder / "backup", folder / "again")
+        return type(tree).read_from(folder / "again")
 
 
 class _Errors(logging.Handler):

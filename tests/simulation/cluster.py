@@ -113,6 +113,7 @@ class Nsqd(_Node):
         self.capacity: int | None = None
         self._silent: list[Socket] = []
         self.stopping = False
+        self.retired = False
         self.failed_starts = 0
         self.hostname = name
         self.sync_seconds = run.rng.choice([0.0005, 0.002, 0.02])
@@ -221,6 +222,19 @@ class Nsqd(_Node):
             run.ledger.killed(self.name)
         run.world.after(run.world.rng.uniform(0.001, 0.05), self._again)
 
+    def copy(self, name: str, host: str, tree: Any) -> Nsqd:
+        """Another node with these files, known to nobody."""
+        options = {**self.options, "tcp_address": f"{host}:4150", "http_address": f"{host}:4151"}
+        made = Nsqd(self.run, name, host, {**options, "broadcast_address": host, "nsqlookupd_tcp_addresses": ()})
+        made._tree = tree
+        made.step = self.step
+        return made
+
+    def retire(self) -> None:
+        """It goes, and does not come back."""
+        self.retired = True
+        self.kill("kill")
+
     def _again(self) -> None:
-        if not self.run.over:
+        if not self.run.over and not self.retired:
             self.boot()

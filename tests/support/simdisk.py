@@ -183,6 +183,26 @@ class _Folder:
         ]
         return copy
 
+    def write_to(self, path: Path) -> None:
+        """Make a real folder of it, with the bytes that programs see."""
+        path.mkdir()
+        for name, node in self.entries.items():
+            if isinstance(node, _Folder):
+                node.write_to(path / name)
+            else:
+                with (path / name).open("wb") as file:
+                    file.write(node.content.data)
+                    file.truncate(node.content.size)
+
+    @classmethod
+    def read_from(cls, path: Path) -> _Folder:
+        """The same as a real folder; everything in it is on the device."""
+        folder = cls()
+        for child in sorted(path.iterdir()):
+            made = cls.read_from(child) if child.is_dir() else _File(_Bytes(child.read_bytes()))
+            folder.entries[child.name] = folder.synced[child.name] = made
+        return folder
+
     def survivor(self, choice: random.Random | None, everything: bool) -> _Folder:
         entries = dict(self.entries if everything else self.synced)
         if not everything and choice is not None:
