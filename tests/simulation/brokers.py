@@ -397,7 +397,8 @@ class Run:
         if topic == "hard.a.dead":
             auto = 0.001
         timeout = rng.choice([0.0, 0.0, 1.0])
-        Consumer(self, node, topic, channel, rng.choice([1, 2, 10, 50, 300]), auto=auto, timeout=timeout)
+        for _ in range(rng.choice([1, 1, 2])):
+            Consumer(self, node, topic, channel, rng.choice([1, 2, 10, 50, 300]), auto=auto, timeout=timeout)
 
     def subscribe_ephemeral(self, rng: random.Random) -> None:
         node = self._node(rng)
@@ -458,7 +459,8 @@ class Run:
 
     def requeue(self, rng: random.Random) -> None:
         for consumer in self._some(rng):
-            consumer.requeue(rng.choice(list(consumer.held)), rng.choice([0.0, 0.0, 0.02, 0.5]))
+            for id in rng.sample(list(consumer.held), min(len(consumer.held), rng.choice([1, 1, 5]))):
+                consumer.requeue(id, rng.choice([0.0, 0.0, 0.02, 0.5]))
 
     def touch(self, rng: random.Random) -> None:
         for consumer in self._some(rng):
@@ -826,6 +828,10 @@ class Run:
     def redrive(self, rng: random.Random) -> None:
         """Dead letters go back to where they came from."""
         node = self._node(rng)
+        book = self.ledger.book(node.name, "hard", "a")
+        if book is not None:
+            # They come back under new ids, and their attempts start anew.
+            book.topic.redriven = book.unsteady = True
         self._ask(node, "POST", "/channel/redrive?topic=hard&channel=a&from=x", b"", lambda status: None)
 
     def ask_for_stats(self, rng: random.Random) -> None:

@@ -104,6 +104,8 @@ class TopicBook:
     generation: int = 0
     #: Messages older than so many seconds do not come.
     ttl: float = 0.0
+    #: Dead letters may have come back.
+    redriven: bool = False
     #: What is released by being delivered in another topic.
     dead_letters_of: Book | None = None
     #: The date was changed, or a start may have counted delays by it.
@@ -191,7 +193,9 @@ class Ledger:
         if known != id:
             # A key goes with its topic, and with its message if the power takes that; so may the note that a copy to a
             # dead-letter topic was made.
-            excused = topic is None or (sent.key and (topic.generation or topic.durability == "memory"))
+            excused = (
+                topic is None or topic.redriven or (sent.key and (topic.generation or topic.durability == "memory"))
+            )
             if node in self.powerless and topic is not None:
                 excused = excused or origin is not None or topic.durability != "fsync"
             if not excused:
