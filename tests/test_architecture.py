@@ -18,7 +18,7 @@ SOURCE = Path(__file__).resolve().parent.parent / "src" / "flintmq"
 # those may import.
 ARROWS: dict[str, set[str]] = {
     "errors": set(),
-    "system": set(),
+    "system": {"addresses"},
     "addresses": {"errors"},
     "kernel": set(),
     "protocol": {"errors", "addresses", "kernel"},
@@ -44,7 +44,7 @@ ARROWS: dict[str, set[str]] = {
     "broker.stage": {"broker.delivery"},
     "broker.http": {"broker.delivery", "broker.net", "broker.observe", "broker.stage"},
     "broker": {"broker.http"},
-    "lookup": {"protocol", "http", "options", "cluster"},
+    "lookup": {"system", "protocol", "http", "options", "cluster"},
     "admin": {"cluster"},
 }
 # These stand above the others: the command line and the test plugin bring layers together, and `flintmq` itself

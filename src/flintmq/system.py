@@ -19,6 +19,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Protocol
 
+from flintmq import addresses
+
 try:
     import fcntl
     import resource
@@ -144,6 +146,10 @@ class System:
         return stat.f_bavail * stat.f_frsize
 
     # --- Sockets ---------------------------------------------------------------------------------------------------
+
+    def listen(self, address: str, *, unix: bool = True, mode: int | None = None) -> socket.socket:
+        """Return a listening, non-blocking socket, as ``addresses.bind`` does."""
+        return addresses.bind(address, unix=unix, mode=mode)
 
     def accept(self, listener: socket.socket) -> socket.socket:
         """Return the next connection; BlockingIOError if there is none."""

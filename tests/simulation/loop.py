@@ -9,17 +9,28 @@ from __future__ import annotations
 
 import asyncio
 import concurrent.futures
+import heapq
 import selectors
 import socket
 import threading
 from asyncio import events, selector_events
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
-from .network import Network, Socket
-from .world import World
+from .network import Network, Owner, Socket
+from .world import NotYet, World
 
 __all__ = ["Loop"]
+
+
+class Machine(Owner, Protocol):
+    """What a loop wants to know of the machine that it runs on."""
+
+    calls: int
+    #: Something may have become readable or writable since the loop was last found to have nothing to do.
+    stirred: bool
+    #: More than 0 inside what runs in a thread.
+    aside: int
 
 
 class _Selector(selectors._BaseSelectorImpl):  # type: ignore[name-defined,misc]
@@ -39,9 +50,12 @@ class _Selector(selectors._BaseSelectorImpl):  # type: ignore[name-defined,misc]
 
 
 class Loop(selector_events.BaseSelectorEventLoop):
-    """`host` is the address that its connections come from."""
+    """`host` is the address that its connections come from; `machine` owns them, and can die under the loop."""
 
-    def __init__(self, world: World, network: Network, host: str = "10.0.9.1") -> None:
+    def __init__(self, world: World, network: Network, host: str = "10.0.9.1", machine: Machine | None = None) -> None:
+        self.machine = machine
+        #: System calls of the longest turn.
+        self.most_calls = 0
         self.world = world
         self.network = network
         self.host = host
@@ -53,6 +67,8 @@ class Loop(selector_events.BaseSelectorEventLoop):
 
     def _unhandled(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         error = context.get("exception")
+        if self.machine is not None and self.machine.dead:
+            return
         self.world.violated(f"event loop: {context.get('message')}: {error!r}")
 
     # --- Stepping ----------------------------------------------------------------------------------------------------
@@ -61,30 +77,39 @@ class Loop(selector_events.BaseSelectorEventLoop):
         return self.world.now / 1e9
 
     def due(self) -> bool:
+        if self.machine is not None and self.machine.dead:
+            return False
         if self._ready or (self._scheduled and self._scheduled[0]._when <= self.time()):
             return True
+        if self.machine is not None and not self.machine.stirred:
+            return False
         descriptor = self.world.descriptor
         for key in self._selector._fd_to_key.values():
             end = descriptor(key.fd)
             if end is not None and end.ready() & key.events:
                 return True
+        if self.machine is not None:
+            self.machine.stirred = False
         return False
 
     def next_timer(self) -> int | None:
+        if self.machine is not None and self.machine.dead:
+            return None
         while self._scheduled and self._scheduled[0]._cancelled:
             # As the loop itself does, only sooner: time must not stop for what was cancelled.
             self._timer_cancelled_count -= 1
-            import heapq
-
             heapq.heappop(self._scheduled)._scheduled = False
         return round(self._scheduled[0]._when * 1e9) + 1 if self._scheduled else None
 
     def turn(self) -> None:
         self._thread_id = threading.get_ident()
         events._set_running_loop(self)
+        before = 0 if self.machine is None else self.machine.calls
         try:
             self._run_once()
         finally:
+            if self.machine is not None:
+                self.most_calls = max(self.most_calls, self.machine.calls - before)
             self._thread_id = None
             events._set_running_loop(None)
 
@@ -107,14 +132,27 @@ class Loop(selector_events.BaseSelectorEventLoop):
         done: concurrent.futures.Future[Any] = concurrent.futures.Future()
 
         def work() -> None:
-            if not done.set_running_or_notify_cancel():
+            if self.machine is not None and self.machine.dead:
                 return
+            if done.set_running_or_notify_cancel():
+                again()
+
+        def again() -> None:
+            if self.machine is not None and self.machine.dead:
+                return
+            if self.machine is not None:
+                self.machine.aside += 1
             try:
                 result = func(*args)
+            except NotYet:
+                self.world.after(0.001, again)
             except BaseException as exc:
                 done.set_exception(exc)
             else:
                 done.set_result(result)
+            finally:
+                if self.machine is not None:
+                    self.machine.aside -= 1
 
         self.world.after(self.world.rng.uniform(0, 0.001), work)
         return asyncio.wrap_future(done, loop=self)
@@ -128,7 +166,14 @@ class Loop(selector_events.BaseSelectorEventLoop):
             await asyncio.sleep(120)
             raise TimeoutError("connect timed out")
         await asyncio.sleep(2 * self.network.delay(address[0]))
-        return self.network.connect(address, self.host)
+        near = self.network.connect(address, self.host)
+        if self.machine is not None:
+            try:
+                near.adopt(self.machine)
+            except OSError:
+                near.close()
+                raise
+        return near
 
     async def sock_connect(self, sock: Any, address: Any) -> None:
         self._chosen[sock] = await self._dial(address)

@@ -10,16 +10,33 @@ from __future__ import annotations
 import errno
 import socket
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from .world import World
 
-__all__ = ["Link", "Listener", "Network", "Socket"]
+__all__ = ["Link", "Listener", "Network", "Owner", "Socket"]
 
 #: Bytes on their way or unread, beyond which a sender must wait.
 WINDOW = 256 << 10
 
 READ, WRITE = 1, 2
+
+
+class Owner(Protocol):
+    """A machine, as its sockets see it."""
+
+    dead: bool
+    stirred: bool
+
+    def take_descriptor(self, owner: Any) -> int: ...
+
+    def give_descriptor(self, number: int) -> None: ...
+
+    def socket_call(self, kind: str) -> None:
+        """A system call is made; it may fail, or be the last one."""
+
+    def moved(self, kind: str, data: bytes) -> None:
+        """So many bytes came, or went."""
 
 
 class Link:
@@ -28,6 +45,9 @@ class Link:
     def __init__(self, delay: float) -> None:
         self.delay = delay
         self.half_open = False
+        self.window = WINDOW
+        #: Share of the writes that arrive in pieces.
+        self.fragments = 0.0
 
 
 class Socket:
@@ -52,8 +72,18 @@ class Socket:
         #: Sees every write of this end, at the moment it is made.
         self.tap: Callable[[bytes], object] | None = None
         self._shut = False
+        self._gone = False
         self._arrives = 0
         self._fd = world.open_descriptor(self)
+        #: The machine whose process has it; its calls are counted there, and none has an effect once it is dead.
+        self.owner: Owner | None = None
+
+    def adopt(self, owner: Owner) -> None:
+        """It becomes a descriptor of a machine's process. OSError if there is none left."""
+        number = owner.take_descriptor(self)
+        self.world.close_descriptor(self._fd)
+        self._fd = number
+        self.owner = owner
 
     # --- As socket.socket --------------------------------------------------------------------------------------------
 
@@ -79,15 +109,19 @@ class Socket:
         return self.peer.name
 
     def recv(self, size: int) -> bytes:
+        if self.owner is not None:
+            self.owner.socket_call("recv")
         if self.inbox and not self.closed:
             # Also after a reset: what had come is there.
             data = bytes(self.inbox[:size])
             del self.inbox[:size]
             self._taken(len(data))
+            if self.owner is not None:
+                self.owner.moved("recv", data)
             return data
-        self._check()
-        if self.eof:
+        if self.eof and not self.closed:
             return b""
+        self._check()
         raise BlockingIOError(errno.EAGAIN, "nothing there")
 
     def recv_into(self, buffer: Any) -> int:
@@ -96,23 +130,36 @@ class Socket:
         return len(data)
 
     def send(self, data: Any) -> int:
+        if self.owner is not None:
+            self.owner.socket_call("send")
         self._check()
         if self._shut or self.peer is None:
             raise BrokenPipeError(errno.EPIPE, "shut down")
-        room = WINDOW - self.outstanding
+        room = self.link.window - self.outstanding
         if room <= 0:
             raise BlockingIOError(errno.EAGAIN, "no room")
         piece = bytes(data[:room])
         self.outstanding += len(piece)
         if self.tap is not None:
             self.tap(piece)
+        if self.owner is not None:
+            self.owner.moved("send", piece)
+        sent = len(piece)
+        while self.link.fragments and len(piece) > 1 and self.world.rng.random() < self.link.fragments:
+            cut = self.world.rng.randrange(1, len(piece))
+            first, piece = piece[:cut], piece[cut:]
+            self._later(lambda peer, first=first: peer._receive(first))  # type: ignore[misc]
         self._later(lambda peer: peer._receive(piece))
-        return len(piece)
+        return sent
 
     def sendmsg(self, buffers: Any) -> int:
         return self.send(b"".join(buffers))
 
     def shutdown(self, how: int) -> None:
+        if self.owner is not None:
+            self.owner.socket_call("shutdown")
+        if self.error or self._gone:
+            raise OSError(errno.ENOTCONN, "not connected")
         if how in (socket.SHUT_WR, socket.SHUT_RDWR) and not self._shut and not self.closed:
             self._shut = True
             self._later(Socket._end)
@@ -120,8 +167,17 @@ class Socket:
     def close(self) -> None:
         if self.closed:
             return
+        if self.owner is not None:
+            if self.owner.dead:
+                return
+            self.owner.socket_call("close")
+            self.owner.give_descriptor(self._fd)
+        else:
+            self.world.close_descriptor(self._fd)
+        self._close()
+
+    def _close(self) -> None:
         self.closed = True
-        self.world.close_descriptor(self._fd)
         if self.inbox:
             # With input unread a close is a reset.
             self._later(Socket._reset)
@@ -147,13 +203,16 @@ class Socket:
         """READ and WRITE, as an event loop asks."""
         if self.error:
             return READ | WRITE
-        return (READ if self.inbox or self.eof else 0) | (WRITE if self.outstanding < WINDOW else 0)
+        return (READ if self.inbox or self.eof else 0) | (WRITE if self.outstanding < self.link.window else 0)
 
     def _check(self) -> None:
         if self.closed:
             raise OSError(errno.EBADF, "closed")
         if self.error:
-            raise ConnectionResetError(errno.ECONNRESET, "reset by the simulation")
+            # It is told once; from then on the connection is at its end.
+            error, self.error = self.error, 0
+            self.eof = self._shut = self._gone = True
+            raise OSError(error, "reset by the simulation")
 
     def _later(self, action: Callable[[Socket], object]) -> None:
         """Something reaches the other side; in the order it was sent."""
@@ -187,10 +246,12 @@ class Socket:
 
     def _reset(self) -> None:
         if not self.closed and not self.error:
-            self.error = errno.ECONNRESET
+            self.error = errno.EPIPE if self.eof else errno.ECONNRESET
             self._tell()
 
     def _tell(self) -> None:
+        if self.owner is not None:
+            self.owner.stirred = True
         if self.on_data is not None and not self.paused and not self.closed:
             self.on_data(self)
 
@@ -198,6 +259,8 @@ class Socket:
         peer = self.peer
         if peer is not None and not self.link.half_open:
             peer.outstanding -= size
+            if peer.owner is not None:
+                peer.owner.stirred = True
 
 
 class Listener:
@@ -214,8 +277,19 @@ class Listener:
         self.on_accept = on_accept
         self.backlog: list[Socket] = []
         self.closed = False
+        self.owner: Owner | None = None
         self._fd = network.world.open_descriptor(self)
         network.listeners[address] = self
+
+    def adopt(self, owner: Owner) -> None:
+        number = owner.take_descriptor(self)
+        self.network.world.close_descriptor(self._fd)
+        self._fd = number
+        self.owner = owner
+
+    def setblocking(self, flag: bool) -> None: ...
+
+    def listen(self, backlog: int = 0) -> None: ...
 
     def fileno(self) -> int:
         return self._fd
@@ -224,9 +298,14 @@ class Listener:
         return self.address
 
     def accept(self) -> tuple[Socket, tuple[str, int]]:
+        if self.owner is not None:
+            self.owner.socket_call("accept")
         if not self.backlog:
             raise BlockingIOError(errno.EAGAIN, "nobody there")
-        made = self.backlog.pop(0)
+        made = self.backlog[0]
+        if self.owner is not None:
+            made.adopt(self.owner)
+        del self.backlog[0]
         return made, made.getpeername()
 
     def ready(self) -> int:
@@ -234,8 +313,22 @@ class Listener:
 
     def close(self) -> None:
         if not self.closed:
+            if self.owner is not None:
+                if self.owner.dead:
+                    return
+                self.owner.socket_call("close")
+                self.owner.give_descriptor(self._fd)
+            else:
+                self.network.world.close_descriptor(self._fd)
+            self._close()
+
+    def _close(self) -> None:
+        """Nobody is called here any more; those that wait are turned away."""
+        if not self.closed:
             self.closed = True
-            self.network.world.close_descriptor(self._fd)
+            for sock in self.backlog:
+                sock.cut()
+            self.backlog.clear()
             if self.network.listeners.get(self.address) is self:
                 del self.network.listeners[self.address]
 
@@ -248,6 +341,8 @@ class Listener:
                 sock._tell()  # it came before
         else:
             self.backlog.append(sock)
+            if self.owner is not None:
+                self.owner.stirred = True
 
 
 class Network:

@@ -1,21 +1,30 @@
 """A World: virtual time, one random generator, and the order in which everything happens.
 
 A World owns the time, the events to come and the event loops of the simulated processes. It picks who runs next by its
-seed, and moves the time only when nobody has anything to do. The same seed gives the same run.
+seed, and moves the time when nobody has anything to do. With a ``tick`` turns take time too, and so do the calls of
+processes that say so with ``pass_time``: what becomes due meanwhile happens in the middle of them. The same seed gives
+the same run; ``trace`` is the hash of what was noted.
 """
 
 from __future__ import annotations
 
+import hashlib
 import heapq
 import itertools
 import random
 from collections.abc import Callable
 from typing import Any, Protocol
 
-__all__ = ["Busy", "Process", "Stuck", "World"]
+__all__ = ["Busy", "NotYet", "Process", "Stuck", "World"]
 
 #: Loop turns at one moment of virtual time; a program that needs more of them does not wait for anything.
 _MOST_TURNS = 20_000
+#: How deep things may happen inside one another.
+_DEEPEST = 3
+
+
+#: Above those of simulated machines, which have their own.
+_FIRST_DESCRIPTOR = 3 << 29
 
 
 class Stuck(AssertionError):
@@ -24,6 +33,10 @@ class Stuck(AssertionError):
 
 class Busy(AssertionError):
     """A loop turns without end and never waits."""
+
+
+class NotYet(Exception):
+    """A thread cannot go on before others have finished."""
 
 
 class Process(Protocol):
@@ -47,7 +60,13 @@ class Event:
 
 
 class World:
-    def __init__(self, seed: int | str) -> None:
+    def __init__(self, seed: int | str, *, tick: int = 0) -> None:
+        #: Nanoseconds that a turn takes.
+        self.tick = tick
+        #: Is a loop in its turn? Then none can be given another.
+        self.turning = False
+        self.trace = hashlib.blake2b(digest_size=8)
+        self._depth = 0
         self.rng = random.Random(f"world {seed}")
         #: Nanoseconds.
         self.now = 1_000_000_000_000
@@ -68,6 +87,10 @@ class World:
         heapq.heappush(self._events, (self.now + max(0, round(seconds * 1e9)), next(self._order), event))
         return event
 
+    def note(self, *words: object) -> None:
+        """Something happened that must happen again with the same seed."""
+        self.trace.update(repr((self.now, words)).encode())
+
     def violated(self, text: str) -> None:
         """Note what went wrong; the run goes on."""
         self.violations.append(f"at {self.seconds - 1000:.3f} s: {text}")
@@ -75,7 +98,7 @@ class World:
     # --- Descriptors: numbers that the real system does not know -----------------------------------------------------
 
     def open_descriptor(self, owner: Any) -> int:
-        number = 1 << 20
+        number = _FIRST_DESCRIPTOR
         while number in self._descriptors:
             number += 1
         self._descriptors[number] = owner
@@ -83,6 +106,10 @@ class World:
 
     def close_descriptor(self, number: int) -> None:
         del self._descriptors[number]
+
+    def place_descriptor(self, number: int, owner: Any) -> None:
+        """A machine has given this number to something of its own."""
+        self._descriptors[number] = owner
 
     def descriptor(self, number: int) -> Any:
         return self._descriptors.get(number)
@@ -104,7 +131,13 @@ class World:
                 self.turns += 1
                 if turns_now > _MOST_TURNS:
                     raise Busy(f"{turns_now} turns at {self.seconds - 1000:.3f} s")
-                (due[0] if len(due) == 1 else self.rng.choice(due)).turn()
+                self.turning = True
+                try:
+                    (due[0] if len(due) == 1 else self.rng.choice(due)).turn()
+                finally:
+                    self.turning = False
+                if self.tick:
+                    self.pass_time(self.tick)
                 continue
             while self._events and self._events[0][2].action is None:
                 heapq.heappop(self._events)
@@ -123,6 +156,31 @@ class World:
                 action = heapq.heappop(self._events)[2].action
                 if action is not None:
                     action()
+
+    def pass_time(self, nanoseconds: int) -> None:
+        """Time passes inside a call or a turn, and what is due happens."""
+        self.now += nanoseconds
+        if self._depth >= _DEEPEST or not self._events or self._events[0][0] > self.now:
+            return
+        self._depth += 1
+        try:
+            while self._events and self._events[0][0] <= self.now:
+                action = heapq.heappop(self._events)[2].action
+                if action is not None:
+                    action()
+        finally:
+            self._depth -= 1
+
+    def sleep(self, seconds: float) -> None:
+        """A thread waits, and everybody else goes on; where that cannot be, only time passes."""
+        if self.turning or self._depth >= _DEEPEST - 1:
+            self.pass_time(round(min(seconds, 0.0001) * 1e9))
+            return
+        self._depth += 1
+        try:
+            self.run_for(seconds)
+        finally:
+            self._depth -= 1
 
     def run_for(self, seconds: float) -> None:
         """Let time pass."""

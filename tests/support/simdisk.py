@@ -81,15 +81,25 @@ class _File:
         self.synced = self.content.copy()
         # (offset, bytes) of a write; (size, None) of a change of the size.
         self.changes: list[tuple[int, bytes | None]] = []
+        #: How many changes were synced before these.
+        self.before = 0
 
     def change(self, offset: int, data: bytes | None) -> None:
         self.content.change(offset, data)
         self.changes.append((offset, data))
 
-    def sync(self) -> None:
-        for change in self.changes:
+    @property
+    def made(self) -> int:
+        """How many changes there were so far."""
+        return self.before + len(self.changes)
+
+    def sync(self, up_to: int | None = None) -> None:
+        """Bring the changes to the device; with ``up_to`` only the first so many of all that there ever were."""
+        count = len(self.changes) if up_to is None else max(0, up_to - self.before)
+        for change in self.changes[:count]:
             self.synced.change(*change)
-        self.changes.clear()
+        del self.changes[:count]
+        self.before += count
 
     def copy(self) -> _File:
         copy = _File()
@@ -140,14 +150,22 @@ class _Folder:
         self.synced: dict[str, _File | _Folder] = {}
         # Each change is one step: what becomes of which names (None: gone). A rename is two names in one step.
         self.changes: list[dict[str, _File | _Folder | None]] = []
+        self.before = 0
+
+    @property
+    def made(self) -> int:
+        return self.before + len(self.changes)
 
     def change(self, step: dict[str, _File | _Folder | None]) -> None:
         _step(self.entries, step)
         self.changes.append(step)
 
-    def sync(self) -> None:
-        self.synced = dict(self.entries)
-        self.changes.clear()
+    def sync(self, up_to: int | None = None) -> None:
+        count = len(self.changes) if up_to is None else max(0, up_to - self.before)
+        for step in self.changes[:count]:
+            _step(self.synced, step)
+        del self.changes[:count]
+        self.before += count
 
     def copy(self, copies: dict[_File | _Folder, _File | _Folder]) -> _Folder:
         """The same folder, with copies of everything in it; a file that stands in several places is one copy."""
@@ -164,6 +182,26 @@ class _Folder:
             {name: None if node is None else twin(node) for name, node in step.items()} for step in self.changes
         ]
         return copy
+
+    def write_to(self, path: Path) -> None:
+        """Make a real folder of it, with the bytes that programs see."""
+        path.mkdir()
+        for name, node in self.entries.items():
+            if isinstance(node, _Folder):
+                node.write_to(path / name)
+            else:
+                with (path / name).open("wb") as file:
+                    file.write(node.content.data)
+                    file.truncate(node.content.size)
+
+    @classmethod
+    def read_from(cls, path: Path) -> _Folder:
+        """The same as a real folder; everything in it is on the device."""
+        folder = cls()
+        for child in sorted(path.iterdir()):
+            made = cls.read_from(child) if child.is_dir() else _File(_Bytes(child.read_bytes()))
+            folder.entries[child.name] = folder.synced[child.name] = made
+        return folder
 
     def survivor(self, choice: random.Random | None, everything: bool) -> _Folder:
         entries = dict(self.entries if everything else self.synced)
@@ -198,12 +236,13 @@ class _Fault:
 class SimSystem(System):
     """The system calls of a simulated machine. Only paths below ``root`` exist; ``root`` itself always does."""
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, number: int = 0) -> None:
+        """``number`` decides what its descriptors are; 0: the lowest that is free."""
         super().__init__()
         self.root = root
         self.tree = _Folder()
         #: By slot: what is open there.
-        self._open: dict[int, tuple[_File | _Folder, Path]] = {}
+        self._open: dict[int, tuple[Any, Path]] = {}
         self._locked: set[Path] = set()
         # Faults.
         self.calls = 0
@@ -218,7 +257,7 @@ class SimSystem(System):
         self.most_files: int | None = None
         #: Writes that the kernel made by itself.
         self.kernel_writes = 0
-        self._base = _TABLE.enter(self) * SLOTS
+        self._base = _TABLE.enter(self, number) * SLOTS
 
     # --- Faults ----------------------------------------------------------------------------------------------------
 
@@ -296,7 +335,7 @@ class SimSystem(System):
         if last:
             raise PowerLoss
 
-    def _opened(self, fd: int) -> tuple[_File | _Folder, Path]:
+    def _opened(self, fd: int) -> tuple[Any, Path]:
         try:
             return self._open[fd - self._base]
         except KeyError:
@@ -304,15 +343,14 @@ class SimSystem(System):
 
     def _file(self, fd: int) -> tuple[_File, Path]:
         node, path = self._opened(fd)
-        if isinstance(node, _Folder):
+        if not isinstance(node, _File):
             raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
         return node, path
 
     def open(self, path: Path, flags: int, mode: int = 0o600) -> int:
         create, folder = bool(flags & os.O_CREAT), bool(flags & os.O_DIRECTORY)
         last = self._call("create" if create else "open_folder" if folder else "open", path)
-        if self.most_files is not None and len(self._open) >= self.most_files:
-            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), str(path))
+        self._check_room(path)
         node: _File | _Folder
         if create:
             if path.name in self._folder(path.parent).entries:
@@ -325,9 +363,17 @@ class SimSystem(System):
             node = self._folder(path) if folder else self._node(path)
             if isinstance(node, _Folder) and not folder:
                 raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        return self._enter(node, path)
+
+    def _check_room(self, path: Path) -> None:
+        if self.most_files is not None and len(self._open) >= self.most_files:
+            raise OSError(errno.EMFILE, os.strerror(errno.EMFILE), str(path))
+
+    def _enter(self, what: Any, path: Path) -> int:
+        """Return a descriptor for it."""
         # The lowest free number, at once, as on Linux: one that was closed too early is another file's soon.
         slot = next(number for number in range(len(self._open) + 1) if number not in self._open)
-        self._open[slot] = (node, path)
+        self._open[slot] = (what, path)
         return self._base + slot
 
     def close(self, fd: int) -> None:
@@ -493,9 +539,13 @@ class _Table(kernel.Calls):
         self._systems: weakref.WeakValueDictionary[int, SimSystem] = weakref.WeakValueDictionary()
         self._sockets: dict[int, weakref.ref[SimSystem]] = {}
 
-    def enter(self, system: SimSystem) -> int:
+    def enter(self, system: SimSystem, number: int = 0) -> int:
         """Return the system's number."""
         kernel.replace_calls(self)
+        if number:
+            self._systems[number] = system
+            weakref.finalize(system, self._left)
+            return number
         # A descriptor has 31 bits.
         if len(self._systems) > SLOTS >> 10:
             gc.collect()
@@ -520,11 +570,11 @@ class _Table(kernel.Calls):
         return None if found is None else found()
 
     def recv(self, fd: int, view: memoryview) -> int:
-        owner = self._owner(fd)
+        owner = self._owner(fd) if fd < SLOTS else self._systems[fd // SLOTS]
         return super().recv(fd, view) if owner is None else _result(lambda: owner.recv(fd, view))
 
     def send(self, fd: int, view: bytes | memoryview) -> int:
-        owner = self._owner(fd)
+        owner = self._owner(fd) if fd < SLOTS else self._systems[fd // SLOTS]
         return super().send(fd, view) if owner is None else _result(lambda: owner.send(fd, view))
 
     def pwritev(self, fd: int, parts: list[bytes | memoryview], offset: int) -> int:

@@ -139,7 +139,8 @@ class Listeners:
 
     def _bind(self, address: str) -> tuple[socket.socket, str]:
         """Return a listening socket, and where it really is."""
-        sock = addresses.bind(address, mode=int(self._broker.options.unix_socket_mode, 8))
+        mode = int(self._broker.options.unix_socket_mode, 8)
+        sock = self._broker.disk.system.listen(address, mode=mode)
         return sock, addresses.text_of(sock.getsockname())
 
     def _connection_count(self) -> int:

@@ -32,6 +32,7 @@ from flintmq.http.tokens import Passes, Tokens
 from flintmq.lookup.registry import Producer, Registry
 from flintmq.options import NsqlookupdOptions, format_duration
 from flintmq.protocol.wire import MAGIC_LOOKUP, NSQ_VERSION, decode_identify, valid_name
+from flintmq.system import System
 
 if TYPE_CHECKING:
     import ssl
@@ -85,8 +86,10 @@ class Lookupd:
         *,
         now: Callable[[], int] = time.monotonic_ns,
         wall: Callable[[], int] = time.time_ns,
+        system: System | None = None,
         **overrides: Any,
     ) -> None:
+        self._system = system or System()
         if options is None:
             # Inside somebody's process: only loopback, any free port, unless said otherwise.
             local = {"tcp_address": "127.0.0.1:0", "http_address": "127.0.0.1:0", "broadcast_address": "127.0.0.1"}
@@ -142,9 +145,9 @@ class Lookupd:
                 self.passes = Passes(options.registration_token_file)
         except OptionError as exc:
             raise StartError(str(exc)) from exc
-        tcp = addresses.bind(options.tcp_address, unix=False)
+        tcp = self._system.listen(options.tcp_address, unix=False)
         try:
-            http = addresses.bind(options.http_address, unix=False)
+            http = self._system.listen(options.http_address, unix=False)
         except StartError:
             tcp.close()
             raise
@@ -254,7 +257,7 @@ class Lookupd:
         return msgspec.json.encode(
             {
                 "broadcast_address": self.options.broadcast_address,
-                "hostname": socket.gethostname(),
+                "hostname": self._system.hostname(),
                 "http_port": addresses.port_of(self.http_address),
                 "tcp_port": addresses.port_of(self.tcp_address),
                 "version": NSQ_VERSION,

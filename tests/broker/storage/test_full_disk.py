@@ -13,6 +13,7 @@ from flintmq.broker import upkeep
 from flintmq.broker.storage.disk import Buffer
 from flintmq.errors import StartError, StorageError
 from support.fakes import Client, CrampedDisk, quiet, until
+from support.simdisk import SimDisk, settled
 
 
 @pytest.mark.parametrize("size", [100, 3_000, 300_000])
@@ -93,6 +94,25 @@ async def test_a_start_without_room_says_which_file_how_much_and_what_to_do(
     await client.subscribe("t", "c", 100)
     await quiet(again)
     assert client.bodies == bodies
+
+
+async def test_a_start_that_fails_leaves_no_file_open(start_broker: StartBroker, tmp_path: Path) -> None:
+    """A program that runs a broker in its own process may try again as often as it likes."""
+    disk = SimDisk(tmp_path)
+    broker = await start_broker(disk=disk, max_bytes_per_file=5_000)
+    broker.topic("t").channel("c")
+    for number in range(5):
+        await Client(broker).publish("t", b"%06d" % number + bytes(3_000))
+        await settled(broker)
+    broker.topics["t"].log.sync()
+    await settled(broker)
+    await Client(broker).publish("t", bytes(3_000))
+    broker.kill()
+    cramped = disk.after_kill()
+    cramped.fail("write", errno.ENOSPC, path=".tmp")
+    with pytest.raises(StartError, match="Nothing is lost"):
+        await start_broker(disk=cramped)
+    assert cramped.open_files == []
 
 
 async def test_nsqd_dat_is_tried_again(

@@ -93,8 +93,12 @@ class Recovery:
 
     def _recover_segment(self, path: Path, later: Path | None, durable: int) -> None:
         fd = self._store.open(path)
-        size = self._disk.size(fd)
-        head = self._disk.read(fd, FILE_HEADER + RECORD_HEADER, 0)
+        try:
+            size = self._disk.size(fd)
+            head = self._disk.read(fd, FILE_HEADER + RECORD_HEADER, 0)
+        except OSError:
+            self._disk.close_file(fd)
+            raise
         segment = read_header(path, head) or guess_header(path, head)
         if segment is None:
             self._disk.close_file(fd)

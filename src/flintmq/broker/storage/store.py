@@ -173,7 +173,12 @@ class Store:
         self._spare.clear()
 
     def close(self) -> None:
-        """The broker has stopped: free all memory now, not when the garbage collector comes by."""
+        """The broker has stopped: free all memory now, not when the garbage collector comes by.
+
+        Files that are still open belong to nobody: to topics whose opening was cut off by an error.
+        """
+        for segment in list(self._files):
+            self.close_file(segment)
         self._drop_spare()
         self._cold.clear()
         self._cold_order.clear()

@@ -1,0 +1,427 @@
+"""Clients of simulated brokers: plain callbacks on simulated sockets, which tell the Ledger what they know.
+
+They misbehave: they pipeline, repeat, answer for others, stop reading, leave in the middle of everything. None of them
+waits: each does what it is told when it is told, and notes the answers when they come.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections import deque
+from collections.abc import Callable, Generator
+from typing import TYPE_CHECKING, Any
+
+from .ledger import LATENCY, Sent
+from .network import Socket
+
+if TYPE_CHECKING:
+    from .brokers import Run
+    from .cluster import Nsqd
+
+__all__ = ["Consumer", "Http", "Producer", "Reader", "Talk"]
+
+RESPONSE, ERROR, MESSAGE = 0, 1, 2
+BARRIER = b"PUB barrier#ephemeral\n\x00\x00\x00\x01."
+
+
+class _Client:
+    """A connection to a node, if it could be made. ``over`` once it has ended."""
+
+    def __init__(self, run: Run, node: Nsqd, address: tuple[str, int], *, window: int = 0) -> None:
+        self.run = run
+        self.node = node
+        #: The process at the other end.
+        self.process = node.machine
+        self.over = False
+        #: The network has done something to it: what it sees may be old.
+        self.disturbed = False
+        self.buffer = bytearray()
+        self.sock: Socket | None = None
+        try:
+            self.sock = run.network.connect(address, "10.0.9.9")
+        except OSError:
+            self.over = True
+            return
+        self.sock.link.fragments = 0.15
+        if window:
+            self.sock.link.window = window
+        self.sock.on_data = self._data
+        run.clients.append(self)
+
+    def send(self, data: bytes) -> bool:
+        """Send all of it, or give up."""
+        if self.over or self.sock is None:
+            return False
+        try:
+            if self.sock.send(data) < len(data):
+                self.close()
+                return False
+        except OSError:
+            self.close()
+            return False
+        return True
+
+    def _data(self, sock: Socket) -> None:
+        if self.over:
+            return
+        if sock.inbox:
+            size = len(sock.inbox)
+            self.buffer += sock.recv(size)
+            self.received()
+        elif sock.eof or sock.error:
+            self.close()
+        if not self.over and (sock.eof or sock.error) and not sock.inbox:
+            self.close()
+
+    @property
+    def last_words(self) -> str:
+        """How the process has died whose answer arrives now; empty if it has not."""
+        if self.process is None or not self.process.dead:
+            return ""
+        return self.process.death or self.node.death
+
+    def received(self) -> None: ...
+
+    def ended(self) -> None: ...
+
+    def close(self) -> None:
+        if not self.over:
+            self.over = True
+            if self.sock is not None:
+                self.sock.close()
+            self.ended()
+
+
+class _Nsq(_Client):
+    """One that speaks NSQ's protocol."""
+
+    def received(self) -> None:
+        while not self.over and len(self.buffer) >= 8:
+            size, kind = struct.unpack_from(">II", self.buffer)
+            if len(self.buffer) < 4 + size:
+                return
+            data = bytes(self.buffer[8 : 4 + size])
+            del self.buffer[: 4 + size]
+            if kind == RESPONSE and data == b"_heartbeat_":
+                self.send(b"NOP\n")
+            else:
+                self.frame(kind, data)
+
+    def frame(self, kind: int, data: bytes) -> None: ...
+
+
+class Producer(_Nsq):
+    """Publishes over TCP, one command after the other or several at once."""
+
+    def __init__(self, run: Run, node: Nsqd, *, keys: bool = False) -> None:
+        super().__init__(run, node, (node.host, 4150))
+        self.waiting: deque[list[Sent]] = deque()
+        if self.send(b"  V2") and keys:
+            body = json.dumps({"flintmq": True}).encode()
+            self.send(b"IDENTIFY\n" + struct.pack(">I", len(body)) + body)
+            self.waiting.append([])
+
+    def publish(self, topic: str, sents: list[Sent], *, batch: bool) -> None:
+        name = topic.encode()
+        first = sents[0]
+        key = f" {first.key}".encode() if first.key else b""
+        if batch:
+            data = _records([sent.body for sent in sents])
+            command = b"MPUB %b%b\n" % (name, key) + struct.pack(">I", len(data)) + data
+        elif first.delay:
+            command = b"DPUB %b %d%b\n" % (name, round(first.delay * 1000), key)
+            command += struct.pack(">I", len(first.body)) + first.body
+        else:
+            command = b"PUB %b%b\n" % (name, key) + struct.pack(">I", len(first.body)) + first.body
+        for sent in sents:
+            self.run.ledger.publish(sent)
+        self.waiting.append(sents)
+        self.send(command)
+
+    def frame(self, kind: int, data: bytes) -> None:
+        if not self.waiting:
+            self.run.world.violated(f"{self.node.name} answers a publisher who asked nothing: {data[:80]!r}")
+            return
+        sents = self.waiting.popleft()
+        if kind == RESPONSE:
+            for sent in sents:
+                self.run.ledger.acknowledge(sent, self.last_words)
+            self.run.reached["acknowledged"] += len(sents)
+        else:
+            self.run.reached["refused over TCP"] += 1
+            self.run.refused(self.node, data)
+
+    def ended(self) -> None:
+        if self.waiting:
+            self.run.reached["publish without an answer"] += 1
+
+
+class Consumer(_Nsq):
+    """Subscribes to a channel. ``auto`` finishes what it gets by itself; others wait to be told."""
+
+    def __init__(
+        self,
+        run: Run,
+        node: Nsqd,
+        topic: str,
+        channel: str,
+        ready: int,
+        *,
+        auto: float | None = None,
+        timeout: float = 0.0,
+        sample: int = 0,
+        window: int = 0,
+        heartbeat: int = 1000,
+    ) -> None:
+        super().__init__(run, node, (node.host, 4150), window=window)
+        self.topic = topic
+        self.channel = channel
+        self.auto = auto
+        self.timeout = timeout or node.msg_timeout
+        self.sampled = bool(sample)
+        self.held: dict[bytes, tuple[bytes, float]] = {}
+        self.ready = [(run.world.seconds, ready)]
+        self.subscribed = False
+        #: Answers that are still due: to IDENTIFY, SUB and barriers.
+        self._due: deque[str] = deque()
+        self._unconfirmed: dict[bytes, tuple[bytes, int]] = {}
+        self.received_count = 0
+        wishes: dict[str, Any] = {"heartbeat_interval": heartbeat, "client_id": f"c{len(run.clients)}"}
+        if timeout:
+            wishes["msg_timeout"] = round(timeout * 1000)
+        if sample:
+            wishes["sample_rate"] = sample
+        body = json.dumps(wishes).encode()
+        self._due.extend(("identify", "sub"))
+        self.send(b"  V2IDENTIFY\n" + struct.pack(">I", len(body)) + body)
+        self.send(f"SUB {topic} {channel}\nRDY {ready}\n".encode())
+
+    @property
+    def book(self) -> Any:
+        return None if self.sampled else self.run.ledger.book(self.node.name, self.topic, self.channel)
+
+    def frame(self, kind: int, data: bytes) -> None:
+        if kind == MESSAGE:
+            self._message(data)
+        elif kind == ERROR:
+            self.run.reached["error of a consumer"] += 1
+            words = data.split()
+            if data.startswith((b"E_FIN_FAILED", b"E_REQ_FAILED", b"E_TOUCH_FAILED")):
+                for id in list(self._unconfirmed):
+                    if id in words:
+                        del self._unconfirmed[id]
+            elif self._due:
+                self._due.popleft()
+        elif data == b"CLOSE_WAIT":
+            self.run.reached["CLS"] += 1
+        elif self._due:
+            what = self._due.popleft()
+            if what == "sub":
+                self.subscribed = True
+            elif what == "barrier":
+                self._confirm()
+
+    def _message(self, data: bytes) -> None:
+        world = self.run.world
+        _, attempts, id = struct.unpack_from(">qH16s", data)
+        body = data[26:]
+        self.received_count += 1
+        self.run.progress = world.now
+        self.run.ledger.delivered(
+            self.node.name, self.topic, "" if self.sampled else self.channel, self, id, body, attempts
+        )
+        if self.disturbed:
+            # Who knows how old it is? It is left to time out.
+            return
+        now = world.seconds
+        # Certainly in flight: not answered, and the broker cannot have given up on it yet.
+        self.held = {
+            each: (of, at) for each, (of, at) in self.held.items() if now - at < self.timeout - LATENCY and each != id
+        }
+        self.held[id] = (body, now)
+        recent = [count for at, count in self.ready if at > now - 3 * LATENCY]
+        allowed = max([*recent, self.ready[-1 - len(recent)][1] if len(recent) < len(self.ready) else 0])
+        book = self.book
+        changing = book is not None and (book.during is not None or now < book.changed_at + LATENCY)
+        if len(self.held) > allowed and not changing:
+            world.violated(
+                f"RDY: {self.node.name} {self.topic}/{self.channel} has {len(self.held)} in flight, RDY {allowed}"
+            )
+        if self.auto is not None:
+            world.after(self.auto * world.rng.random(), lambda: self.finish([id]))
+
+    # --- What it is told to do ---------------------------------------------------------------------------------------
+
+    def finish(self, ids: list[bytes], *, barrier: bool = False) -> None:
+        ids = [id for id in ids if id in self.held]
+        if self.over or not ids:
+            return
+        book = self.book
+        generation = -1 if book is None else book.generation
+        lines = []
+        for id in ids:
+            body, _ = self.held.pop(id)
+            lines.append(b"FIN %b\n" % id)
+            if book is not None:
+                book.release(body)
+                self._unconfirmed[id] = (body, generation)
+        if not self.send(b"".join(lines)):
+            self._unconfirmed.clear()
+        elif barrier or self.run.world.rng.random() < 0.1:
+            self.barrier()
+
+    def barrier(self) -> None:
+        """Ask for something that is answered: what was sent before has been done then."""
+        if not self.over and self.subscribed and "barrier" not in self._due:
+            self._due.append("barrier")
+            self._asked = dict(self._unconfirmed)
+            self.send(BARRIER)
+
+    def _confirm(self) -> None:
+        book = self.book
+        if self.last_words:
+            # It may have died before it could write this down.
+            return
+        for id, (body, generation) in self._asked.items():
+            if self._unconfirmed.pop(id, None) is not None and book is not None and book.generation == generation:
+                book.confirmed[body] = self.run.world.seconds
+                self.run.reached["FIN confirmed"] += 1
+
+    def requeue(self, id: bytes, seconds: float) -> None:
+        if self.over or id not in self.held:
+            return
+        body, _ = self.held.pop(id)
+        book = self.book
+        if book is not None:
+            book.held.pop(body, None)
+            book.not_before[body] = self.run.world.seconds + seconds
+        self.send(b"REQ %b %d\n" % (id, round(seconds * 1000)))
+
+    def touch(self, id: bytes) -> None:
+        book, now = self.book, self.run.world.seconds
+        body, at = self.held[id]
+        if book is not None and body in book.held and book.held[body].consumer is self:
+            if now - at < self.timeout - LATENCY:
+                # It arrives in time: the timeout begins anew.
+                book.held[body].at = now
+        self.send(b"TOUCH %b\n" % id)
+
+    def change_ready(self, count: int) -> None:
+        self.ready.append((self.run.world.seconds, count))
+        self.send(b"RDY %d\n" % count)
+
+    def ended(self) -> None:
+        book = self.book
+        if book is not None:
+            # What was on its way to it counts as an attempt, and nobody has seen it.
+            book.shaken += 1
+        self.held.clear()
+        self._unconfirmed.clear()
+
+
+class Reader(_Nsq):
+    """Takes and finishes everything of a channel, whoever published it."""
+
+    def __init__(self, run: Run, node: Nsqd, topic: str, channel: str, wanted: dict[bytes, None]) -> None:
+        super().__init__(run, node, (node.host, 4150))
+        self.wanted = wanted
+        self.send(f"  V2SUB {topic} {channel}\nRDY 100\n".encode())
+
+    def frame(self, kind: int, data: bytes) -> None:
+        if kind == MESSAGE:
+            self.wanted.pop(data[26:], None)
+            if data[26:] not in self.run.ledger.sent:
+                self.run.world.violated(f"invented: {self.node.name} delivers {data[26:86]!r}")
+            self.send(b"FIN %b\n" % data[10:26])
+
+
+class Http(_Client):
+    """One request at a time; ``answered(status, body)`` is called for each, with status 0 if none came."""
+
+    def __init__(self, run: Run, node: Nsqd) -> None:
+        super().__init__(run, node, (node.host, 4151))
+        self._waiting: Callable[[int, bytes], object] | None = None
+
+    @property
+    def idle(self) -> bool:
+        return not self.over and self._waiting is None
+
+    def ask(self, method: str, target: str, body: bytes, answered: Callable[[int, bytes], object]) -> None:
+        if self.over:
+            answered(0, b"")
+            return
+        self._waiting = answered
+        head = f"{method} {target} HTTP/1.1\r\nHost: {self.node.name}\r\nContent-Length: {len(body)}\r\n\r\n"
+        self.send(head.encode() + body)
+
+    def received(self) -> None:
+        head, found, rest = bytes(self.buffer).partition(b"\r\n\r\n")
+        if not found:
+            return
+        lines = head.split(b"\r\n")
+        length = 0
+        for line in lines[1:]:
+            name, _, value = line.partition(b":")
+            if name.lower() == b"content-length":
+                length = int(value)
+        if len(rest) < length:
+            return
+        self.buffer[:] = rest[length:]
+        answered, self._waiting = self._waiting, None
+        status = int(lines[0].split(b" ")[1])
+        if answered is None:
+            self.run.world.violated(f"{self.node.name} answers a request that nobody made: {status}")
+            return
+        if b"connection: close" in head.lower():
+            self.close()
+        answered(status, rest[:length])
+
+    def ended(self) -> None:
+        answered, self._waiting = self._waiting, None
+        if answered is not None:
+            answered(0, b"")
+
+
+#: What a Talk yields: the node, method, target and body of a request. It gets status and body.
+Request = tuple[Any, str, str, bytes]
+
+
+class Talk:
+    """A conversation over HTTP that may take several nodes and requests: a generator that yields requests.
+
+    A request without an answer is answered with status 0 after a while, and so is one that takes too long.
+    """
+
+    def __init__(self, run: Run, script: Generator[Request, tuple[int, bytes], None], *, patience: float = 3.0) -> None:
+        self._run = run
+        self._script = script
+        self._patience = patience
+        self.done = False
+        run.talks.append(self)
+        self._next(None)
+
+    def _next(self, answer: tuple[int, bytes] | None) -> None:
+        try:
+            node, method, target, body = next(self._script) if answer is None else self._script.send(answer)
+        except StopIteration:
+            self.done = True
+            self._run.talks.remove(self)
+            return
+        client = Http(self._run, node)
+        answered = False
+
+        def arrived(status: int, data: bytes) -> None:
+            nonlocal answered
+            if not answered:
+                answered = True
+                client.close()
+                # Never at once: a node that is down would be asked without end.
+                self._run.world.after(0.0001 if status else 0.05, lambda: self._next((status, data)))
+
+        client.ask(method, target, body, arrived)
+        self._run.world.after(self._patience, lambda: arrived(0, b""))
+
+
+def _records(bodies: list[bytes]) -> bytes:
+    return struct.pack(">I", len(bodies)) + b"".join(struct.pack(">I", len(body)) + body for body in bodies)

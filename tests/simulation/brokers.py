@@ -1,0 +1,1230 @@
+"""Try brokers on simulated machines: seeded clients and faults, and what must hold nevertheless.
+
+    python -m tests.simulation --seed 7 --steps 200
+
+A seed decides on a script of steps, and on everything that happens between them: when packets arrive, which thread
+works first, what a lost page holds. Nodes are real brokers and lookupds with their lanes, threads and recovery; only
+the system calls below them are simulated. Held all the time:
+
+- what is delivered was published there, under one id for ever, and every id has one body
+- nothing comes early, nothing that was finished comes again, attempts count one by one, no more in flight than RDY
+- no task, callback or call of the kernel raised; no turn of a loop makes more calls than it may
+- a node stops only when it is told to, or when its disk fails; then it starts again
+
+and at the end, with all faults healed: everything that was acknowledged is delivered, within what its durability
+promises; a clean stop leaves no descriptor open; and what was finished stays so over it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import gc
+import json
+import logging
+import random
+import sys
+import tempfile
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Generator, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import aiohttp.web  # noqa: F401  -- before the first seed: an import has no place in a simulation
+import pytest
+
+from flintmq import kernel
+from flintmq.broker import backup
+from flintmq.broker.storage import journal as journal_module
+
+from .actors import Consumer, Http, Producer, Reader, Request, Talk, _Client, _records
+from .cluster import SECOND, SYNC_TIMEOUT, Lookupd, Nsqd
+from .ledger import LATENCY, Book, Ledger, Sent
+from .network import Network
+from .world import Stuck, World
+
+__all__ = ["EXPECTED", "Outcome", "Run", "run_script", "run_seed", "script_of", "shrink"]
+
+MSG_TIMEOUT = 1.5
+TTL = 2.0
+#: Virtual seconds without a delivery after which nothing more will come.
+PATIENCE = 12.0
+#: System calls that one turn of a loop may make.
+MOST_CALLS = 3_000
+#: Descriptors that a node may hold beside its connections.
+MOST_FILES = 420
+
+#: Topics, and the channels that are there from the start.
+TOPICS = {
+    "plain": ("a", "b"),
+    "safe": ("a",),
+    "kept": ("a",),
+    "brief": ("a",),
+    "hard": ("a",),
+    "hard.a.dead": ("x",),
+    "staged": ("a",),
+}
+
+#: (operation, weight, seconds that follow: least and most)
+OPERATIONS: list[tuple[str, float, float, float]] = [
+    ("publish", 30, 0.0, 0.004),
+    ("publish_batch", 10, 0.0, 0.004),
+    ("publish_burst", 12, 0.0, 0.006),
+    ("publish_deferred", 5, 0.0, 0.004),
+    ("publish_keyed", 6, 0.0, 0.004),
+    ("publish_http", 10, 0.0, 0.004),
+    ("subscribe", 16, 0.0, 0.006),
+    ("subscribe_ephemeral", 3, 0.0, 0.006),
+    ("subscribe_sampled", 2, 0.0, 0.006),
+    ("subscribe_slow", 3, 0.0, 0.006),
+    ("finish", 20, 0.0, 0.006),
+    ("finish_all", 10, 0.0, 0.006),
+    ("finish_foreign", 2, 0.0, 0.004),
+    ("requeue", 6, 0.0, 0.01),
+    ("touch", 3, 0.0, 0.01),
+    ("change_ready", 5, 0.0, 0.01),
+    ("leave", 3, 0.0, 0.01),
+    ("leave_politely", 2, 0.0, 0.01),
+    ("wait", 6, 0.02, 0.4),
+    ("wait_for_timeouts", 1, MSG_TIMEOUT, MSG_TIMEOUT + 0.5),
+    ("kill", 1.5, 0.0, 0.05),
+    ("kill_soon", 2.5, 0.0, 0.05),
+    ("lose_power", 1.5, 0.0, 0.05),
+    ("lose_power_soon", 3, 0.0, 0.05),
+    ("lose_power_after_sync", 3, 0.0, 0.05),
+    ("stop", 1, 0.0, 0.1),
+    ("stop_and_rename", 0.7, 0.0, 0.1),
+    ("drain", 0.5, 0.0, 0.3),
+    ("no_descriptors", 1, 0.05, 0.4),
+    ("full_disk", 1.2, 0.05, 0.4),
+    ("failing_write", 0.8, 0.0, 0.05),
+    ("failing_sync", 0.8, 0.0, 0.1),
+    ("failing_read", 0.6, 0.0, 0.05),
+    ("slow_disk", 1, 0.05, 0.3),
+    ("step_clock", 0.8, 0.0, 0.1),
+    ("delay_packets", 2, 0.0, 0.05),
+    ("half_open", 1.5, 0.0, 0.05),
+    ("cut", 1.5, 0.0, 0.02),
+    ("kill_lookupd", 1, 0.0, 0.05),
+    ("look_up", 1.5, 0.0, 0.02),
+    ("pause_channel", 1.5, 0.0, 0.05),
+    ("unpause_channel", 1.5, 0.0, 0.05),
+    ("pause_topic", 1, 0.0, 0.05),
+    ("unpause_topic", 1, 0.0, 0.05),
+    ("empty_channel", 0.8, 0.0, 0.05),
+    ("empty_topic", 0.5, 0.0, 0.05),
+    ("delete_channel", 0.6, 0.0, 0.05),
+    ("delete_topic", 0.6, 0.0, 0.05),
+    ("create_channel", 1.2, 0.0, 0.05),
+    ("seek", 1, 0.0, 0.05),
+    ("change_settings", 1.5, 0.0, 0.05),
+    ("redrive", 0.8, 0.0, 0.1),
+    ("stage", 1.5, 0.0, 0.05),
+    ("ask_for_stats", 1, 0.0, 0.02),
+    ("back_up", 0.5, 0.0, 0.02),
+]
+
+#: What a full run must have reached, and how often at least.
+EXPECTED: dict[str, int] = {
+    **{name: 100 for name, *_ in OPERATIONS},
+    **dict.fromkeys(
+        [
+            *(
+                "acknowledged",
+                "acknowledged over HTTP",
+                "refused over TCP",
+                "publish without an answer",
+                "repeated key",
+            ),
+            *(
+                "published by a lane",
+                "finished by a lane",
+                "FIN confirmed",
+                "error of a consumer",
+                "CLS",
+                "another's message",
+                "another's message",
+                "redelivered",
+            ),
+            *("clean stop", "kill", "power", "stop by a fault", "EMFILE", "ENOSPC at write", "EIO at write"),
+            *("EIO at sync", "EIO at read", "write during a sync", "crash at a call", "torn or reordered"),
+            *("dead letter", "seek done", "emptied", "channel deleted", "topic deleted", "settings changed"),
+            *(
+                "staged and committed",
+                "restored",
+                "early deliveries looked for",
+                "attempts compared",
+                "paused",
+                "drained",
+            ),
+            *("found by a lookupd", "snapshot of the journal", "segment removed", "read back from the disk"),
+        ],
+        100,
+    ),
+}
+
+
+@dataclass(frozen=True)
+class Step:
+    id: int
+    do: str
+    wait: float
+
+    def line(self) -> str:
+        return json.dumps({"id": self.id, "do": self.do, "wait": self.wait})
+
+
+def script_of(seed: int, steps: int) -> list[Step]:
+    """The steps of a seed. What each of them does in detail follows from the seed and its id alone."""
+    rng = random.Random(f"script {seed}")
+    weights = [weight * rng.choice([0.3, 1, 1, 1, 3]) for _, weight, _, _ in OPERATIONS]
+    script = []
+    for number in range(steps):
+        name, _, least, most = rng.choices(OPERATIONS, weights)[0]
+        script.append(Step(number, name, round(rng.uniform(least, most), 6)))
+    return script
+
+
+@dataclass
+class Outcome:
+    seed: int
+    violations: list[str]
+    trace: str
+    reached: Counter[str]
+    script: list[Step]
+
+    @property
+    def kind(self) -> str:
+        """The first word of the first violation: what shrinking keeps."""
+        return self.violations[0].split(": ", 2)[1] if self.violations else ""
+
+
+class Run:
+    """One seed."""
+
+    def __init__(self, seed: int, script: list[Step]) -> None:
+        self.seed = seed
+        self.script = script
+        self.world = World(f"brokers {seed}", tick=20_000)
+        self.network = Network(self.world)
+        self.ledger = Ledger(self.world)
+        self.reached: Counter[str] = Counter()
+        self.clients: list[_Client] = []
+        self.talks: list[Talk] = []
+        #: What dead processes leave: kept, so that no destructor runs in the middle of things.
+        self.graves: list[Any] = []
+        self.machines = 0
+        self.most_calls = 0
+        self.over = False
+        self.healed = False
+        self.settled = False
+        self.progress = self.world.now
+        self.numbers = 0
+        self.rng = rng = random.Random(f"plan {seed}")
+        self.lookupds = [Lookupd(self, f"lookupd{n}", f"10.0.1.{n + 1}") for n in range(rng.choice([0, 1, 2, 2]))]
+        self.nsqds = [
+            Nsqd(self, f"nsqd{n}", f"10.0.0.{n + 1}", self._options(n)) for n in range(rng.choice([1, 1, 2, 3, 3]))
+        ]
+        # Most of what happens happens in one place, so that much happens there.
+        self._traffic = [rng.choice([1, 10]) for _ in self.nsqds]
+        self._topics = {name: rng.choice([0.3, 1, 6]) for name in ("plain", "safe", "kept", "brief", "hard")}
+        self._producers: dict[tuple[str, str], list[Producer]] = {}
+        self._web: dict[str, Http] = {}
+        #: Nodes made from a backup, and what they must deliver.
+        self.copies: list[tuple[Nsqd, list[tuple[Nsqd, str, str, dict[bytes, None]]]]] = []
+        self.keyed: list[tuple[Nsqd, list[Sent], bool]] = []
+
+    def _options(self, number: int) -> dict[str, Any]:
+        rng = self.rng
+        host = f"10.0.0.{number + 1}"
+        return {
+            "tcp_address": f"{host}:4150",
+            "http_address": f"{host}:4151",
+            "broadcast_address": host,
+            "id": number * 100 + rng.randrange(100),
+            "durability": rng.choice(["os", "os", "fsync", "fsync", "memory"]),
+            "nsqlookupd_tcp_addresses": tuple(f"{lookupd.host}:4160" for lookupd in self.lookupds),
+            "max_bytes_per_file": rng.choice([3_000, 20_000, 200_000]),
+            "mem_queue_size": rng.choice([0, 5, 50, 10_000]),
+            "cold_cache_bytes": rng.choice([0, 2_000, 1 << 20]),
+            "sync_every": rng.choice([0, 3, 100]),
+            "sync_timeout": round(SYNC_TIMEOUT * SECOND),
+            "disk_reserve": rng.choice([0, 0, 100_000]),
+            "msg_timeout": round(MSG_TIMEOUT * SECOND),
+            "queue_scan_interval": SECOND // 10,
+            "requeue_on_disconnect": rng.random() < 0.3,
+            "drain_timeout": 2 * SECOND,
+            "max_req_timeout": 60 * SECOND,
+        }
+
+    # --- Small helps -------------------------------------------------------------------------------------------------
+
+    def say(self, text: str) -> None:
+        self.world.note("step", text)
+
+    def refused(self, node: Nsqd, why: bytes) -> None:
+        """A publish was refused: something must be wrong with the node."""
+        expected = (b"drained", b"no space", b"too many open files", b"input/output error", b"nearly full", b"exiting")
+        if (
+            self.world.seconds > node.unsound_until
+            and not node.stopping
+            and not any(word in why.lower() for word in expected)
+        ):
+            self.world.violated(f"refused: {node.name} refuses a publish without a fault: {why[:100]!r}")
+
+    def body(self, rng: random.Random, node: Nsqd, topic: str) -> bytes:
+        self.numbers += 1
+        head = f"<{self.numbers} {node.name} {topic}>".encode()
+        return head + b"." * rng.choice([0, 0, 20, 200, 200, 1500, 6000])
+
+    def consumers(self) -> list[Consumer]:
+        self.clients = [client for client in self.clients if not client.over]
+        return [client for client in self.clients if isinstance(client, Consumer)]
+
+    def _node(self, rng: random.Random) -> Nsqd:
+        return rng.choices(self.nsqds, self._traffic)[0]
+
+    def _topic(self, rng: random.Random) -> str:
+        return rng.choices(list(self._topics), list(self._topics.values()))[0]
+
+    def _sent(self, rng: random.Random, node: Nsqd, topic: str, delay: float = 0.0, key: str = "") -> Sent:
+        return Sent(self.body(rng, node, topic), node.name, topic, self.world.seconds, delay, key)
+
+    def _producer(self, rng: random.Random, node: Nsqd, kind: str) -> Producer:
+        """Mostly one that has published like this before: so it takes a lane."""
+        known = self._producers.setdefault((node.name, kind), [])
+        known[:] = [producer for producer in known if not producer.over]
+        if len(known) < 2 or rng.random() < 0.03:
+            made = Producer(self, node, keys=kind == "keyed")
+            if not made.over:
+                known.append(made)
+            return made
+        return rng.choice(known)
+
+    # --- Steps: publishing -------------------------------------------------------------------------------------------
+
+    def publish(self, rng: random.Random) -> None:
+        node, topic = self._node(rng), self._topic(rng)
+        producer = self._producer(rng, node, topic)
+        for _ in range(rng.choice([1, 1, 2, 5, 12])):
+            producer.publish(topic, [self._sent(rng, node, topic)], batch=False)
+
+    def publish_batch(self, rng: random.Random) -> None:
+        node, topic = self._node(rng), self._topic(rng)
+        producer = self._producer(rng, node, f"{topic} batch")
+        sents = [self._sent(rng, node, topic) for _ in range(rng.choice([1, 2, 5, 30]))]
+        producer.publish(topic, sents, batch=True)
+
+    def publish_burst(self, rng: random.Random) -> None:
+        """Several publishers, one command each at a time: the lanes' own kind of traffic."""
+        node, topic = self._node(rng), self._topic(rng)
+        kind = rng.choice(["", " batch"])
+        producers = dict.fromkeys(self._producer(rng, node, topic + kind) for _ in range(rng.randint(2, 5)))
+
+        def again(producer: Producer, left: int) -> None:
+            if left and not producer.over:
+                if not producer.waiting:
+                    sents = [self._sent(rng, node, topic) for _ in range(3 if kind else 1)]
+                    producer.publish(topic, sents, batch=bool(kind))
+                    left -= 1
+                self.world.after(0.0004, lambda: again(producer, left))
+
+        for producer in producers:
+            again(producer, rng.randint(2, 6))
+
+    def publish_deferred(self, rng: random.Random) -> None:
+        node, topic = self._node(rng), rng.choice(["plain", "safe"])
+        delay = rng.choice([0.0, 0.01, 0.05, 0.3, 1.0])
+        self._producer(rng, node, "deferred").publish(topic, [self._sent(rng, node, topic, delay)], batch=False)
+
+    def publish_keyed(self, rng: random.Random) -> None:
+        """A new key, or one that was used before, with the same content."""
+        # Keys are forgotten by their age, which goes by the date.
+        known = [each for each in self.keyed if not each[0].date_changed]
+        if known and rng.random() < 0.4:
+            node, sents, batch = rng.choice(known)
+            self.reached["repeated key"] += 1
+        else:
+            node, topic = self._node(rng), rng.choice(["plain", "safe"])
+            batch = rng.random() < 0.4
+            self.numbers += 1
+            key = f"key-{self.numbers}"
+            sents = [self._sent(rng, node, topic, 0.0, key) for _ in range(rng.choice([1, 4]) if batch else 1)]
+            self.keyed.append((node, sents, batch))
+        self._producer(rng, node, "keyed").publish(sents[0].topic, sents, batch=batch)
+
+    def publish_http(self, rng: random.Random) -> None:
+        node, topic = self._node(rng), self._topic(rng)
+        web = self._web.get(node.name)
+        if web is None or not web.idle:
+            web = self._web[node.name] = Http(self, node)
+        kind = rng.choice(["pub", "pub", "defer", "mpub"])
+        delay = rng.choice([0.02, 0.4]) if kind == "defer" and topic in ("plain", "safe") else 0.0
+        sents = [self._sent(rng, node, topic, delay) for _ in range(rng.choice([1, 5]) if kind == "mpub" else 1)]
+        for sent in sents:
+            self.ledger.publish(sent)
+        target = f"/{'mpub' if kind == 'mpub' else 'pub'}?topic={topic}"
+        target += f"&defer={round(delay * 1000)}" if delay else ""
+        target += "&binary=true" if kind == "mpub" else ""
+        data = _records([sent.body for sent in sents]) if kind == "mpub" else sents[0].body
+
+        def answered(status: int, answer: bytes) -> None:
+            if status == 200:
+                self.reached["acknowledged over HTTP"] += len(sents)
+                for sent in sents:
+                    self.ledger.acknowledge(sent, web.last_words)
+            elif status:
+                self.refused(node, answer)
+
+        web.ask("POST", target, data, answered)
+
+    # --- Steps: consuming --------------------------------------------------------------------------------------------
+
+    def _channel(self, rng: random.Random) -> tuple[Nsqd, str, str]:
+        node = self._node(rng)
+        topic = rng.choices(list(TOPICS), [self._topics.get(name, 0.7) for name in TOPICS])[0]
+        book = self.ledger.topic(node.name, topic)
+        channels = list(book.books) if book is not None else []
+        return node, topic, rng.choice(channels or list(TOPICS[topic]))
+
+    def subscribe(self, rng: random.Random) -> None:
+        node, topic, channel = self._channel(rng)
+        auto = rng.choice([None, None, 0.0005, 0.01])
+        if topic == "hard.a.dead":
+            auto = 0.001
+        timeout = rng.choice([0.0, 0.0, 1.0])
+        for _ in range(rng.choice([1, 1, 2])):
+            Consumer(self, node, topic, channel, rng.choice([1, 2, 10, 50, 300]), auto=auto, timeout=timeout)
+
+    def subscribe_ephemeral(self, rng: random.Random) -> None:
+        node = self._node(rng)
+        Consumer(self, node, self._topic(rng), "now#ephemeral", rng.choice([1, 20]), auto=rng.choice([None, 0.01]))
+
+    def subscribe_sampled(self, rng: random.Random) -> None:
+        """On a channel of its own: what it is not sent is dropped."""
+        node = self._node(rng)
+        Consumer(self, node, self._topic(rng), "sampled", 50, auto=0.001, sample=rng.choice([1, 50, 99]))
+
+    def subscribe_slow(self, rng: random.Random) -> None:
+        """It stops to read after a while, and its window is small."""
+        node, topic, channel = self._channel(rng)
+        consumer = Consumer(self, node, topic, channel, 300, window=rng.choice([500, 4_000]), heartbeat=60_000)
+        consumer.disturbed = True
+        sock, book = consumer.sock, consumer.book
+        if sock is None:
+            return
+        if book is not None:
+            book.unsteady = True
+        sock.paused = True
+        self.world.after(rng.choice([0.05, 0.5, 2.0]), lambda: None if consumer.over else sock.resume())
+
+    def _some(self, rng: random.Random) -> list[Consumer]:
+        found = [consumer for consumer in self.consumers() if consumer.held]
+        return [] if not found else rng.sample(found, rng.randint(1, len(found)))
+
+    def finish(self, rng: random.Random) -> None:
+        for consumer in self._some(rng):
+            ids = list(consumer.held)
+            if rng.random() < 0.5:
+                rng.shuffle(ids)
+            consumer.finish(ids[: rng.randint(1, len(ids))], barrier=rng.random() < 0.3)
+
+    def finish_all(self, rng: random.Random) -> None:
+        for consumer in self.consumers():
+            consumer.finish(list(consumer.held), barrier=rng.random() < 0.5)
+
+    def finish_foreign(self, rng: random.Random) -> None:
+        """FIN, REQ and TOUCH of what another connection holds, or nobody."""
+        consumers = self.consumers()
+        if not consumers:
+            return
+        intruder = rng.choice(consumers)
+        # Those that the broker cannot have given to the intruder meanwhile.
+        latest = self.world.seconds - MSG_TIMEOUT / 2 + LATENCY
+        found = [
+            id
+            for holder in consumers
+            if holder is not intruder and not holder.disturbed and not intruder.disturbed
+            if (holder.node, holder.topic, holder.channel) == (intruder.node, intruder.topic, intruder.channel)
+            for id, (_, at) in holder.held.items()
+            if at > latest and id not in intruder.held
+        ]
+        self.reached["another's message"] += bool(found)
+        id = rng.choice(found or [b"0123456789abcdef"])
+        intruder.send(rng.choice([b"FIN %b\n" % id, b"REQ %b 0\n" % id, b"TOUCH %b\n" % id]))
+
+    def requeue(self, rng: random.Random) -> None:
+        for consumer in self._some(rng):
+            for id in rng.sample(list(consumer.held), min(len(consumer.held), rng.choice([1, 1, 5]))):
+                consumer.requeue(id, rng.choice([0.0, 0.0, 0.02, 0.5]))
+
+    def touch(self, rng: random.Random) -> None:
+        for consumer in self._some(rng):
+            consumer.touch(rng.choice(list(consumer.held)))
+
+    def change_ready(self, rng: random.Random) -> None:
+        for consumer in self.consumers():
+            if rng.random() < 0.5:
+                consumer.change_ready(rng.choice([0, 1, 5, 50, 300]))
+
+    def leave(self, rng: random.Random) -> None:
+        consumers = self.consumers()
+        if consumers:
+            rng.choice(consumers).close()
+
+    def leave_politely(self, rng: random.Random) -> None:
+        consumers = self.consumers()
+        if consumers:
+            rng.choice(consumers).send(b"CLS\n")
+
+    def wait(self, rng: random.Random) -> None: ...
+
+    def wait_for_timeouts(self, rng: random.Random) -> None: ...
+
+    # --- Steps: the end of processes ---------------------------------------------------------------------------------
+
+    def kill(self, rng: random.Random) -> None:
+        self._node(rng).kill("kill")
+
+    def kill_soon(self, rng: random.Random) -> None:
+        self._node(rng).kill_in(rng.randint(1, 80), "kill")
+        self.reached["crash at a call"] += 1
+
+    def lose_power(self, rng: random.Random) -> None:
+        self._node(rng).kill("power")
+
+    def lose_power_soon(self, rng: random.Random) -> None:
+        self._node(rng).kill_in(rng.randint(1, 80), "power")
+        self.reached["crash at a call"] += 1
+
+    def lose_power_after_sync(self, rng: random.Random) -> None:
+        """Right after something was called durable."""
+        node = self._node(rng)
+        if node.machine is not None and not node.machine.dead:
+            node.death = "power"
+            node.machine.calls_after_sync = rng.randint(1, 12)
+            self.reached["crash at a call"] += 1
+
+    def stop(self, rng: random.Random) -> None:
+        self._node(rng).stop()
+
+    def stop_and_rename(self, rng: random.Random) -> None:
+        """Another node id and host name from the next start on."""
+        node = self._node(rng)
+        node.options = {**node.options, "id": (node.options["id"] // 100) * 100 + rng.randrange(100)}
+        node.hostname = f"{node.name}-{rng.randrange(10)}"
+        node.stop()
+
+    def drain(self, rng: random.Random) -> None:
+        node = self._node(rng)
+        if node.up and not node.stopping:
+            node.stopping = True
+
+            def script() -> Generator[Request, tuple[int, bytes], None]:
+                status, _ = yield node, "POST", "/drain", b""
+                self.reached["drained"] += status == 200
+                if status != 200:
+                    node.stopping = False
+
+            Talk(self, script())
+
+    # --- Steps: faults of machines and networks ----------------------------------------------------------------------
+
+    def _unsound(self, rng: random.Random, seconds: float) -> Nsqd | None:
+        """A node whose disk is about to misbehave."""
+        node = self._node(rng)
+        if node.machine is None or node.machine.dead:
+            return None
+        node.unsound_until = max(node.unsound_until, self.world.seconds + seconds)
+        return node
+
+    def no_descriptors(self, rng: random.Random) -> None:
+        seconds = rng.uniform(0.02, 0.5)
+        node = self._unsound(rng, seconds + 3)
+        if node is not None and node.machine is not None:
+            machine = node.machine
+            machine.most_files = len(machine._open) + rng.randrange(3)
+            self.world.after(seconds, lambda: setattr(machine, "most_files", None))
+
+    def full_disk(self, rng: random.Random) -> None:
+        seconds = rng.uniform(0.02, 0.5)
+        node = self._unsound(rng, seconds + 3)
+        if node is not None and node.machine is not None:
+            node.was_full = True
+            node.capacity = node.machine.capacity = node.machine.used + rng.choice([0, 100, 5_000])
+
+            def over() -> None:
+                node.capacity = None
+                if node.machine is not None:
+                    node.machine.capacity = None
+
+            self.world.after(seconds, over)
+
+    def _failing(self, rng: random.Random, kind: str) -> None:
+        node = self._unsound(rng, 4)
+        if node is not None and node.machine is not None:
+            node.machine.fail(kind, errno.EIO, times=rng.choice([1, 1, 3]), short=rng.choice([0, 0, 10]))
+
+    def failing_write(self, rng: random.Random) -> None:
+        self._failing(rng, "write")
+
+    def failing_sync(self, rng: random.Random) -> None:
+        self._failing(rng, "sync")
+
+    def failing_read(self, rng: random.Random) -> None:
+        self._failing(rng, "read")
+
+    def slow_disk(self, rng: random.Random) -> None:
+        seconds = rng.uniform(0.1, 1.0)
+        node = self._unsound(rng, seconds + 3)
+        if node is not None and node.machine is not None:
+            machine = node.machine
+            machine.sync_seconds, machine.work_seconds = rng.choice([(0.3, 0.01), (0.02, 0.2), (1.0, 0.3)])
+
+            def over() -> None:
+                machine.sync_seconds, machine.work_seconds = node.sync_seconds, 0.001
+
+            self.world.after(seconds, over)
+
+    def step_clock(self, rng: random.Random) -> None:
+        node = self._node(rng)
+        step = rng.choice([-86_400, -3_600, -1, 1, 3_600, 86_400]) * SECOND
+        node.step += step
+        if node.machine is not None:
+            node.machine.clock.step += step  # type: ignore[attr-defined]
+        for topic in self.ledger._of(node.name):
+            if topic.ttl:
+                topic.stepped = True
+        node.date_changed = True
+
+    def _link(self, rng: random.Random) -> _Client | None:
+        self.clients = [client for client in self.clients if not client.over]
+        return rng.choice(self.clients) if self.clients else None
+
+    def _disturb(self, client: _Client) -> None:
+        client.disturbed = True
+        if isinstance(client, Consumer) and client.book is not None:
+            client.book.unsteady = True
+
+    def delay_packets(self, rng: random.Random) -> None:
+        """A packet is lost and sent again: what comes behind it waits."""
+        client = self._link(rng)
+        if client is not None and client.sock is not None:
+            self._disturb(client)
+            link, delay = client.sock.link, client.sock.link.delay
+            link.delay = rng.choice([0.05, 0.2, 1.0])
+            self.world.after(rng.uniform(0.01, 0.3), lambda: setattr(link, "delay", delay))
+
+    def half_open(self, rng: random.Random) -> None:
+        """A cable is pulled; the client gives up after a while, the broker when no heartbeat is answered."""
+        client = self._link(rng)
+        if client is not None and client.sock is not None:
+            self._disturb(client)
+            client.sock.link.half_open = True
+            self.world.after(rng.choice([0.1, 1.0, 5.0]), client.close)
+
+    def cut(self, rng: random.Random) -> None:
+        client = self._link(rng)
+        if client is not None and client.sock is not None:
+            self._disturb(client)
+            client.sock.cut()
+
+    def kill_lookupd(self, rng: random.Random) -> None:
+        if self.lookupds:
+            lookupd = rng.choice(self.lookupds)
+            lookupd.kill()
+            self.world.after(rng.choice([0.01, 0.5, 3.0]), lookupd.boot)
+
+    def look_up(self, rng: random.Random) -> None:
+        if self.lookupds:
+            lookupd = rng.choice(self.lookupds)
+
+            def answered(status: int, answer: bytes) -> None:
+                if status == 200 and json.loads(answer)["producers"]:
+                    self.reached["found by a lookupd"] += 1
+
+            client = Http.__new__(Http)
+            _Client.__init__(client, self, lookupd, (lookupd.host, 4161))  # type: ignore[arg-type]
+            client._waiting = None
+            client.ask("GET", "/lookup?topic=plain", b"", answered)
+
+    # --- Steps: administration ---------------------------------------------------------------------------------------
+
+    def _ask(self, node: Nsqd, method: str, target: str, body: bytes, then: Callable[[int], object]) -> None:
+        def script() -> Generator[Request, tuple[int, bytes], None]:
+            status, _ = yield node, method, target, body
+            then(status)
+
+        Talk(self, script())
+
+    def _a_book(self, rng: random.Random, *topics: str) -> Book | None:
+        found = [book for book in self.ledger.all_books() if book.topic.name in topics and book.during is None]
+        return rng.choice(found) if found else None
+
+    def _node_of(self, book: Book) -> Nsqd:
+        return next(node for node in self.nsqds if node.name == book.topic.node)
+
+    def pause_channel(self, rng: random.Random) -> None:
+        book = self._a_book(rng, "plain", "safe", "hard")
+        if book is not None:
+            node, starts = self._node_of(book), self._node_of(book).starts
+
+            def then(status: int) -> None:
+                if status == 200 and node.is_still(starts):
+                    book.paused_at = self.world.seconds
+                    self.reached["paused"] += 1
+
+            target = f"/channel/pause?topic={book.topic.name}&channel={book.name}"
+            self._ask(node, "POST", target, b"", then)
+
+    def unpause_channel(self, rng: random.Random) -> None:
+        for book in self.ledger.all_books():
+            if book.paused_at is not None:
+                book.paused_at = None
+                target = f"/channel/unpause?topic={book.topic.name}&channel={book.name}"
+                self._ask(self._node_of(book), "POST", target, b"", lambda status: None)
+
+    def pause_topic(self, rng: random.Random) -> None:
+        node, topic = self._node(rng), self._topic(rng)
+        self._ask(node, "POST", f"/topic/pause?topic={topic}", b"", lambda status: None)
+
+    def unpause_topic(self, rng: random.Random) -> None:
+        for node in self.nsqds:
+            for topic in TOPICS:
+                if rng.random() < 0.5:
+                    self._ask(node, "POST", f"/topic/unpause?topic={topic}", b"", lambda status: None)
+
+    def _changing(self, book: Book, target: str, done: Callable[[bool], object]) -> None:
+        """A request after which the channel holds something else; until its answer nobody knows what."""
+        before = dict(book.topic.acked)
+
+        def taken() -> None:
+            """What was in flight is so no longer."""
+            for consumer in self.consumers():
+                if consumer.book is book:
+                    consumer.held.clear()
+
+        book.clear()
+        taken()
+        book.paused_at = None
+        book.during = during = {}
+        generation = book.generation
+        node, starts = self._node_of(book), self._node_of(book).starts
+
+        def then(status: int) -> None:
+            if book.during is not during:
+                return
+            book.during = None
+            book.changed_at = self.world.seconds
+            book.clear()
+            # What was sent before may still be on its way.
+            taken()
+            self.world.after(LATENCY, book.clear_seen)
+            self.world.after(LATENCY, taken)
+            certain = status == 200 and node.is_still(starts) and book.generation == generation + 1
+            done(certain)
+            # Files that are kept for nobody go when the disk is nearly full.
+            if certain and target.startswith("/channel/seek") and not node.was_full:
+                for body, at in before.items():
+                    if body in book.topic.acked and body not in during:
+                        book.owed[body] = at
+
+        self._ask(node, "POST", target, b"", then)
+
+    def empty_channel(self, rng: random.Random) -> None:
+        book = self._a_book(rng, "plain", "safe")
+        if book is not None:
+            target = f"/channel/empty?topic={book.topic.name}&channel={book.name}"
+            self._changing(book, target, lambda good: self.reached.update({"emptied": good}))
+
+    def empty_topic(self, rng: random.Random) -> None:
+        book = self._a_book(rng, "plain")
+        if book is not None:
+            for each in book.topic.books.values():
+                if each.during is not None:
+                    return
+            for each in list(book.topic.books.values()):
+                self._changing(each, "/topic/empty?topic=plain", lambda good: None)
+
+    def seek(self, rng: random.Random) -> None:
+        """The topic's files are all kept: everything comes again."""
+        book = self._a_book(rng, "kept")
+        if book is not None:
+            book.finished.clear()
+            target = f"/channel/seek?topic=kept&channel={book.name}&to=earliest"
+            self._changing(book, target, lambda good: self.reached.update({"seek done": good}))
+
+    def delete_channel(self, rng: random.Random) -> None:
+        book = self._a_book(rng, "plain", "safe")
+        if book is not None:
+            self.ledger.topics[book.topic.node, book.topic.name].books.pop(book.name)
+            target = f"/channel/delete?topic={book.topic.name}&channel={book.name}"
+            then = lambda status: self.reached.update({"channel deleted": status == 200})  # noqa: E731
+            self._ask(self._node_of(book), "POST", target, b"", then)
+
+    def delete_topic(self, rng: random.Random) -> None:
+        node = self._node(rng)
+        name = rng.choice(["plain", "safe"])
+        topic = self.ledger.topic(node.name, name)
+        if topic is not None:
+            topic.generation += 1
+            topic.books.clear()
+            topic.acked.clear()
+            topic.durability = "unknown"
+            then = lambda status: self.reached.update({"topic deleted": status == 200})  # noqa: E731
+            self._ask(node, "POST", f"/topic/delete?topic={name}", b"", then)
+
+    def create_channel(self, rng: random.Random) -> None:
+        node, name = self._node(rng), rng.choice(["plain", "safe"])
+        topic = self.ledger.topic(node.name, name)
+        self.numbers += 1
+        channel, starts = f"c{self.numbers}", node.starts
+        if topic is None:
+            return
+        generation = topic.generation
+
+        def then(status: int) -> None:
+            if status == 200 and node.is_still(starts) and topic.generation == generation:
+                if topic.durability == "unknown":
+                    topic.durability = node.durability
+                self.ledger.open(node.name, name, channel, topic.durability)
+
+        def script() -> Generator[Request, tuple[int, bytes], None]:
+            status, _ = yield node, "POST", f"/topic/create?topic={name}", b""
+            if status == 200:
+                status, _ = yield node, "POST", f"/channel/create?topic={name}&channel={channel}", b""
+                then(status)
+
+        Talk(self, script())
+
+    def change_settings(self, rng: random.Random) -> None:
+        """Durability between os and fsync, and some that change nothing that is looked at."""
+        node = self._node(rng)
+        topic = self.ledger.topic(node.name, "plain")
+        if rng.random() < 0.5 and topic is not None and topic.durability in ("os", "fsync"):
+            wanted = rng.choice(["os", "fsync"])
+            if wanted == "os":
+                topic.durability = "os"
+
+            def then(status: int) -> None:
+                self.reached["settings changed"] += status == 200
+
+            body = json.dumps({"durability": wanted}).encode()
+            self._ask(node, "PUT", "/topic/config?topic=plain", body, then)
+            return
+        name, value = rng.choice([("mem-queue-size", 3), ("mem-queue-size", 1000), ("key-age", "1h"), ("max-bytes", 0)])
+        self._ask(
+            node,
+            "PUT",
+            f"/topic/config?topic={rng.choice(['plain', 'safe'])}",
+            json.dumps({name: value}).encode(),
+            lambda status: self.reached.update({"settings changed": status == 200}),
+        )
+
+    def redrive(self, rng: random.Random) -> None:
+        """Dead letters go back to where they came from."""
+        node = self._node(rng)
+        book = self.ledger.book(node.name, "hard", "a")
+        if book is not None:
+            # They come back under new ids, and their attempts start anew.
+            book.topic.redriven = book.unsteady = True
+        self._ask(node, "POST", "/channel/redrive?topic=hard&channel=a&from=x", b"", lambda status: None)
+
+    def ask_for_stats(self, rng: random.Random) -> None:
+        target = rng.choice(["/stats?format=json&include_mem=false", "/ping", "/info"])
+        self._ask(self._node(rng), "GET", target, b"", lambda status: None)
+
+    def stage(self, rng: random.Random) -> None:
+        """A transaction of one or two nodes, until it is done or given up."""
+        self.numbers += 1
+        nodes = rng.sample(self.nsqds, min(len(self.nsqds), rng.choice([1, 2])))
+        rows = {
+            node: [[self._sent(rng, node, "staged") for _ in range(rng.choice([1, 3]))] for _ in range(2)]
+            for node in nodes
+        }
+        for chunks in rows.values():
+            for chunk in chunks:
+                for sent in chunk:
+                    sent.visible = False
+                    self.ledger.publish(sent)
+        Talk(self, self._transaction(f"q{self.numbers}", nodes, rows))
+
+    def _transaction(
+        self, producer: str, nodes: list[Nsqd], rows: dict[Nsqd, list[list[Sent]]]
+    ) -> Generator[Request, tuple[int, bytes], None]:
+        home = nodes[0]
+
+        def call(node: Nsqd, verb: str, **fields: Any) -> Request:
+            return node, "POST", f"/stage/{verb}", json.dumps({"producer": producer, **fields}).encode()
+
+        def insist(request: Request, tries: int = 60) -> Generator[Request, tuple[int, bytes], Any]:
+            """The answer, asked for again while nobody answers; None if it is refused for good."""
+            for _ in range(tries):
+                status, data = yield request
+                if status == 200:
+                    return json.loads(data)
+                if status not in (0, 503, 507):
+                    return None
+            return None
+
+        opened = yield from insist(call(home, "open", run="r", job="j", txn=0))
+        if opened is None:
+            return
+        epoch = opened["epoch"]
+        sets: dict[str, str] = {}
+        for node in nodes:
+            if (yield from insist(call(node, "begin", epoch=epoch, txn=0, attempt="a", decided=None))) is None:
+                return
+            for number, chunk in enumerate(rows[node]):
+                target = f"/stage/put?producer={producer}&epoch={epoch}&txn=0&attempt=a&chunk={number}&topic=staged"
+                data = _records([sent.body for sent in chunk])
+                if (yield from insist((node, "POST", target, data))) is None:
+                    return
+            count = sum(map(len, rows[node]))
+            winners = [["a", len(rows[node]), count]]
+            prepared = yield from insist(call(node, "prepare", epoch=epoch, txn=0, winners=winners))
+            if prepared is None:
+                return
+            if prepared["topics"].get("staged", {}).get("count") != count:
+                self.world.violated(f"staged: {node.name} has prepared {prepared['topics']}, not {count} rows")
+            sets[f"{node.host}:4151"] = prepared["set"]
+        for chunks in rows.values():
+            for chunk in chunks:
+                for sent in chunk:
+                    sent.visible = True
+        decided = yield from insist(call(home, "decide", epoch=epoch, txn=0, nodes=sets, print="p"))
+        if decided is None:
+            self.world.violated(f"staged: {home.name} does not decide what all nodes have prepared")
+            return
+        for node in nodes:
+            applied = yield from insist(call(node, "apply", txn=0, set=sets[f"{node.host}:4151"]))
+            if applied is None:
+                self.world.violated(f"staged: {node.name} does not apply what was decided")
+                return
+            for chunk in rows[node]:
+                for sent in chunk:
+                    sent.at = self.world.seconds
+                    self.ledger.acknowledge(sent)
+        yield from insist(call(home, "done", txn=0))
+        self.reached["staged and committed"] += 1
+
+    def back_up(self, rng: random.Random) -> None:
+        """`flintmq backup` beside a running broker, and `flintmq restore` of it to another machine."""
+        node = self._node(rng)
+        machine = node.machine
+        if machine is None or machine.dead or not node.up or self.copies:
+            return
+        self.numbers += 1
+        tree = restored(machine.tree, lambda: machine.clock.wall() / 1e9, rng)
+        copy = node.copy(f"copy{self.numbers}", "10.0.2.1", tree)
+        owed = [
+            (copy, topic.name, book.name, dict.fromkeys(book.owed))
+            for topic in self.ledger._of(node.name)
+            for book in topic.books.values()
+            # What is only in memory is in no backup, and a change that is under way may be in it or not.
+            if book.owed and topic.durability in ("os", "fsync") and book.during is None and topic.name != "hard"
+        ]
+        self.copies = [(copy, owed)]
+        copy.boot()
+        self.reached["restored"] += 1
+
+    def check_copies(self) -> None:
+        """What a backup holds is delivered by its copy."""
+        for copy, owed in self.copies:
+            self.world.run(lambda copy=copy: copy.up, 20)  # type: ignore[misc]
+            for _, topic, channel, _wanted in owed:
+                for target in (f"/topic/unpause?topic={topic}", f"/channel/unpause?topic={topic}&channel={channel}"):
+                    self._ask(copy, "POST", target, b"", lambda status: None)
+            self.world.run(lambda: not self.talks, 20)
+            for _, topic, channel, wanted in owed:
+                Reader(self, copy, topic, channel, wanted)
+            with contextlib.suppress(Stuck):
+                self.world.run(lambda owed=owed: not any(wanted for *_, wanted in owed), 5)  # type: ignore[misc]
+            for _, topic, channel, wanted in owed:
+                if wanted and not copy.date_changed:
+                    some = next(iter(wanted))[:60]
+                    self.world.violated(f"backup: {len(wanted)} of {topic}/{channel} are not in it, as {some!r}")
+            copy.retire()
+        self.world.run_for(0.01)
+
+    # --- The run -----------------------------------------------------------------------------------------------------
+
+    def start(self) -> None:
+        for lookupd in self.lookupds:
+            lookupd.boot()
+        for node in self.nsqds:
+            node.boot()
+        self.world.run(lambda: all(node.up for node in [*self.lookupds, *self.nsqds]), 30)
+        for node in self.nsqds:
+            Talk(self, self._set_up(node))
+        self.world.run(lambda: not self.talks, 30)
+        # So that all of it is on the devices.
+        self.world.run_for(3 * SYNC_TIMEOUT)
+
+    def _set_up(self, node: Nsqd) -> Generator[Request, tuple[int, bytes], None]:
+        settings: dict[str, dict[str, Any]] = {
+            "safe": {"durability": "fsync"},
+            "kept": {"durability": "fsync", "retain-bytes": 1 << 30},
+            "brief": {"ttl": f"{TTL}s"},
+            "hard.a.dead": {"durability": "fsync"},
+            "staged": {"durability": "fsync"},
+        }
+        for topic, channels in TOPICS.items():
+            yield node, "POST", f"/topic/create?topic={topic}", b""
+            if topic in settings:
+                status, answer = yield node, "PUT", f"/topic/config?topic={topic}", json.dumps(settings[topic]).encode()
+                assert status == 200, answer
+            for channel in channels:
+                status, answer = yield node, "POST", f"/channel/create?topic={topic}&channel={channel}", b""
+                assert status == 200, answer
+                if topic != "brief":
+                    self.ledger.open(
+                        node.name, topic, channel, settings.get(topic, {}).get("durability", node.durability)
+                    )
+        body = json.dumps({"max-attempts": 2}).encode()
+        status, answer = yield node, "PUT", "/channel/config?topic=hard&channel=a", body
+        assert status == 200, answer
+        brief = self.ledger.open(node.name, "brief", "a", node.durability).topic
+        brief.ttl = TTL
+        brief.books.clear()
+        dead = self.ledger.topics[node.name, "hard.a.dead"]
+        dead.dead_letters_of = self.ledger.book(node.name, "hard", "a")
+        # It is looked at for what it releases; its own messages are others' copies.
+        dead.books.clear()
+
+    def heal(self) -> None:
+        """All faults are over."""
+        self.healed = True
+        for node in self.nsqds:
+            node.capacity = None
+            machine = node.machine
+            if machine is not None:
+                machine.heal()
+                machine.most_files = machine.power_off_at = machine.calls_after_sync = None
+                machine.sync_seconds, machine.work_seconds = node.sync_seconds, 0.001
+        for lookupd in self.lookupds:
+            lookupd.boot()
+        for client in self.clients:
+            if client.sock is not None:
+                client.sock.link.half_open = False
+            client.close()
+
+    def finale(self) -> None:
+        """Everything that is owed must come now."""
+        world = self.world
+        self.heal()
+        # Brokers without descriptors accept again after a second; requests that wait until then are done then.
+        world.run_for(1.3)
+        world.run(lambda: all(node.up and not node.stopping for node in self.nsqds), 60)
+        for node in self.nsqds:
+            for topic in TOPICS:
+                self._ask(node, "POST", f"/topic/unpause?topic={topic}", b"", lambda status: None)
+        for book in self.ledger.all_books():
+            book.paused_at = None
+            target = f"/channel/unpause?topic={book.topic.name}&channel={book.name}"
+            self._ask(self._node_of(book), "POST", target, b"", lambda status: None)
+        world.run(lambda: not self.talks, 300)
+        last = [
+            *((self._node_of(book), book.topic.name, book.name) for book in self.ledger.all_books()),
+            *((node, "hard.a.dead", "x") for node in self.nsqds),
+        ]
+        self.progress = world.now
+
+        def consume(node: Nsqd, topic: str, channel: str, consumer: Consumer | None = None) -> None:
+            """There is always one; a barrier may cost it its connection while the disk is still called full."""
+            if not self.settled:
+                if consumer is None or consumer.over:
+                    consumer = Consumer(self, node, topic, channel, 300, auto=0.0001)
+                world.after(1.0, lambda: consume(node, topic, channel, consumer))
+
+        for each in last:
+            consume(*each)
+
+        def settled() -> bool:
+            if not any(book.owed for book in self.ledger.all_books()):
+                return True
+            # What a dead-letter topic refuses is requeued for a minute.
+            hard = any(book.owed for book in self.ledger.all_books() if book.topic.name == "hard")
+            return world.now - self.progress > (PATIENCE + 62 * hard) * SECOND
+
+        world.run(settled)
+        self.settled = True
+        for book in self.ledger.all_books():
+            if book.owed:
+                some = next(iter(book.owed))
+                at = book.owed[some]
+                world.violated(
+                    f"lost: {len(book.owed)} of {book.topic.node} {book.topic.name}/{book.name} "
+                    f"({book.topic.durability}), for example {some[:60]!r}, acknowledged at {at - 1000:.3f} s"
+                )
+        self.check_copies()
+        if world.violations:
+            return
+        # What was finished stays so over a clean stop.
+        for consumer in self.consumers():
+            consumer.finish(list(consumer.held))
+            consumer.barrier()
+        world.run_for(0.05)
+        for client in list(self.clients):
+            client.close()
+        world.run_for(0.05)
+        for node in self.nsqds:
+            if node.machine is not None and len(node.machine._open) > MOST_FILES:
+                world.violated(f"descriptors: {node.name} has {len(node.machine._open)} open")
+        starts = [node.starts for node in self.nsqds]
+        for node in self.nsqds:
+            node.stop()
+        world.run(
+            lambda: all(node.starts > before and node.up for node, before in zip(self.nsqds, starts, strict=True)), 60
+        )
+        for node, topic, channel in last:
+            Consumer(self, node, topic, channel, 300, auto=0.0001)
+        world.run_for(0.1)
+        self.over = True
+
+    def go(self) -> None:
+        self.start()
+        for step in self.script:
+            rng = random.Random(f"{self.seed}/{step.id}")
+            self.say(step.do)
+            self.reached[step.do] += 1
+            getattr(self, step.do)(rng)
+            self.world.run_for(step.wait)
+            if self.world.violations:
+                return
+        self.finale()
+        for node in self.nsqds:
+            if node.machine is not None:
+                self.reached.update(node.machine.reached)
+        self.reached["redelivered"] += self.ledger.redelivered
+        self.reached["dead letter"] += self.ledger.dead_letters
+        self.reached["attempts compared"] += self.ledger.checked_attempts
+        self.reached["early deliveries looked for"] += self.ledger.checked_early
+        if self.most_calls > MOST_CALLS:
+            self.world.violated(f"turn: one turn of a loop made {self.most_calls} system calls")
+
+
+def restored(tree: Any, wall: Callable[[], float], rng: random.Random) -> Any:
+    """The files of a node after they went through a backup and were restored."""
+    chance, dates = SimpleNamespace(token_hex=lambda size: rng.randbytes(size).hex()), SimpleNamespace(time=wall)
+    with tempfile.TemporaryDirectory(prefix="flintmq-simulation-") as name, pytest.MonkeyPatch.context() as patch:
+        folder = Path(name)
+        # It is a program of its own, with the system's own calls; only its date and its dice are the simulation's.
+        patch.setattr(backup, "time", dates)
+        patch.setattr(backup, "secrets", chance)
+        tree.write_to(folder / "data")
+        backup.make(folder / "data", folder / "backup")
+        backup.restore(folder / "backup", folder / "again")
+        return type(tree).read_from(folder / "again")
+
+
+class _Errors(logging.Handler):
+    """An exception that a broker caught and logged is none that it expected."""
+
+    def __init__(self, run: Run) -> None:
+        super().__init__(logging.WARNING)
+        self._run = run
+
+    def emit(self, record: logging.LogRecord) -> None:
+        error = record.exc_info[1] if record.exc_info else None
+        dying = any(node.machine is not None and node.machine.dead for node in self._run.nsqds)
+        if error is not None and not dying:
+            self._run.world.violated(f"logged: {record.getMessage()}: {error!r}")
+
+
+@contextlib.contextmanager
+def _surroundings(run: Run) -> Iterator[None]:
+    """Chance, garbage and journals as a simulation wants them."""
+    roll_at, state = (journal_module.ROLL_AT, journal_module._SPACE), random.getstate()
+    before = kernel.replace_calls(None)
+    logger, handler = logging.getLogger("flintmq"), _Errors(run)
+    level, propagate = logger.level, logger.propagate
+    logger.addHandler(handler)
+    logger.setLevel(logging.ERROR)
+    logger.propagate = False
+    random.seed(run.seed)
+    # Journals are small, so that snapshots are taken in every state.
+    journal_module.ROLL_AT, journal_module._SPACE = 6_000, 12_000
+    try:
+        yield
+    finally:
+        logger.removeHandler(handler)
+        logger.setLevel(level)
+        logger.propagate = propagate
+        for machine, loop, _ in run.graves:
+            if machine is not None:
+                machine.dead = True
+                loop.set_exception_handler(lambda loop, context: None)
+        run.graves.clear()
+        run.world.processes.clear()
+        journal_module.ROLL_AT, journal_module._SPACE = roll_at
+        random.setstate(state)
+        kernel.replace_calls(before)
+
+
+@contextlib.contextmanager
+def _without_destructors() -> Iterator[None]:
+    """Nothing is collected in the middle; what dead processes leave is collected at the end, and has nothing to say."""
+    asyncio_logger = logging.getLogger("asyncio")
+    hook = sys.unraisablehook
+    was_enabled = gc.isenabled()
+    asyncio_logger.disabled = True
+    gc.disable()
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+            sys.unraisablehook = lambda unraisable: None
+            gc.collect()
+    finally:
+        if was_enabled:
+            gc.enable()
+        asyncio_logger.disabled = False
+        sys.unraisablehook = hook
+
+
+def run_script(seed: int, script: list[Step]) -> Outcome:
+    """Run these steps."""
+    with _without_destructors():
+        outcome = _run_script(seed, script)
+    return outcome
+
+
+def _run_script(seed: int, script: list[Step]) -> Outcome:
+    run = Run(seed, script)
+    with _surroundings(run):
+        try:
+            run.go()
+        except Stuck as exc:
+            run.world.violated(f"stuck: {exc}")
+        failures = list(run.world.violations)
+    return Outcome(seed, failures, run.world.trace.hexdigest(), run.reached, script)
+
+
+def run_seed(seed: int, steps: int = 200) -> Outcome:
+    return run_script(seed, script_of(seed, steps))
+
+
+def shrink(outcome: Outcome, seconds: float = 90.0) -> Outcome:
+    """A shorter script with a violation of the same kind; the shortest that was found in the time."""
+    best = outcome
+    end = time.monotonic() + seconds
+    size = max(1, len(best.script) // 2)
+    while time.monotonic() < end:
+        found = False
+        for start in range(len(best.script) - size, -size, -size):
+            script = best.script[: max(0, start)] + best.script[max(0, start) + size :]
+            attempt = run_script(best.seed, script)
+            if attempt.kind == best.kind:
+                best, found = attempt, True
+            if time.monotonic() > end:
+                break
+        if not found:
+            if size == 1:
+                break
+            size = max(1, size // 2)
+    return best

@@ -1,0 +1,240 @@
+"""Simulated nodes: real brokers and lookupds, each a process on a Machine of its own, started, killed, started again.
+
+An Nsqd outlives its processes: it keeps the tree of files, the date and the options that the next one starts with.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flintmq.broker.daemon import Broker
+from flintmq.errors import FlintError
+from flintmq.lookup.daemon import Lookupd as LookupDaemon
+
+from .loop import Loop
+from .machine import Machine, Workers
+from .network import Socket
+
+if TYPE_CHECKING:
+    from .brokers import Run
+
+__all__ = ["Lookupd", "Nsqd"]
+
+SECOND = 1_000_000_000
+SYNC_TIMEOUT = 0.3
+
+
+class _Node:
+    def __init__(self, run: Run, name: str, host: str) -> None:
+        self.run = run
+        self.name = name
+        self.host = host
+        self.machine: Machine | None = None
+        self.loop: Loop | None = None
+        #: It serves.
+        self.up = False
+        self.starts = 0
+        self.booted = run.world.now
+        self.death = ""
+
+    def is_still(self, start: int) -> bool:
+        """Is it the process of that start, and alive?"""
+        return self.starts == start and self.machine is not None and not self.machine.dead
+
+    def _boot(self, main: Callable[[Machine], Any]) -> Machine:
+        run = self.run
+        self.starts += 1
+        run.machines += 1
+        machine = Machine(
+            run.world, run.network, self.host, Path("/simulated") / self.name, run.machines, booted=self.booted
+        )
+        machine.name = self.name
+        self.machine = machine
+        self.loop = Loop(run.world, run.network, self.host, machine)
+        machine.died = self._died
+        run.graves.append((machine, self.loop, self.loop.create_task(main(machine))))
+        return machine
+
+    def _died(self) -> None: ...
+
+    def _bury(self, *, silently: bool = False) -> None:
+        assert self.machine is not None and self.loop is not None
+        self.up = False
+        self.run.reached.update(self.machine.reached)
+        self.run.most_calls = max(self.run.most_calls, self.loop.most_calls)
+        self.machine.close_sockets(silently=silently)
+        if self.loop in self.run.world.processes:
+            self.run.world.processes.remove(self.loop)
+
+
+class Lookupd(_Node):
+    def boot(self) -> None:
+        if self.machine is None or self.machine.dead:
+            self._boot(self._main)
+
+    async def _main(self, machine: Machine) -> None:
+        self.daemon = LookupDaemon(
+            tcp_address=f"{self.host}:4160",
+            http_address=f"{self.host}:4161",
+            broadcast_address=self.host,
+            now=machine.clock.now,
+            wall=machine.clock.wall,
+            system=machine,
+        )
+        await self.daemon.start()
+        self.up = True
+
+    def kill(self) -> None:
+        if self.machine is not None and not self.machine.dead:
+            self.machine.died = lambda: None
+            self.machine.die()
+            self._bury()
+
+
+class Nsqd(_Node):
+    def __init__(self, run: Run, name: str, host: str, options: dict[str, Any]) -> None:
+        super().__init__(run, name, host)
+        self.options = options
+        self.durability: str = options["durability"]
+        self.msg_timeout = options["msg_timeout"] / SECOND
+        self.step = 0
+        #: Somebody has changed the date: delays that a new start of the machine counts by it are wrong.
+        self.date_changed = False
+        self.was_full = False
+        self.broker: Broker | None = None
+        self._tree: Any = None
+        #: How the process is to end that is dying: "kill", "power", or "exit" by itself.
+        self.death = "kill"
+        #: Something is wrong with the disk until then: what is not synced may be old.
+        self.unsound_until = 0.0
+        self.capacity: int | None = None
+        self._silent: list[Socket] = []
+        self.stopping = False
+        self.retired = False
+        self.failed_starts = 0
+        self.hostname = name
+        self.sync_seconds = run.rng.choice([0.0005, 0.002, 0.02])
+        self.loss = random.Random(f"{run.seed} {name} losses")
+
+    def boot(self) -> None:
+        if self.machine is not None and not self.machine.dead:
+            return
+        self.stopping = False
+        for sock in self._silent:
+            # The machine is back, and knows nothing of these connections.
+            sock.link.half_open = False
+            if not sock.closed:
+                sock._reset()
+        self._silent.clear()
+        machine = self._boot(self._main)
+        machine.clock.step = self.step  # type: ignore[attr-defined]
+        machine.capacity = self.capacity
+        machine.sync_seconds = self.sync_seconds
+        machine.name = self.hostname
+        if self._tree is not None:
+            machine.tree = self._tree
+        self.death = "kill"
+
+    async def _main(self, machine: Machine) -> None:
+        assert self.loop is not None
+        broker = self.broker = Broker(
+            disk=Workers(machine), clock=machine.clock, data_path=str(machine.root), **self.options
+        )
+        try:
+            await broker.start()
+        except FlintError as exc:
+            self.failed_starts += 1
+            self.run.reached["start refused"] += 1
+            if self.capacity is None and machine.most_files is None:
+                self.run.world.violated(f"{self.name} does not start: {exc}")
+            self.death = "exit"
+            machine.die()
+            return
+        self.up = True
+        try:
+            await broker.wait_closed()
+        except FlintError as exc:
+            self.run.reached["stopped by a fault"] += 1
+            if self.run.world.seconds > self.unsound_until:
+                self.run.world.violated(f"{self.name} stops without a fault: {exc}")
+            self.death = "fault"
+        else:
+            self.death = "exit"
+        machine.die()
+
+    async def _stop(self) -> None:
+        assert self.broker is not None
+        await self.broker.stop()
+
+    def stop(self) -> None:
+        """Ask for a clean stop."""
+        if self.up and not self.stopping and self.loop is not None:
+            self.stopping = True
+            self.run.graves.append((None, None, self.loop.create_task(self._stop())))
+
+    def kill(self, how: str) -> None:
+        if self.machine is not None and not self.machine.dead:
+            self.death = how
+            self.machine.die()
+
+    def kill_in(self, calls: int, how: str) -> None:
+        if self.machine is not None and not self.machine.dead:
+            self.death = how
+            self.machine.power_off_at = self.machine.calls + calls
+
+    def _died(self) -> None:
+        machine, run = self.machine, self.run
+        assert machine is not None
+        if self.broker is not None:
+            run.reached["published by a lane"] += self.broker.counters.lane_published
+            run.reached["finished by a lane"] += self.broker.counters.lane_finished
+        machine.death = self.death
+        power = self.death == "power"
+        if power:
+            self._silent = [
+                what.peer
+                for what, _ in machine._open.values()
+                if isinstance(what, Socket) and what.peer is not None and what.peer.owner is None
+            ]
+        elif self.death == "exit" and machine._open:
+            left = [path.name for _, path in machine._open.values()]
+            run.world.violated(f"{self.name} has stopped with open descriptors: {left}")
+        self._bury(silently=power)
+        run.reached[{"exit": "clean stop", "fault": "stop by a fault"}.get(self.death, self.death)] += 1
+        self._tree = machine.tree
+        if power:
+            how = self.loss.choice(["none", "some", "some", "all"])
+            run.reached["torn or reordered"] += how == "some"
+            self._tree = machine.tree.survivor(self.loss if how == "some" else None, how == "all")
+            self.booted = run.world.now
+            run.ledger.powerless.add(self.name)
+        if self.date_changed and self.name in run.ledger.powerless:
+            run.ledger.forgive_delays(self.name)
+        if power:
+            unsound = run.world.seconds < self.unsound_until
+            run.ledger.lost_power(self.name, float("inf") if unsound else 2 * SYNC_TIMEOUT + 0.3)
+        elif self.death == "exit":
+            run.ledger.stopped(self.name)
+        else:
+            run.ledger.killed(self.name)
+        run.world.after(run.world.rng.uniform(0.001, 0.05), self._again)
+
+    def copy(self, name: str, host: str, tree: Any) -> Nsqd:
+        """Another node with these files, known to nobody."""
+        options = {**self.options, "tcp_address": f"{host}:4150", "http_address": f"{host}:4151"}
+        made = Nsqd(self.run, name, host, {**options, "broadcast_address": host, "nsqlookupd_tcp_addresses": ()})
+        made._tree = tree
+        made.step = self.step
+        return made
+
+    def retire(self) -> None:
+        """It goes, and does not come back."""
+        self.retired = True
+        self.kill("kill")
+
+    def _again(self) -> None:
+        if not self.run.over and not self.retired:
+            self.boot()

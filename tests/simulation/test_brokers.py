@@ -1,0 +1,85 @@
+"""Brokers on simulated machines: seeded clients and faults, and what must hold under them."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections import Counter
+from pathlib import Path
+
+import pytest
+
+from .brokers import run_script, run_seed, script_of, shrink
+from .ledger import Ledger
+from .world import World
+
+SEEDS = 80
+SHARES = 16
+STEPS = 200
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.mark.parametrize("share", range(SHARES))
+def test_brokers_keep_their_promises(share: int) -> None:
+    reached: Counter[str] = Counter()
+    for seed in range(share * SEEDS // SHARES, (share + 1) * SEEDS // SHARES):
+        outcome = run_seed(seed, STEPS)
+        reached += outcome.reached
+        assert not outcome.violations, f"python -m tests.simulation --seed {seed} --steps {STEPS}\n" + "\n".join(
+            outcome.violations
+        )
+    # A fault that does not fire tests nothing, and so does a broker that goes another way than in production.
+    for name in ("acknowledged", "published by a lane", "finished by a lane", "FIN confirmed", "kill", "power"):
+        assert reached[name] > 0, name
+
+
+def traced(seed: int, **environment: str) -> str:
+    """The trace of a seed in a process of its own."""
+    command = [sys.executable, "-W", "ignore", "-m", "tests.simulation", "--seed", str(seed), "--steps", "60"]
+    done = subprocess.run(
+        command,
+        cwd=ROOT,
+        env={**os.environ, "PYTHONPATH": str(ROOT / "src"), **environment},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    return done.stdout.split("trace ")[1].split()[0]
+
+
+def test_the_same_seed_makes_the_same_calls_in_every_process_and_in_both_forms_of_the_kernel() -> None:
+    trace = run_seed(5, 60).trace
+    assert trace == run_seed(5, 60).trace
+    assert trace == traced(5, PYTHONHASHSEED="1")
+    assert trace == traced(5, PYTHONHASHSEED="2", FLINTMQ_PURE="1")
+    assert trace != run_seed(6, 60).trace
+
+
+def test_a_failure_is_shrunk_to_the_steps_that_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A ledger that believes that confirmed messages are owed finds fault with every broker that finishes one."""
+    acknowledge = Ledger.acknowledge
+
+    def never_satisfied(self: Ledger, sent: object, last_words: str = "") -> None:
+        acknowledge(self, sent, last_words)  # type: ignore[arg-type]
+        self.world.violated("owed: nothing is ever enough")
+
+    monkeypatch.setattr(Ledger, "acknowledge", never_satisfied)
+    outcome = run_script(3, script_of(3, 40))
+    assert outcome.kind == "owed"
+    small = shrink(outcome, seconds=10)
+    assert small.kind == "owed"
+    assert len(small.script) == 1
+    again = run_script(3, small.script)
+    assert (again.violations, again.trace) == (small.violations, small.trace)
+
+
+def test_things_that_happen_inside_a_call_happen_in_the_order_of_their_times() -> None:
+    world = World(1, tick=10)
+    seen: list[int] = []
+    world.after(3e-9, lambda: seen.append(3))
+    world.after(1e-9, lambda: (seen.append(1), world.pass_time(1)))
+    world.after(2e-9, lambda: seen.append(2))
+    world.pass_time(5)
+    assert seen == [1, 2, 3]
