@@ -333,6 +333,22 @@ async def test_a_checkpoint_that_went_back_finds_its_decision(nodes: Nodes, home
     assert nodes.brokers["n1"].stage.bytes == 0
 
 
+async def test_a_number_that_was_passed_over_is_not_decided_later(nodes: Nodes, home: StageClient) -> None:
+    """A checkpoint went back to a batch that left no decision: its rows may be those of a later one."""
+    await home.commit(0, [bodies(0, 5)], "job-0")
+    opened = await home.open(1, job="job-1")
+    winner = await home.stage(opened["epoch"], 1, "early", [bodies(5, 5)], decided=opened["decided"])
+    prepared = await home.prepare(opened["epoch"], 1, [winner])
+    await home.commit(2, [bodies(5, 5)], "job-2")
+    await refused("FENCED", home.decide(opened["epoch"], 1, {"n": prepared["set"]}))
+    assert "checkpoint went back" in await refused("DECIDED", home.open(1, run="run-2", job="job-3"))
+    # Who is refused supersedes nobody: the current job goes on. Nor can it decide such a number.
+    current = await home.open(3, job="job-2")
+    await refused("DECIDED", home.decide(current["epoch"], 1, {}))
+    await home.commit(3, [bodies(10, 5)], "job-4")
+    assert nodes.rows() == Counter(bodies(0, 15))
+
+
 async def test_a_transaction_older_than_what_is_remembered_is_refused(home: StageClient) -> None:
     for txn in range(67):
         opened = await home.open(txn, job=f"job-{txn}")
