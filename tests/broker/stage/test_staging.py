@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 from collections import Counter
 from functools import partial
 from pathlib import Path
@@ -439,6 +440,34 @@ async def test_producers_are_forgotten_when_they_are_quiet_for_long(broker: Brok
     broker.stage._sweep()
     assert set(broker.stage.producers) == {"unfinished", "new"}
     await until(lambda: len(list((broker.path / "flintmq" / "stage").iterdir())) == 2)
+
+
+async def test_a_producer_that_comes_back_while_it_is_forgotten_keeps_its_decisions(
+    start_broker: StartBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broker = await start_broker(http_address="127.0.0.1:0")
+    go_on, removed = threading.Event(), threading.Event()
+    remove = broker.stage._remove
+
+    def remove_late(folder: Path) -> None:
+        go_on.wait(30)
+        remove(folder)
+        removed.set()
+
+    monkeypatch.setattr(broker.stage, "_remove", remove_late)
+    async with StageClient.connect(broker) as client:
+        await client.commit(0, CHUNKS, "job-1")
+        await client.ask("DELETE", "/stage?producer=query-1")
+        again = asyncio.create_task(client.commit(7, CHUNKS, "job-2"))
+        # Whatever it can do before the old folder is deleted.
+        await asyncio.wait({again}, timeout=0.5)
+        go_on.set()
+        await again
+        await until(removed.is_set)
+    broker.kill()
+    await asyncio.sleep(0)
+    broker = await start_broker(http_address="127.0.0.1:0")
+    assert [one["decided"]["txn"] for one in broker.stage.describe()["producers"]] == [7]
 
 
 async def test_a_clock_that_is_set_makes_nobody_forgotten(start_broker: StartBroker, clock: FakeClock) -> None:

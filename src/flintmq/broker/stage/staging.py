@@ -58,6 +58,8 @@ class Staging:
         self._held: dict[tuple[str, int], list[Keys]] = {}
         # Is the folder's own entry on the device?
         self._entered = False
+        # Folders of producers that were forgotten, until they are gone.
+        self._leaving: set[Path] = set()
         self._writes = asyncio.Semaphore(WRITES_AT_ONCE)
         self._waiting: list[asyncio.Future[None]] = []
         # Counters.
@@ -317,7 +319,8 @@ class Staging:
     def _forget(self, producer: Producer) -> None:
         del self.producers[producer.name]
         if not self.broker.disk.closing:
-            self.submit(partial(self._remove, producer.folder), self._removed)
+            self._leaving.add(producer.folder)
+            self.submit(partial(self._remove, producer.folder), partial(self._removed, producer.folder))
 
     def _remove(self, folder: Path) -> None:
         disk = self.broker.disk
@@ -326,9 +329,15 @@ class Staging:
                 disk.remove(folder / name)
             disk.remove_folder(folder)
 
-    def _removed(self, _: None, error: BaseException | None) -> None:
+    def _removed(self, folder: Path, _: None, error: BaseException | None) -> None:
+        self._leaving.discard(folder)
+        self.tell()
         if error is not None:
             logger.error("STAGE: a folder cannot be deleted - %s", error)
+
+    async def vacant(self, folder: Path) -> None:
+        """Return when nothing of an earlier producer of this name is being deleted any more."""
+        await self.until(lambda: folder not in self._leaving)
 
     def _sweep(self) -> None:
         self.broker.once("stage", SWEEP, self._sweep)
