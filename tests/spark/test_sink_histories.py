@@ -18,7 +18,7 @@ import pytest
 pytest.importorskip("pyspark")
 pytest.importorskip("pyarrow")
 
-from flintmq.errors import ConnectError, PublishError
+from flintmq.errors import ConnectError, OptionError, PublishError
 from flintmq.spark.shipped.options import read_sink_options
 from flintmq.spark.sink import BatchWriter, writers
 from flintmq.spark.sink.chunks import Chunk, Chunks
@@ -308,6 +308,17 @@ def test_a_home_that_forgot_a_query_is_named_and_no_other_driver_is_blamed(nodes
     for _ in range(2):
         with pytest.raises(PublishError, match=r"knows a later epoch .* the home lost its decisions"):
             Run([home, other], checkpoint, home=home.tcp).write(3, make_rows(150, 50), partitions=9)
+
+
+def test_a_token_that_may_not_read_is_spoken_of(start_node, tmp_path, checkpoint):
+    tokens = tmp_path / "tokens"
+    tokens.write_text("only-publish publish\nhush-hush read,publish\n")
+    tokens.chmod(0o600)
+    node = start_node("flintmq", f"--http-auth-token-file={tokens}")
+    with pytest.raises(OptionError, match="the token needs the rights read and publish"):
+        Run([node], checkpoint, **{"nsq.http.token": "only-publish"}).batch(0)
+    batch = Run([node], checkpoint, **{"nsq.http.token": "hush-hush"}).batch(0)
+    batch.commit([batch.task(0, make_rows(0, 10))])
 
 
 # --- Brokers that come back -------------------------------------------------------------------------------------------

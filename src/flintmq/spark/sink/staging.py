@@ -18,7 +18,7 @@ import uuid
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-from flintmq.errors import ConnectError, HttpError, PublishError
+from flintmq.errors import ConnectError, HttpError, OptionError, PublishError
 from flintmq.spark.shipped.net import Refused, Web
 from flintmq.spark.shipped.options import SinkOptions
 from flintmq.spark.sink.chunks import Chunk
@@ -135,6 +135,11 @@ class Calls:
         except Refused as exc:
             if exc.status in _PASSING:
                 raise ConnectError(f"nsqd {broker}: {exc.reason}") from exc
+            if exc.status == 403:
+                raise OptionError(
+                    f"nsqd {broker} does not tell the owner of nsq.http.token whether it keeps the decisions of "
+                    f"{producer}: the token needs the rights read and publish"
+                ) from exc
             raise refusal(broker, exc) from exc
         for entry in found.get("producers") or []:
             if entry.get("producer") == producer:
