@@ -279,7 +279,8 @@ class Producer:
                 attempt = Attempt(path, epoch, txn, name, self._broker.clock.now())
                 self.attempts[epoch, txn, name] = attempt
             if not self._saved:
-                # Without it a start could not tell whose rows these are.
+                # Without it a start could not tell whose rows these are, nor that it was told of the producer.
+                self.changed()
                 await self.save()
         async with attempt.turn:
             await self._check(attempt)
