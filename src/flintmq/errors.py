@@ -171,11 +171,15 @@ class HttpError(FlintError):
 
 
 class StageError(FlintError):
-    """A call of a staged publish is refused; ``code`` is its first word, as in ``E_STAGE_FENCED …``."""
+    """A call of a staged publish is refused; ``code`` is its first word, as in ``E_STAGE_FENCED …``.
 
-    def __init__(self, status: int, code: str, text: str) -> None:
+    ``details`` stand beside it in the answer, such as ``retry_after``: seconds until the call would be taken.
+    """
+
+    def __init__(self, status: int, code: str, text: str, **details: object) -> None:
         self.status = status
         self.code = code
+        self.details = details
         super().__init__(f"{code} {text}")
 
 

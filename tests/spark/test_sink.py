@@ -31,13 +31,15 @@ def test_rows_become_messages(spark, nsqd, topic):
     assert sorted(map(int, consume(nsqd, topic, 2500))) == list(range(2500))
 
 
-def test_a_column_says_where_and_the_option_where_it_does_not(spark, nsqd, topic):
+def test_a_column_says_where_rows_go_and_the_option_is_for_all_of_them(spark, nsqd, topic):
     frame = spark.range(100).selectExpr(
-        "cast(cast(id as string) as binary) as value", f"if(id % 2 = 0, '{topic}-even', null) as topic"
+        "cast(cast(id as string) as binary) as value", f"concat('{topic}-', if(id % 2 = 0, 'even', 'odd')) as topic"
     )
-    write(frame, to(nsqd, topic=f"{topic}-odd"))
+    write(frame, to(nsqd))
     assert (count_of(nsqd, f"{topic}-even"), count_of(nsqd, f"{topic}-odd")) == (50, 50)
     assert {int(body) % 2 for body in consume(nsqd, f"{topic}-odd", 50)} == {1}
+    write(frame, to(nsqd, topic=f"{topic}-all"))
+    assert [count_of(nsqd, f"{topic}-{name}") for name in ("even", "odd", "all")] == [50, 50, 100]
 
 
 def test_rows_may_be_deferred(spark, nsqd, topic):

@@ -117,9 +117,11 @@ def checkpoint(tmp_path):
     return folder
 
 
-def log_offsets(checkpoint, batch, end):
-    """What Spark writes before it runs a batch; the time is another one each time."""
-    lines = ["v1", json.dumps({"batchTimestampMs": random.randrange(10**9)}), json.dumps({"o": end})]
+def log_offsets(checkpoint, batch, end, is_log=True):
+    """What Spark writes before it runs a batch, from a log or from files; the time is another one each time."""
+    place = {"v": 1, "mode": "log", "p": {"in": {"node": {"e": "1", "o": end}}}}
+    lines = ["v1", json.dumps({"batchTimestampMs": random.randrange(10**9)})]
+    lines.append(json.dumps(place if is_log else {"logOffset": end}))
     (checkpoint / "offsets" / str(batch)).write_text("\n".join(lines))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from flintmq.errors import ConnectError, HttpError, OptionError
-from flintmq.spark.shipped.net import Cluster, Connection, Web
+from flintmq.spark.shipped.net import Cluster, Connection, Refused, Web
 from flintmq.spark.shipped.options import read_sink_options, read_source_options
 from support.secure import Certificates
 
@@ -176,3 +176,9 @@ def test_a_broker_that_wants_auth_says_so(start_node):
         Connection(node.tcp, network(node.tcp, **{"nsq.auth.secret": "hush-hush"}))
     assert "hush-hush" not in str(caught.value)
     assert not isinstance(caught.value, OptionError)
+
+
+def test_a_refusal_keeps_what_stands_beside_its_message():
+    refused = Refused(410, b'{"message": "GONE: it begins later", "first": 17}')
+    assert (refused.status, refused.code, refused.details["first"]) == (410, "GONE", 17)
+    assert Refused(500, b"no JSON").details == {}

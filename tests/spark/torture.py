@@ -15,10 +15,12 @@ other options. One after the other, faults happen:
     cut         connections between Spark and a broker cut, at once or for a while
     upstream    a function before the sink fails
     zombie      the driver stopped, a second one started, the first one continued
-    rollback    the checkpoint loses its newest batch; if the query stops with advice, the advice is followed
+    rollback    the checkpoint loses its newest batches, up to three; if the query stops with advice, that is followed
     restart     the driver stopped as one would, and started with other options
 
-The ledger decides: every row in its topic once, with the bytes it had. Exit status 1 says that it is not so.
+The query drops some rows, so that some of its batches are empty.
+
+The ledger decides: every other row in its topic once, with the bytes it had. Exit status 1 says that it is not so.
 """
 
 from __future__ import annotations
@@ -49,7 +51,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from spark.cluster import Cluster, Program, environment
 from spark.daemons import Node
 from spark.proxy import Proxy
-from spark.torture_driver import OUT_TOPICS
+from spark.torture_driver import OUT_TOPICS, is_dropped
 
 HERE = Path(__file__).parent
 IN_TOPICS = 3
@@ -378,14 +380,14 @@ class Torture:
         return True
 
     def _fault_rollback(self) -> bool:
-        """The newest batch is gone from the checkpoint, as after a power cut or from a backup."""
+        """The newest batches are gone from the checkpoint, as after a power cut or from a backup."""
         driver = self._keep_running()
         driver.kill()
         self._driver = None
         commits = [int(path.name) for path in (self.checkpoint / "commits").glob("[0-9]*")]
         if not commits:
             return False
-        last = max(commits)
+        last = max(min(commits), max(commits) - self._dice.randrange(3))
         aside = self._folder / f"aside-{self._drivers}"
         shutil.copytree(self.checkpoint, aside)
         for path in self.checkpoint.glob("*/*"):
@@ -439,10 +441,17 @@ class Torture:
         for node in self._targets:
             for topic, value in _rows_of(node):
                 number = int.from_bytes(value[:8])
-                if number >= self._rows or value != body_of(number) or topic != f"out-{number % OUT_TOPICS}":
+                if (
+                    number >= self._rows
+                    or is_dropped(number)
+                    or value != body_of(number)
+                    or topic != f"out-{number % OUT_TOPICS}"
+                ):
                     wrong += 1
                 else:
                     seen[number] = min(255, seen[number] + 1)
+        for number in filter(is_dropped, range(self._rows)):
+            seen[number] = 1
         return self._ledger(seen, wrong) | {"staged bytes": sum(node.get("/stage")["bytes"] for node in self._targets)}
 
     def _judge_archive(self) -> dict[str, Any]:

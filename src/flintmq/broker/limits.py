@@ -56,6 +56,10 @@ class Bucket:
     def spend(self, count: int) -> None:
         self._tokens -= count
 
+    def wait(self, count: int) -> float:
+        """Return the seconds until ``take`` would spend ``count``."""
+        return max(0.0, (min(count, self.rate) - self.tokens) / self.rate)
+
     def take(self, count: int) -> bool:
         """Spend ``count`` if they are there. A batch larger than the bucket passes when it is full, and is paid off."""
         if self.tokens < min(count, self.rate):
@@ -180,10 +184,14 @@ class TopicLimits:
         if self._most_bytes:
             self._mark(size)
 
+    def wait(self, count: int) -> float:
+        """Return the seconds until ``count`` messages may be published by the topic's rate."""
+        return self._bucket.wait(count) if self._bucket is not None else 0.0
+
     def pay(self, count: int) -> None:
-        """So many messages will be published later, without being asked for their rate. RateError: not yet."""
-        if self._bucket is not None and not self._bucket.take(count):
-            raise RateError(f"limit of {self._bucket.rate} messages a second reached")
+        """Count messages against the rate that will be published later, without being asked for it."""
+        if self._bucket is not None:
+            self._bucket.spend(count)
 
     def check(self, count: int, body_bytes: int) -> None:
         """LimitError if so many more messages are more than the topic may hold."""

@@ -333,6 +333,38 @@ async def test_a_checkpoint_that_went_back_finds_its_decision(nodes: Nodes, home
     assert nodes.brokers["n1"].stage.bytes == 0
 
 
+async def test_a_node_that_was_only_told_of_a_producer_remembers_it(nodes: Nodes, home: StageClient) -> None:
+    other = await nodes.start("n2")
+    await home.open()
+    for _ in range(2):
+        await other.begin(0, 0, "told")
+    other = await nodes.restart("n2")
+    [known] = (await other.ask("GET", "/stage?producer=query-1"))["producers"]
+    assert (known["home"], known["epoch"], known["applied"]) == (False, 0, -1)
+    # It can be used as any other, and is not told again.
+    prepared = await other.prepare(1, 0, [await other.stage(1, 0, "a", [bodies(0, 5)])])
+    await refused("FENCED", other.begin(0, 0, "told"))
+    await home.decide(1, 0, {"n2": prepared["set"]})
+    await other.apply(0, prepared["set"])
+    assert nodes.rows() == Counter(bodies(0, 5))
+
+
+async def test_a_number_that_was_passed_over_is_not_decided_later(nodes: Nodes, home: StageClient) -> None:
+    """A checkpoint went back to a batch that left no decision: its rows may be those of a later one."""
+    await home.commit(0, [bodies(0, 5)], "job-0")
+    opened = await home.open(1, job="job-1")
+    winner = await home.stage(opened["epoch"], 1, "early", [bodies(5, 5)], decided=opened["decided"])
+    prepared = await home.prepare(opened["epoch"], 1, [winner])
+    await home.commit(2, [bodies(5, 5)], "job-2")
+    await refused("FENCED", home.decide(opened["epoch"], 1, {"n": prepared["set"]}))
+    assert "checkpoint went back" in await refused("DECIDED", home.open(1, run="run-2", job="job-3"))
+    # Who is refused supersedes nobody: the current job goes on. Nor can it decide such a number.
+    current = await home.open(3, job="job-2")
+    await refused("DECIDED", home.decide(current["epoch"], 1, {}))
+    await home.commit(3, [bodies(10, 5)], "job-4")
+    assert nodes.rows() == Counter(bodies(0, 15))
+
+
 async def test_a_transaction_older_than_what_is_remembered_is_refused(home: StageClient) -> None:
     for txn in range(67):
         opened = await home.open(txn, job=f"job-{txn}")

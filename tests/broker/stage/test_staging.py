@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import random
+import threading
 from collections import Counter
 from functools import partial
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 from conftest import StartBroker
 
@@ -192,25 +194,41 @@ async def test_a_topic_that_is_full_refuses_to_prepare_and_never_to_apply(start_
             await client.stage(opened["epoch"], 2, "a", [[b"x"]], decided=opened["decided"])
 
 
-async def test_rows_are_put_no_faster_than_the_topic_may_be_filled(start_broker: StartBroker, clock: FakeClock) -> None:
+async def test_sets_are_prepared_no_faster_than_the_topic_may_be_filled(
+    start_broker: StartBroker, clock: FakeClock
+) -> None:
     broker = await start_broker(http_address="127.0.0.1:0")
     async with StageClient.connect(broker) as client:
         topic = broker.topic("t")
-        assert (await client.http.ask("PUT", "/topic/config?topic=t", b'{"publish-rate": 10}')).status == 200
+        broker.topic("other")
+        for name in ("t", "other"):
+            answer = await client.http.ask("PUT", f"/topic/config?topic={name}", b'{"publish-rate": 10}')
+            assert answer.status == 200
         await client.open(0)
-        await client.begin(1, 0, "a")
-        await client.put(1, 0, "a", 0, [b"x"] * 10)
-        with pytest.raises(Refused, match="429 E_STAGE_LIMIT"):
-            await client.put(1, 0, "a", 1, [b"x"] * 10)
-        clock.advance(1)
-        await client.put(1, 0, "a", 1, [b"x"] * 10)
-        prepared = await client.prepare(1, 0, [("a", 2, 20)])
+        # A task that is tried again pays for nothing that is not published.
+        for attempt in ("a", "b", "c"):
+            winner = await client.stage(1, 0, attempt, [[b"x"] * 10, [b"x"] * 15])
+        prepared = await client.prepare(1, 0, [winner])
+        assert await client.prepare(1, 0, [winner]) == prepared
         await client.decide(1, 0, {"n": prepared["set"]})
-        clock.advance(1)
         # What was paid for is not paid for again.
-        assert await client.apply(0, prepared["set"]) == {"topics": {"t": 20}}
+        assert await client.apply(0, prepared["set"]) == {"topics": {"t": 25}}
+        await client.done(0)
+        # 15 more than a second's worth were published: the next ones wait, and are told how long.
+        epoch = (await client.open(1, job="job-2"))["epoch"]
+        await client.begin(epoch, 1, "a")
+        await client.put(epoch, 1, "a", 0, [b"x"] * 5)
+        await client.put(epoch, 1, "a", 1, [b"x"] * 10, "other")
+        body = msgspec.json.encode({"producer": "query-1", "epoch": epoch, "txn": 1, "winners": [["a", 2, 15]]})
+        refused = await client.http.ask("POST", "/stage/prepare", body)
+        assert (refused.status, refused.json["retry_after"]) == (429, 2.0)
+        assert "E_STAGE_LIMIT topic t: its publish-rate is used up. Try again in 2.0 s" in refused.message
+        clock.advance(2)
+        # The refusal cost the other topic nothing.
+        assert (await client.http.ask("POST", "/stage/prepare", body)).status == 200
+        clock.advance(1)
         await Client(broker).publish("t", *[b"x"] * 10)
-        assert topic.message_count == 30
+        assert topic.message_count == 35
 
 
 @pytest.mark.parametrize("durability", ["memory", "os", "fsync"])
@@ -422,3 +440,59 @@ async def test_producers_are_forgotten_when_they_are_quiet_for_long(broker: Brok
     broker.stage._sweep()
     assert set(broker.stage.producers) == {"unfinished", "new"}
     await until(lambda: len(list((broker.path / "flintmq" / "stage").iterdir())) == 2)
+
+
+async def test_a_producer_that_comes_back_while_it_is_forgotten_keeps_its_decisions(
+    start_broker: StartBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broker = await start_broker(http_address="127.0.0.1:0")
+    go_on, removed = threading.Event(), threading.Event()
+    remove = broker.stage._remove
+
+    def remove_late(folder: Path) -> None:
+        go_on.wait(30)
+        remove(folder)
+        removed.set()
+
+    monkeypatch.setattr(broker.stage, "_remove", remove_late)
+    async with StageClient.connect(broker) as client:
+        await client.commit(0, CHUNKS, "job-1")
+        await client.ask("DELETE", "/stage?producer=query-1")
+        again = asyncio.create_task(client.commit(7, CHUNKS, "job-2"))
+        # Whatever it can do before the old folder is deleted.
+        await asyncio.wait({again}, timeout=0.5)
+        go_on.set()
+        await again
+        await until(removed.is_set)
+    broker.kill()
+    await asyncio.sleep(0)
+    broker = await start_broker(http_address="127.0.0.1:0")
+    assert [one["decided"]["txn"] for one in broker.stage.describe()["producers"]] == [7]
+
+
+async def test_a_clock_that_is_set_makes_nobody_forgotten(start_broker: StartBroker, clock: FakeClock) -> None:
+    day = 24 * 3600
+    broker = await start_broker(http_address="127.0.0.1:0")
+    clock.step_wall(-50 * 365 * day)
+    async with StageClient.connect(broker, "early") as client:
+        await client.commit(0, CHUNKS, "job-1")
+    clock.step_wall(50 * 365 * day)
+    clock.advance(60)
+    broker.stage._sweep()
+    assert set(broker.stage.producers) == {"early"}
+    # Nor after a start, whose states were written by a clock that was wrong.
+    broker.kill()
+    await asyncio.sleep(0)
+    broker = await start_broker(http_address="127.0.0.1:0")
+    broker.stage._sweep()
+    assert set(broker.stage.producers) == {"early"}
+    # What is quiet is forgotten all the same, over several starts.
+    for number in range(4):
+        clock.advance(25 * day)
+        async with StageClient.connect(broker, f"later-{number}") as client:
+            await client.commit(0, CHUNKS, "job-1")
+        broker.kill()
+        await asyncio.sleep(0)
+        broker = await start_broker(http_address="127.0.0.1:0")
+        broker.stage._sweep()
+        assert ("early" in broker.stage.producers) is (number < 3)

@@ -177,7 +177,7 @@ class _StageApi:
         try:
             producer = self._staging.existing(name)
         except StageError as exc:
-            raise HttpError(exc.status, str(exc)) from exc
+            raise HttpError(exc.status, str(exc), **exc.details) from exc
         await _translated(producer.put((epoch, txn, attempt), chunk, topic, delay, body, end, count))
         return {}
 
@@ -203,7 +203,7 @@ async def _translated(work: Awaitable[_T]) -> _T:
     try:
         return await work
     except StageError as exc:
-        raise HttpError(exc.status, str(exc)) from exc
+        raise HttpError(exc.status, str(exc), **exc.details) from exc
 
 
 def _check_producer(name: str) -> None:

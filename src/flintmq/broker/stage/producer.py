@@ -14,9 +14,8 @@ A ``Producer`` owns the state, its file, and the files of rows. Every answer wai
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
@@ -42,6 +41,7 @@ from flintmq.broker.storage.disk import COMMIT
 from flintmq.errors import LimitError, StageError
 
 if TYPE_CHECKING:
+    from flintmq.broker.limits import TopicLimits
     from flintmq.broker.stage.staging import Staging
 
 __all__ = ["Producer", "Winner"]
@@ -78,8 +78,8 @@ class Producer:
         self.attempts: dict[tuple[int, int, str], Attempt] = {}
         self.sealed: dict[int, list[Attempt]] = {}
         self.applies: dict[int, Apply] = {}
-        #: When it was last heard of (wall).
-        self.touched = state.time or self._broker.clock.wall()
+        #: When it was last heard of, by ``Staging.age``.
+        self.touched = state.age if state.time else staging.age
         # What was prepared again of a transaction that was decided before: the set, and the answer.
         self._compared: dict[tuple[int, int], tuple[str, dict[str, Any]]] = {}
         # One call at a time that opens, closes or drops something.
@@ -116,9 +116,11 @@ class Producer:
             await asyncio.shield(self._saving)
 
     async def _save(self) -> None:
+        await self._staging.vacant(self.folder)
         changes = self._changes
         self.state.trim()
         self.state.time = self._broker.clock.wall()
+        self.state.age = self._staging.age
         data = encode_state(self.state)
         dropped: list[Attempt] = []
         try:
@@ -147,12 +149,15 @@ class Producer:
     async def open(self, run: str, job: str, txn: int) -> dict[str, Any]:
         """Begin, or go on with, a job: its epoch, and the last decision."""
         state = self.state
-        if (state.run, state.job) != (run, job) or not state.home:
-            if run in state.superseded_runs or job in state.superseded_jobs:
-                raise fenced(
-                    f"run {run} or job {job} of producer {self.name} was superseded by run {state.run}: another driver "
-                    "writes for this query now, stop this one"
-                )
+        is_new = (state.run, state.job) != (run, job) or not state.home
+        if is_new and (run in state.superseded_runs or job in state.superseded_jobs):
+            raise fenced(
+                f"run {run} or job {job} of producer {self.name} was superseded by run {state.run}: another driver "
+                "writes for this query now, stop this one"
+            )
+        # Before anybody is superseded by a job that will decide nothing.
+        self._check_order(txn)
+        if is_new:
             if state.run not in ("", run):
                 state.superseded_runs.append(state.run)
             if state.job not in ("", job):
@@ -160,21 +165,36 @@ class Producer:
             state.run, state.job, state.home = run, job, True
             state.epoch = max(state.epoch, state.fence) + 1
             self.changed()
-        if txn <= state.forgotten and txn not in state.decisions:
-            raise self._too_old(txn)
         epoch, decided = state.epoch, state.last_decision
         await self.save()
         return {"epoch": epoch, "decided": _shown(decided)}
 
-    def _too_old(self, txn: int) -> StageError:
-        known = sorted(self.state.decisions)
-        return StageError(
-            409,
-            "E_STAGE_DECIDED",
-            f"transaction {txn} of producer {self.name} is older than those that are remembered "
-            f"({known[0] if known else '-'} to {known[-1] if known else '-'}): nobody can tell whether it was "
-            "committed. Go on from a newer checkpoint, or begin with a new one",
-        )
+    def _check_order(self, txn: int) -> None:
+        """StageError for a transaction without a decision if a later one has one: its number was passed over.
+
+        A producer decides its transactions in order. One that comes back to such a number went back, and its rows may
+        be part of what was decided since.
+        """
+        decisions = self.state.decisions
+        if txn in decisions:
+            return
+        known = sorted(decisions)
+        if txn <= self.state.forgotten:
+            raise StageError(
+                409,
+                "E_STAGE_DECIDED",
+                f"transaction {txn} of producer {self.name} is older than those that are remembered "
+                f"({known[0] if known else '-'} to {known[-1] if known else '-'}): nobody can tell whether it was "
+                "committed. Go on from a newer checkpoint, or begin with a new one",
+            )
+        if known and txn < known[-1]:
+            raise StageError(
+                409,
+                "E_STAGE_DECIDED",
+                f"transaction {txn} of producer {self.name} was never committed, and transaction {known[-1]} is: the "
+                f"checkpoint went back, and rows of {txn} may be published already. Restore a checkpoint that is "
+                f"after {known[-1]}, or begin with a new one",
+            )
 
     async def decide(self, epoch: int, txn: int, nodes: dict[str, str], fingerprint: object) -> dict[str, Any]:
         """Decide a transaction, once and for ever: the decision, and was it there before?"""
@@ -184,8 +204,7 @@ class Producer:
         if epoch != state.epoch and not (stored is not None and (stored.epoch, stored.nodes) == (epoch, nodes)):
             raise self._superseded(epoch)
         if stored is None:
-            if txn <= state.forgotten:
-                raise self._too_old(txn)
+            self._check_order(txn)
             if state.closed >= epoch:
                 raise fenced(f"epoch {epoch} of producer {self.name} was aborted: open a new job, and stage again")
             unfinished = next((decision for decision in state.decisions.values() if not decision.done), None)
@@ -260,7 +279,8 @@ class Producer:
                 attempt = Attempt(path, epoch, txn, name, self._broker.clock.now())
                 self.attempts[epoch, txn, name] = attempt
             if not self._saved:
-                # Without it a start could not tell whose rows these are.
+                # Without it a start could not tell whose rows these are, nor that it was told of the producer.
+                self.changed()
                 await self.save()
         async with attempt.turn:
             await self._check(attempt)
@@ -319,10 +339,6 @@ class Producer:
                 )
             if attempt.syncing and attempt.size - attempt.synced > WAIT_AT:
                 await self._staging.until(lambda: not attempt.syncing)
-            target = self._broker.topics.get(topic)
-            if target is not None and target.limits is not None:
-                with _limited(topic):
-                    target.limits.pay(count)
             self._staging.reserve(end)
             try:
                 write = partial(attempt.write, self._broker.disk, topic, delay, count, data, 4, end)
@@ -467,6 +483,7 @@ class Producer:
             if not compare:
                 self._admit(topics, size)
                 await self._sync(mine)
+                self._pay(topics)
         except BaseException:
             for attempt in others:
                 attempt.closed = False
@@ -475,12 +492,34 @@ class Producer:
 
     def _admit(self, topics: dict[str, TopicSum], size: int) -> None:
         """Refuse now what cannot be applied later: then it is too late."""
-        for name, total in topics.items():
+        waits: dict[str, float] = {}
+        for name, limits in self._limits(topics):
+            total = topics[name]
+            try:
+                limits.check(total.count, total.bytes)
+            except LimitError as exc:
+                raise StageError(429, "E_STAGE_LIMIT", f"topic {name}: {exc}. Try again later, or raise it") from exc
+            waits[name] = limits.wait(total.count)
+        slowest = max(waits, key=lambda name: waits[name], default="")
+        if slowest and waits[slowest]:
+            raise StageError(
+                429,
+                "E_STAGE_LIMIT",
+                f"topic {slowest}: its publish-rate is used up. Try again in {waits[slowest]:.1f} s, or raise it",
+                retry_after=waits[slowest],
+            )
+        self._staging.check_room(size)
+
+    def _pay(self, topics: dict[str, TopicSum]) -> None:
+        """Count the rows of a set against the rates of their topics: once, and only those that will be published."""
+        for name, limits in self._limits(topics):
+            limits.pay(topics[name].count)
+
+    def _limits(self, topics: Iterable[str]) -> Iterator[tuple[str, TopicLimits]]:
+        for name in topics:
             topic = self._broker.topics.get(name)
             if topic is not None and topic.limits is not None:
-                with _limited(name):
-                    topic.limits.check(total.count, total.bytes)
-        self._staging.check_room(size)
+                yield name, topic.limits
 
     async def _sync(self, attempts: list[Attempt]) -> None:
         if not attempts:
@@ -657,14 +696,6 @@ class Producer:
                 if found.state != APPLIED
             ],
         }
-
-
-@contextlib.contextmanager
-def _limited(topic: str) -> Iterator[None]:
-    try:
-        yield
-    except LimitError as exc:
-        raise StageError(429, "E_STAGE_LIMIT", f"topic {topic}: {exc}. Try again later, or raise it") from exc
 
 
 def _answer(name: str, found: Prepared | None, *, repeat: bool = False) -> dict[str, Any]:

@@ -38,7 +38,7 @@ T = TypeVar("T")
 WRITES_AT_ONCE = 2
 #: Seconds between two looks at what has to be dropped or forgotten.
 SWEEP = 60.0
-#: Nanoseconds after its last call that a producer with nothing unfinished is remembered.
+#: Nanoseconds after its last call, by ``Staging.age``, that a producer with nothing unfinished is remembered.
 REMEMBER = 90 * 24 * 3600 * 1_000_000_000
 
 
@@ -47,6 +47,9 @@ class Staging:
         self.broker = broker
         self.producers: dict[str, Producer] = {}
         self._root = broker.path / "flintmq" / "stage"
+        # The highest age in a state that was read, and when that was.
+        self._age = 0
+        self._started = broker.clock.now()
         # Staged bytes: in files, and of chunks that are being written.
         self.bytes = 0
         self._reserved = 0
@@ -55,6 +58,8 @@ class Staging:
         self._held: dict[tuple[str, int], list[Keys]] = {}
         # Is the folder's own entry on the device?
         self._entered = False
+        # Folders of producers that were forgotten, until they are gone.
+        self._leaving: set[Path] = set()
         self._writes = asyncio.Semaphore(WRITES_AT_ONCE)
         self._waiting: list[asyncio.Future[None]] = []
         # Counters.
@@ -62,6 +67,15 @@ class Staging:
         self.applied_bytes = 0
         self.applied_sets = 0
         self.dropped_bytes = 0
+
+    @property
+    def age(self) -> int:
+        """Nanoseconds that processes have run on this data path, as far as states tell.
+
+        Producers are forgotten by it and not by the wall clock: that may be set, and then all of them would be old. A
+        process that writes no state adds nothing, and has made nothing that could be forgotten.
+        """
+        return self._age + self.broker.clock.now() - self._started
 
     # --- Start and stop --------------------------------------------------------------------------------------------
 
@@ -84,6 +98,7 @@ class Staging:
             disk.remove_folder(folder)
             return
         producer = self.producers[state.producer] = Producer(self, folder, state)
+        self._age = max(self._age, state.age)
         is_copy = state.node != node
         if is_copy:
             # A restored copy under another identity: the decisions of others name the original's sets.
@@ -281,7 +296,7 @@ class Staging:
         if producer is None:
             folder = self._root / blake2b(name.encode(), digest_size=16).hexdigest()
             producer = self.producers[name] = Producer(self, folder, State(name, self.broker.node.hex()))
-        producer.touched = self.broker.clock.wall()
+        producer.touched = self.age
         return producer
 
     def existing(self, name: str) -> Producer:
@@ -304,7 +319,8 @@ class Staging:
     def _forget(self, producer: Producer) -> None:
         del self.producers[producer.name]
         if not self.broker.disk.closing:
-            self.submit(partial(self._remove, producer.folder), self._removed)
+            self._leaving.add(producer.folder)
+            self.submit(partial(self._remove, producer.folder), partial(self._removed, producer.folder))
 
     def _remove(self, folder: Path) -> None:
         disk = self.broker.disk
@@ -313,19 +329,25 @@ class Staging:
                 disk.remove(folder / name)
             disk.remove_folder(folder)
 
-    def _removed(self, _: None, error: BaseException | None) -> None:
+    def _removed(self, folder: Path, _: None, error: BaseException | None) -> None:
+        self._leaving.discard(folder)
+        self.tell()
         if error is not None:
             logger.error("STAGE: a folder cannot be deleted - %s", error)
+
+    async def vacant(self, folder: Path) -> None:
+        """Return when nothing of an earlier producer of this name is being deleted any more."""
+        await self.until(lambda: folder not in self._leaving)
 
     def _sweep(self) -> None:
         self.broker.once("stage", SWEEP, self._sweep)
         clock, timeout = self.broker.clock, self.broker.options.stage_timeout
-        now, wall = clock.now(), clock.wall()
+        now, age = clock.now(), self.age
         for producer in list(self.producers.values()):
             try:
                 producer.expire(now, timeout)
                 # One that never had a state has nothing to be remembered.
-                if producer.idle and wall - producer.touched > (REMEMBER if producer.state.time else timeout):
+                if producer.idle and age - producer.touched > (REMEMBER if producer.state.time else timeout):
                     self._forget(producer)
             except Exception:
                 logger.exception("STAGE(%s): cannot be looked at", producer.name)

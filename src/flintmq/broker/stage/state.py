@@ -109,8 +109,9 @@ class State(msgspec.Struct):
     #: The highest transaction that was applied here, and the highest that was forgotten; -1: none.
     applied: int = -1
     forgotten: int = -1
-    #: When it was last written (wall).
+    #: When it was last written: by the wall clock, for people, and by ``Staging.age``.
     time: int = 0
+    age: int = 0
 
     @property
     def last_decision(self) -> Decision | None:

@@ -14,7 +14,7 @@ import socket
 import ssl
 import struct
 import zlib
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -281,11 +281,12 @@ class Refused(HttpError):
             read = json.loads(data)
         except ValueError:
             read = {}
-        self.details: dict[str, Any] = read if isinstance(read, dict) else {}
-        text = str(self.details.get("message") or data[:200].decode(errors="replace"))
+        details: dict[str, Any] = read if isinstance(read, dict) else {}
+        text = str(details.get("message") or data[:200].decode(errors="replace"))
+        super().__init__(status, text.partition(":")[0].strip())
         #: The code is the first word; what follows is for people.
         self.reason = text
-        super().__init__(status, text.partition(":")[0].strip())
+        self.details: dict[str, Any] = details
 
 
 def _reason(exc: BaseException) -> str:
@@ -315,6 +316,8 @@ class Found(NamedTuple):
 
     brokers: list[Broker]
     failures: list[str]
+    #: Of the failures those of brokers; the others are of lookupds.
+    silent: Sequence[str] = ()
 
 
 class Cluster:
@@ -379,15 +382,15 @@ class Cluster:
                     if broker.http == side:
                         broker.tcp = tcp
                         broker.node = broker.node or tcp
-        return Found(list(brokers.values()), failures)
+        return Found(list(brokers.values()), failures, failures)
 
     def _from_lookupds(self) -> Found:
         producers = self._producers()
         brokers: dict[str, Broker] = {}
-        failures = list(producers.failures)
+        silent: list[str] = []
         for producer in producers.brokers:
-            self._learn(brokers, failures, partial(self._asked, producer), producer.http)
-        return Found(list(brokers.values()), failures)
+            self._learn(brokers, silent, partial(self._asked, producer), producer.http)
+        return Found(list(brokers.values()), [*producers.failures, *silent], silent)
 
     def _asked(self, producer: Broker) -> Broker:
         broker = self._by_http(producer.http)

@@ -90,7 +90,7 @@ OPTIONS = (
     Option("fetch.numRetries", "both", "3", "tries after a failure that may pass"),
     Option("fetch.timeoutMs", "both", "30000", "how long an answer may take"),
     Option("arrowBatchRows", "source", "10000", "rows handed to Spark at a time"),
-    Option("topic", "sink", "", "where rows without a column `topic` go"),
+    Option("topic", "sink", "", "where all rows go; without it their column `topic` says so"),
     Option("mpubMaxMessages", "sink", "10000", "messages in one MPUB, or in one chunk of a staged write"),
     Option("mpubMaxBytes", "sink", "1m", "bytes in one of them; a larger message goes alone"),
     Option("idempotent", "sink", "auto", "true: fail where brokers cannot stage; false: publish without staging"),

@@ -64,16 +64,17 @@ class Chunks:
         """Take the rows of a batch; OptionError for a row that cannot be a message."""
         names = batch.schema.names
         bodies = _bodies(batch.column("value"))
-        topics = batch.column("topic").to_pylist() if "topic" in names else None
-        delays = batch.column("defer_ms").to_pylist() if "defer_ms" in names else None
         default = self._options.topic
+        # The option is for all rows: a table that was read has a column that says where its rows came from.
+        topics = batch.column("topic").to_pylist() if "topic" in names and not default else None
+        delays = batch.column("defer_ms").to_pylist() if "defer_ms" in names else None
         self.rows += len(bodies)
         if topics is None and delays is None:
             self._extend((default, 0), bodies)
         else:
             groups: dict[tuple[str, int], list[bytes]] = {}
             for row, body in enumerate(bodies):
-                topic = (topics[row] if topics is not None else None) or default
+                topic = default if topics is None else topics[row] or ""
                 delay = (delays[row] if delays is not None else None) or 0
                 group = groups.get((topic, delay))
                 if group is None:
@@ -141,7 +142,7 @@ def _bodies(column: pa.Array) -> list[bytes]:
 
 def _check(topic: str, delay: int) -> None:
     if not topic:
-        raise OptionError("a row has no topic: fill the column, or set the option topic for such rows")
+        raise OptionError("a row has no topic: fill the column, or set the option topic, which is for all rows")
     if not NAME.fullmatch(topic):
         raise OptionError(f'a row is for the topic "{topic[:80]}", and that is no name of a topic')
     if not 0 <= delay <= _LONGEST_DEFER:

@@ -6,7 +6,8 @@
     DONE      at the home
 
 A batch that runs again finds the decision of the first time, completes it, and is compared with it: by the offsets of
-the batch where both are known, else by sums over the rows, which do not depend on their order.
+the batch where both are known and name its rows, else by sums over the rows, which do not depend on their order. So a
+batch without rows is decided, too: when it runs again it may have some.
 """
 
 from __future__ import annotations
@@ -49,6 +50,8 @@ class Commit:
         self._calls = calls
         self._staged = [found for found in staged if found.broker is not None]
         self._write, self._home = staged[0].write, staged[0].home
+        #: Tasks that have to find the home by themselves may see different brokers.
+        self._homes = {found.home.node: found.home for found in staged}
         self._brokers = {broker.node: broker for broker in brokers}
         self._used: dict[str, Broker] = {}
         for found in self._staged:
@@ -59,16 +62,23 @@ class Commit:
     def run(self, checkpoint: Checkpoint, skip: bool) -> None:
         """Commit, or find that it is committed. Raises before the decision, or when a decided set is not applied."""
         write, calls = self._write, self._calls
+        if len(self._homes) > 1:
+            raise PublishError(
+                f"{write}: its tasks found two homes, {' and '.join(map(str, self._homes.values()))}: name one of them "
+                "by the option home",
+                code="E_STAGE_HOME",
+            )
+        if not self._used and write.is_nameless:
+            return
         # Again, and not only in the tasks: a batch without rows must be compared, too, with what it was the first time.
         opened = calls.call(self._home, "open", **write._asdict())
         self._epoch = opened["epoch"]
         last = opened.get("decided")
         if last is not None and not last["done"]:
             self._complete(last)
-        if not self._used and not (last is not None and last["txn"] >= write.txn):
-            return
         sets, topics = self._prepare()
-        mark = fingerprint(checkpoint.offsets(write.txn, write.producer), topics)
+        offsets = checkpoint.offsets(write.txn, write.producer)
+        mark = fingerprint(offsets.digest, topics)
         answer = calls.call(
             self._home,
             "decide",
@@ -86,7 +96,7 @@ class Commit:
         # This batch was committed before.
         self._complete(decided)
         self._drop(self._brokers.keys() | self._used.keys())
-        if not same(decided["print"], mark):
+        if not same(decided["print"], mark, by_offsets=offsets.name_rows):
             text = (
                 f"batch {write.txn} was committed with other rows: the checkpoint went back (restore it, or begin a "
                 "new one after the rows of that batch), or rows differ at each computation (set repeatedBatch=skip)"
@@ -176,9 +186,13 @@ def fingerprint(offsets: str, topics: Mapping[str, Mapping[str, int]]) -> str:
     return f"{offsets or '-'}:{sums}"
 
 
-def same(one: str, other: str) -> bool:
-    """Tell whether two fingerprints are of the same batch: by its offsets, if both have them, else by the sums."""
+def same(one: str, other: str, *, by_offsets: bool) -> bool:
+    """Tell whether two fingerprints are of the same batch. Where both have offsets these must be the same, and if
+    offsets name rows (``by_offsets``) that is enough; otherwise the sums must be the same, too."""
     (offsets, _, sums), (other_offsets, _, other_sums) = one.partition(":"), other.partition(":")
-    if offsets != "-" and other_offsets != "-":
-        return offsets == other_offsets
+    if "-" not in (offsets, other_offsets):
+        if offsets != other_offsets:
+            return False
+        if by_offsets:
+            return True
     return sums == other_sums

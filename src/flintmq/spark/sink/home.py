@@ -2,7 +2,8 @@
 
 It never changes by itself. If two brokers were home to the same query, both could decide the same batch. In this order:
 the option ``home``; the file ``_nsq_home`` in the checkpoint, where Python can reach it; what brokers remember. A new
-query's home is chosen by a hash.
+query's home is chosen by a hash, and every broker that answers is told of the query before it writes a row: whoever
+comes back while the home is away finds that there is one.
 """
 
 from __future__ import annotations
@@ -14,13 +15,23 @@ import os
 import uuid
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
-from flintmq.errors import ConnectError, OptionError
+from flintmq.errors import ConnectError, OptionError, PublishError
 from flintmq.spark.sink.staging import Broker, Calls, Write, ranked
 
-__all__ = ["Checkpoint", "choose", "find", "named"]
+__all__ = ["Checkpoint", "Offsets", "choose", "find", "named"]
 
 FILE = "_nsq_home"
+
+
+class Offsets(NamedTuple):
+    """The offsets of a batch, as far as they can be read."""
+
+    #: Of all of them, without the line that has a time in it; nothing if they cannot be read.
+    digest: str = ""
+    #: Are they places in logs, so that the same offsets are the same rows? Those of a spool, or of files, count.
+    name_rows: bool = False
 
 
 class Checkpoint:
@@ -41,8 +52,9 @@ class Checkpoint:
             return ""
 
     def read_home(self) -> str:
-        """Return the node that the file names; nothing without a file."""
-        assert self._folder is not None
+        """Return the node that the file names; nothing without a file, or where it cannot be read."""
+        if self._folder is None:
+            return ""
         try:
             read = json.loads((self._folder / FILE).read_text())
             return str(read["node"])
@@ -74,15 +86,37 @@ class Checkpoint:
             os.close(folder)
         return self.read_home()
 
-    def offsets(self, batch: int, query: str) -> str:
-        """Return a digest of a batch's offsets, without the line that has a time in it; nothing if unreadable."""
-        if self._folder is None or self.query != query:
-            return ""
+    @property
+    def is_new(self) -> bool:
+        """Is the first batch the newest one, and not known to be committed?"""
+        assert self._folder is not None
         try:
-            lines = (self._folder / "offsets" / str(batch)).read_text().splitlines()
+            later = any(path.name.isdigit() and int(path.name) for path in (self._folder / "offsets").iterdir())
+        except FileNotFoundError:
+            later = False
+        return not later and not (self._folder / "commits" / "0").exists()
+
+    def offsets(self, batch: int, query: str) -> Offsets:
+        """Return the offsets of a batch of a query."""
+        if self._folder is None or self.query != query:
+            return Offsets()
+        try:
+            lines = (self._folder / "offsets" / str(batch)).read_text().splitlines()[2:]
         except OSError:
-            return ""
-        return hashlib.sha256("\n".join(lines[2:]).encode()).hexdigest() if len(lines) > 2 else ""
+            return Offsets()
+        if not lines:
+            return Offsets()
+        # A source that has nothing yet is a dash.
+        name_rows = all(_is_place_in_log(line) for line in lines if line != "-")
+        return Offsets(hashlib.sha256("\n".join(lines).encode()).hexdigest(), name_rows)
+
+
+def _is_place_in_log(line: str) -> bool:
+    try:
+        offset = json.loads(line)
+    except ValueError:
+        return False
+    return isinstance(offset, dict) and offset.get("mode") == "log" and isinstance(offset.get("p"), dict)
 
 
 def named(name: str, brokers: Sequence[Broker]) -> Broker:
@@ -100,22 +134,73 @@ def choose(producer: str, brokers: Sequence[Broker]) -> Broker:
     return ranked(brokers, producer)[0]
 
 
-def find(calls: Calls, write: Write, brokers: Sequence[Broker], silent: Sequence[str]) -> Broker:
-    """Return the home by what brokers remember, for a query whose checkpoint Python cannot read."""
-    known = {broker: found for broker in brokers if (found := calls.known(broker, write.producer)) is not None}
-    homes = [broker for broker, found in known.items() if found.get("home")]
-    if len(homes) == 1:
-        return homes[0]
+def find(
+    calls: Calls, write: Write, brokers: Sequence[Broker], silent: Sequence[str], *, is_new: bool = False
+) -> Broker:
+    """Return the home by what brokers remember, or choose it; afterwards every broker that answers knows the producer.
+
+    ConnectError while nobody who answers can tell. With ``is_new`` brokers that do not answer are not waited for.
+    """
+    silent = list(silent)
+    known: dict[Broker, bool] = {}
+    unknown: list[Broker] = []
+    for broker in brokers:
+        try:
+            found = calls.known(broker, write.producer)
+        except ConnectError as exc:
+            silent.append(str(exc))
+            continue
+        if found is None:
+            unknown.append(broker)
+        else:
+            known[broker] = bool(found.get("home"))
+    homes = [broker for broker, is_home in known.items() if is_home]
     if len(homes) > 1:
         raise OptionError(
             f"{' and '.join(map(str, homes))} both keep decisions of {write.producer}: name the right one by the "
             "option home"
         )
-    if known or silent or write.txn:
-        away = f" ({'; '.join(silent)})" if silent else ""
-        raise OptionError(
-            f"no broker that answers{away} keeps the decisions of {write.producer}, which is at batch {write.txn}: "
-            "start the one that does. If this sink has not written for the query before, name any of "
-            f"{', '.join(broker.node for broker in brokers)} by the option home"
+    if homes:
+        home = homes[0]
+    else:
+        home = _choose(write, list(known), unknown, silent, is_new)
+        # First of all, so that who finds others told of it finds the home, too.
+        calls.call(home, "open", **write._asdict())
+        unknown.remove(home)
+    for broker in unknown:
+        _tell(calls, broker, write)
+    return home
+
+
+def _choose(
+    write: Write, known: Sequence[Broker], unknown: Sequence[Broker], silent: Sequence[str], is_new: bool
+) -> Broker:
+    """Choose a home where no broker that answers is one, if nobody can have been it."""
+    away = f" ({'; '.join(silent)})" if silent else ""
+    if known:
+        raise ConnectError(
+            f"the broker that keeps the decisions of {write.producer} does not answer{away}: "
+            f"{', '.join(map(str, known))} only know that there is one. Start it"
         )
-    return choose(write.producer, brokers)
+    # Its number is above 0 only where there is no other way to tell whether it wrote before.
+    sentence = (
+        f"no broker that answers{away} keeps the decisions of {write.producer}, which is at batch {write.txn}: start "
+        "the one that does. If this sink has not written for it before, name any of "
+        f"{', '.join(broker.node for broker in unknown)} by the option home"
+    )
+    if not unknown or (silent and not is_new):
+        raise ConnectError(sentence)
+    if write.txn:
+        raise OptionError(sentence)
+    return choose(write.producer, unknown)
+
+
+def _tell(calls: Calls, broker: Broker, write: Write) -> None:
+    """Have a broker remember the producer, by an attempt that never gets a row, in an epoch before all others."""
+    try:
+        calls.call(broker, "begin", producer=write.producer, epoch=0, txn=write.txn, attempt="home", decided=None)
+    except PublishError as exc:
+        if exc.code != "E_STAGE_FENCED":
+            raise
+        # Somebody staged there meanwhile: for this home, or for another one.
+        raise ConnectError(f"{broker} has just heard of {write.producer} from another task or driver") from exc

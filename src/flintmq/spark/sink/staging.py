@@ -18,7 +18,7 @@ import uuid
 from collections.abc import Callable, Iterable
 from typing import Any, NamedTuple
 
-from flintmq.errors import ConnectError, HttpError, PublishError
+from flintmq.errors import ConnectError, HttpError, OptionError, PublishError
 from flintmq.spark.shipped.net import Refused, Web
 from flintmq.spark.shipped.options import SinkOptions
 from flintmq.spark.sink.chunks import Chunk
@@ -32,6 +32,10 @@ _PASSING = (429, 503, 507)
 #: Calls whose time depends on how many rows there are.
 _LONG = ("prepare", "apply")
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 2.0
+_LOST = (
+    "the home lost its decisions, as when it was restored from an old backup. Restore a newer one, or begin with a new "
+    "checkpoint after the last batch that was committed"
+)
 
 
 class Broker(NamedTuple):
@@ -56,6 +60,11 @@ class Write(NamedTuple):
     job: str
     #: The batch of a stream; 0 for a batch write.
     txn: int
+
+    @property
+    def is_nameless(self) -> bool:
+        """Was the producer made for this execution, so that nobody can repeat it?"""
+        return self.producer == self.job
 
     def __str__(self) -> str:
         return f"batch {self.txn} of {self.producer}"
@@ -120,8 +129,18 @@ class Calls:
         self._web.ask("POST", broker.http, "/stage/put", chunk.body(), **query)
 
     def known(self, broker: Broker, producer: str) -> dict[str, Any] | None:
-        """Return what a broker knows of a producer: its entry in ``GET /stage``."""
-        found = self.insist(broker, lambda: self._web.ask("GET", broker.http, "/stage", producer=producer))
+        """Return what a broker knows of a producer: its entry in ``GET /stage``. Asked once."""
+        try:
+            found = self._web.ask("GET", broker.http, "/stage", producer=producer)
+        except Refused as exc:
+            if exc.status in _PASSING:
+                raise ConnectError(f"nsqd {broker}: {exc.reason}") from exc
+            if exc.status == 403:
+                raise OptionError(
+                    f"nsqd {broker} does not tell the owner of nsq.http.token whether it keeps the decisions of "
+                    f"{producer}: the token needs the rights read and publish"
+                ) from exc
+            raise refusal(broker, exc) from exc
         for entry in found.get("producers") or []:
             if entry.get("producer") == producer:
                 return dict(entry)
@@ -146,7 +165,13 @@ class Calls:
         seconds = _FIRST_PAUSE
 
         def pause(exc: Exception) -> None:
-            nonlocal seconds
+            nonlocal seconds, give_up
+            if isinstance(exc, Refused) and (told := exc.details.get("retry_after")) and self.patience:
+                # It is there, and says when: that is no reason to give up, however long it takes.
+                logger.warning("nsqd %s: %s", broker, exc.reason)
+                self._sleep(float(told))
+                give_up = self._clock() + self.patience
+                return
             if self._clock() + seconds > give_up:
                 if isinstance(exc, Refused):
                     raise refusal(broker, exc) from exc
@@ -232,22 +257,26 @@ class Attempt:
     def _begin(self, broker: Broker) -> int:
         """Return how many chunks of this attempt a broker has."""
         write = self._write
-        answer = self._calls.call(
-            broker,
-            "begin",
-            producer=write.producer,
-            epoch=self.epoch,
-            txn=write.txn,
-            attempt=self.id,
-            decided=self._decided,
-        )
+        try:
+            answer = self._calls.call(
+                broker,
+                "begin",
+                producer=write.producer,
+                epoch=self.epoch,
+                txn=write.txn,
+                attempt=self.id,
+                decided=self._decided,
+            )
+        except PublishError as exc:
+            if exc.code == "E_STAGE_FENCED":
+                self._check_home(broker, exc)
+            raise
         stored, applied = answer["next"], answer.get("applied")
         if applied is not None and applied > (self._decided["txn"] if self._decided else -1):
             last = self._decided["txn"] if self._decided else "none"
             raise PublishError(
                 f"nsqd {broker} has the rows of batch {applied} of {write.producer}, but the last batch that its home "
-                f"{self._home} knows is {last}: the home lost its decisions, as when it was restored from an old "
-                "backup. Restore a newer one, or begin with a new checkpoint after that batch",
+                f"{self._home} knows is {last}: {_LOST}",
                 code="E_STAGE_HOME",
             )
         if stored < self.chunks:
@@ -257,3 +286,13 @@ class Attempt:
                 code="E_STAGE_GAP",
             )
         return int(stored)
+
+    def _check_home(self, broker: Broker, refused: PublishError) -> None:
+        """A broker knows a later epoch. PublishError says so if the home has given none to another driver."""
+        opened = self._calls.call(self._home, "open", **self._write._asdict())
+        if opened["epoch"] == self.epoch and broker.node != self._home.node:
+            raise PublishError(
+                f"nsqd {broker} knows a later epoch of {self._write.producer} than {self.epoch}, the last one that its "
+                f"home {self._home} has given: {_LOST}",
+                code="E_STAGE_HOME",
+            ) from refused

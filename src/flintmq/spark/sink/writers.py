@@ -7,12 +7,13 @@ With others, tasks publish: at least once, and a warning says so when the writer
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
 import time
 import uuid
 from collections.abc import Callable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from pyspark.sql.datasource import DataSourceArrowWriter, DataSourceStreamArrowWriter, WriterCommitMessage
 
@@ -37,6 +38,9 @@ _AT_LEAST_ONCE = (
     "because %s"
 )
 _PAUSE = 0.5
+
+T = TypeVar("T")
+
 _said: set[str] = set()
 
 
@@ -71,25 +75,35 @@ class Job:
         self.home: Broker | None = None
         self.trouble = ""
 
-    def prepare(self, find_home: Callable[[], Broker | None]) -> None:
-        """Ask for brokers and the home, for as long as an answer may take. Trouble is told by who needs them."""
+    def prepare(self, find_home: Callable[[], Broker | None], known_home: Callable[[], str]) -> None:
+        """Ask for brokers and the home, for as long as an answer may take. Trouble is told by who needs them.
+
+        ``known_home`` names the home if that is written somewhere; ``find_home`` finds it among the brokers.
+        """
+
+        def look() -> None:
+            self._ask(known_home)
+            if self.brokers:
+                self.home = find_home()
+
+        try:
+            self._patiently(look)
+        except (ConnectError, HttpError) as exc:
+            self.trouble = str(exc)
+
+    def _patiently(self, look: Callable[[], T]) -> T:
+        """Return what ``look`` does when it fails no more because somebody does not answer, or its last error."""
         network = self.options.network
         give_up = time.monotonic() + (network.timeout if network.retries else 0.0)
         while True:
             try:
-                self._ask()
-                if self.brokers:
-                    self.home = find_home()
-            except (ConnectError, HttpError) as exc:
-                self.trouble = str(exc)
-            else:
-                self.trouble = ""
-                return
-            if time.monotonic() + _PAUSE > give_up:
-                return
+                return look()
+            except (ConnectError, HttpError):
+                if time.monotonic() + _PAUSE > give_up:
+                    raise
             time.sleep(_PAUSE)
 
-    def _ask(self) -> None:
+    def _ask(self, known_home: Callable[[], str]) -> None:
         options = self.options
         web = Web(options.network)
         try:
@@ -116,6 +130,13 @@ class Job:
                 f"nsqd {plain[0]} cannot stage rows, so that each is published exactly once: use a flintmq broker that "
                 "can, or set idempotent=auto to publish at least once"
             )
+        if (home := known_home()) or found.silent:
+            # One that can stage may be among those: what it has committed would be published once more.
+            who = f"{home} keeps the decisions of this query and does not answer" if home else "; ".join(found.silent)
+            raise ConnectError(
+                f"{who}. Rows are not published to {plain[0]} meanwhile, which cannot stage them: start the other "
+                "broker, or set idempotent=false to publish at least once"
+            )
         _say_once(_AT_LEAST_ONCE % f"nsqd {plain[0]} cannot stage them")
 
     def write(self, iterator: Iterator[pa.RecordBatch], write: Write, partition: int) -> Published:
@@ -126,7 +147,7 @@ class Job:
             return self._publish(iterator, partition)
         calls = Calls(self.options)
         try:
-            home = self.home or find(calls, write, self.brokers, self.silent)
+            home = self.home or self._patiently(lambda: self._find(calls, write))
             attempt = Attempt(calls, write, home, ranked(self.brokers, str(partition)))
             chunks = Chunks(self.options, attempt.put)
             for batch in iterator:
@@ -138,6 +159,17 @@ class Job:
         return Published(
             chunks.rows, Staged(write, home, chunks.rows, attempt.epoch, attempt.broker, attempt.id, attempt.chunks)
         )
+
+    def _find(self, calls: Calls, write: Write) -> Broker:
+        """Ask brokers who is home, first those that the driver saw; when that fails, those that are there by now."""
+        try:
+            return find(calls, write, self.brokers, self.silent)
+        except ConnectError:
+            before = self.brokers
+            with contextlib.suppress(ConnectError, HttpError):
+                self._ask(lambda: "the broker that is looked for")
+            self.brokers = self.brokers or before
+            raise
 
     def _publish(self, iterator: Iterator[pa.RecordBatch], partition: int) -> Published:
         if not self.addresses:
@@ -203,6 +235,8 @@ def _check_columns(options: SinkOptions, columns: dict[str, str]) -> None:
         raise OptionError('there is no column "value" to publish: select what is to be the message under this name')
     if "topic" not in columns and not options.topic:
         raise OptionError('say where rows go: by the option topic, or by a column "topic"')
+    if "topic" in columns and options.topic:
+        _say_once(f'all rows go to {options.topic}, as the option topic says: the column "topic" is not looked at')
     # A frame that was read may be written as it is; other columns are somebody's mistake.
     ours = {"value", "topic", "defer_ms", "node", "offset", "id", "timestamp", "timestamp_ns", "attempts"}
     if unknown := columns.keys() - ours:
@@ -218,7 +252,7 @@ class BatchWriter(DataSourceArrowWriter):
         self._job = job = Job(options, columns, overwrite)
         # Made anew, nobody can have committed it before.
         self._write = Write(options.write_id or job.id, job.id, job.id, 0)
-        job.prepare(self._find_home)
+        job.prepare(self._find_home, lambda: options.home)
 
     def _find_home(self) -> Broker:
         job = self._job
@@ -249,22 +283,34 @@ class StreamWriter(DataSourceStreamArrowWriter):
         if options.write_id:
             raise OptionError("writeId is for batch writes: a stream has its own id, kept in the checkpoint")
         self._job = Job(options, columns, overwrite)
-        self._job.prepare(self._find_home)
+        checkpoint = Checkpoint(options.checkpoint)
+        self._job.prepare(
+            lambda: self._find_home(checkpoint), lambda: options.home or (checkpoint.query and checkpoint.read_home())
+        )
 
-    def _find_home(self) -> Broker | None:
+    def _find_home(self, checkpoint: Checkpoint) -> Broker | None:
         job = self._job
         if job.options.home:
             return named(job.options.home, job.brokers)
-        checkpoint = Checkpoint(job.options.checkpoint)
         if not (query := checkpoint.query):
             return None
         try:
-            node = checkpoint.read_home() or checkpoint.write_home(choose(query, job.brokers).node)
+            node = checkpoint.read_home() or checkpoint.write_home(self._remembered(checkpoint, query).node)
         except OSError as exc:
             # Not writable here, or without hard links: as good as a checkpoint that Python cannot reach.
             _say_once(f"the checkpoint cannot name the query's home ({exc}): brokers have to remember it")
             return None
         return named(node, job.brokers)
+
+    def _remembered(self, checkpoint: Checkpoint, query: str) -> Broker:
+        """Return the home of a query whose checkpoint does not name it: a new one, or a copy without that file."""
+        job = self._job
+        calls = Calls(job.options)
+        try:
+            write = Write(query, job.id, job.id, 0)
+            return find(calls, write, job.brokers, job.silent, is_new=checkpoint.is_new)
+        finally:
+            calls.close()
 
     def write(self, iterator: Iterator[pa.RecordBatch]) -> Published:
         job, task = self._job, _task()
