@@ -154,7 +154,7 @@ class Lookupd:
         # Both before the first connection: the answer to IDENTIFY names them.
         self._tcp_bound = addresses.text_of(tcp.getsockname())
         self._http_bound = addresses.text_of(http.getsockname())
-        own = (socket.gethostname(), options.broadcast_address, *options.http_allowed_hosts)
+        own = (self._system.hostname(), options.broadcast_address, *options.http_allowed_hosts)
         self._http = Server(
             self._site(), names=Names(own, is_guarded=is_loopback(http)), admission=self._http_admission
         )
