@@ -63,6 +63,9 @@ QUANTUM = 1 << 23
 EXPIRE_AT_ONCE = 5_000
 #: Messages or ranges of them that are dropped before the loop is handed back.
 DROP_AT_ONCE = 3_000
+#: Requeued messages, or ranges of others, that one pump passes over because nobody gets them, before it hands the loop
+#: back.
+SKIP_AT_ONCE = 1_000
 _MOST_ATTEMPTS = 65_535
 #: How near a consumer is to this node: see Session.locality.
 ZONE, REGION, GLOBAL = 0, 1, 2
@@ -104,6 +107,8 @@ class Channel:
         self.sessions: dict[int, Session] = {}
         self._ready: deque[Session] = deque()
         self._requeued_next = False
+        # How many more this pump may pass over.
+        self._skips = 0
         #: Where FINs that came in one turn meet; only the broker assigns.
         self.lane: FinishLane | None = None
         #: How fast it may deliver; None: as fast as it can.
@@ -306,6 +311,7 @@ class Channel:
             return
         if self.seen < self.topic.pumped:
             self.catch_up(self.topic.pumped)
+        self._skips = SKIP_AT_ONCE
         if not self.broker.topology_aware:
             self._pump(ready)
             return
@@ -338,7 +344,7 @@ class Channel:
                 before = session.message_count
                 sent = self._send_run(session, room) if ordinary else self._send(session, room)
                 if sent < 0:
-                    # Not in memory: the log calls pump again when it has been read.
+                    # Not in memory, or in another turn: pump is called again.
                     return
                 budget -= sent
                 if pace is not None:
@@ -381,8 +387,10 @@ class Channel:
         if self.topic.settings.ttl:
             fresh = self.topic.expiry.too_old_from(block, first, waiting.first_stop)
             if fresh > first:
+                if not self._skips:
+                    return -1
                 self.leaving.expire_before(fresh)
-                return 0
+                return -1 if self.leaving.expiring or self._skipped() else 0
         most = waiting.first_stop - first
         if most > limit:
             most = limit
@@ -413,8 +421,11 @@ class Channel:
         return stop - start
 
     def _send_sample(self, session: Session, block: Block, first: int, count: int) -> int:
-        """A client that wants a sample: what it does not get is gone for the whole channel."""
-        sent = 0
+        """A client that wants a sample: what it does not get is gone for the whole channel.
+
+        The bytes of all of them count as sent: a small sample of very many must not take the turn from others.
+        """
+        size = block.stop - block.start
         for seq in range(first, first + count):
             # NSQ's own rule: rate + 1 in a hundred pass.
             if random.randrange(100) > session.sample_rate:
@@ -424,8 +435,7 @@ class Channel:
             frame = block.view[block.start : block.stop]
             self._hold(session, seq, 1, frame)
             session.send_run(frame)
-            sent += len(frame)
-        return sent
+        return size
 
     def _send_side(self, session: Session, limit: int) -> int:
         """Messages for this channel alone; how often each was delivered is in its frame."""
@@ -438,7 +448,12 @@ class Channel:
         return sent
 
     def _send_singly(self, session: Session, seqs: deque[int], limit: int) -> int:
-        """Send from the front of ``seqs`` what can be sent; the bytes, or -1 if the first one must be read."""
+        """Send from the front of ``seqs`` what can be sent; the bytes, or -1 if the first one must be read.
+
+        -1 also if this pump has passed over as many as it may: then another one is planned.
+        """
+        if not self._skips:
+            return -1
         frames: list[bytearray] = []
         size = 0
         expiry = self.topic.expiry if self.topic.settings.ttl else None
@@ -451,6 +466,8 @@ class Channel:
                 logger.error("CHANNEL(%s): message %d cannot be read - %s", self.name, seq, exc)
                 self.attempts.pop(seq, None)
                 self.finished(seq, seq + 1)
+                if self._skipped():
+                    break
                 continue
             if frame is None:
                 break
@@ -461,9 +478,13 @@ class Channel:
                 before = int.from_bytes(frame[16:18], "big") - 1
             if expiry is not None and expiry.is_too_old(seq, frame, before):
                 self.leaving.expire_single(seq, before)
+                if self._skipped():
+                    break
                 continue
             if session.sample_rate and random.randrange(100) > session.sample_rate:
                 self.finished(seq, seq + 1)
+                if self._skipped():
+                    break
                 continue
             attempts = min(before + 1, _MOST_ATTEMPTS)
             frame[16:18] = attempts.to_bytes(2, "big")
@@ -474,6 +495,13 @@ class Channel:
             session.send_run(memoryview(b"".join(frames)))
             return size
         return -1 if seqs else 0
+
+    def _skipped(self) -> bool:
+        """A message was passed over; was it the last one that this pump may pass over?"""
+        self._skips -= 1
+        if not self._skips:
+            self.broker.turns.pump_later(self)
+        return not self._skips
 
     def _hold(self, session: Session, seq: int, attempts: int, frame: bytearray | memoryview) -> None:
         now = self.broker.clock.now()

@@ -833,7 +833,11 @@ class Log:
         # And of those that are in no file yet.
         yield from self.memory.delays(first, stop)
         start = max(0, bisect_right(self._pending, first, key=lambda record: record.seq) - 1)
-        for record in islice(self._pending, start, None):
+        pending: Iterator[Record] = islice(self._pending, start, None)
+        if stop - first == 1 and self._pending:
+            # One of perhaps very many: those before it are not gone through.
+            pending = iter((self._pending[start],))
+        for record in pending:
             if record.seq >= stop:
                 break
             if record.flags & DEFERRED:
