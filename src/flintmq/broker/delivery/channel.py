@@ -66,6 +66,8 @@ DROP_AT_ONCE = 3_000
 #: Requeued messages, or ranges of others, that one pump passes over because nobody gets them, before it hands the loop
 #: back.
 SKIP_AT_ONCE = 1_000
+#: Deferred messages that an ephemeral channel holds where ``--mem-queue-size`` is 0.
+LEAST_DEFERRED = 1_000
 _MOST_ATTEMPTS = 65_535
 #: How near a consumer is to this node: see Session.locality.
 ZONE, REGION, GLOBAL = 0, 1, 2
@@ -84,6 +86,8 @@ class Channel:
         self.name = name
         self.id = ident
         self.ephemeral = is_ephemeral(name)
+        # Memory is all there is for its messages: beyond a limit they are dropped.
+        self._bounded = self.ephemeral or topic.ephemeral
         self.paused = False
         self.exiting = False
         #: Replaced, never changed.
@@ -208,9 +212,18 @@ class Channel:
                 seqs.append(seq)
         self._handed += seen - self.seen
         self.seen = seen
+        if self._bounded and len(dues) > self._room_for_deferred:
+            room = self._room_for_deferred
+            self.dropped_count += len(dues) - room
+            del dues[room:], seqs[room:]
         if dues:
             self.deferred.extend(dues, seqs)
             self._watch(min(dues))
+
+    @property
+    def _room_for_deferred(self) -> int:
+        """How many more deferred messages an ephemeral channel, or one of an ephemeral topic, may hold."""
+        return max(0, (self.topic.settings.mem_queue_size or LEAST_DEFERRED) - len(self.deferred))
 
     def skip(self, first: int, stop: int) -> None:
         """The topic's backlog was emptied before it was pumped: these were never handed over."""
@@ -221,12 +234,16 @@ class Channel:
         self.seen = stop
 
     def drop_excess(self) -> None:
-        """An ephemeral channel holds no more than ``--mem-queue-size``: the newest are dropped."""
+        """An ephemeral channel holds no more than ``--mem-queue-size``: the newest are dropped.
+
+        Unless consumers take them as fast as they can; a channel whose pace is used up does not let them.
+        """
         self.catch_up(self.topic.pumped)
-        excess = self.depth - self.topic.settings.mem_queue_size
-        if excess <= 0 or (self._ready and not self.paused):
+        most = excess = self.depth - self.topic.settings.mem_queue_size
+        if excess <= 0 or self.seeking is not None:
             return
-        self.dropped_count += excess
+        if self._ready and not self.paused and (self.pace is None or self.pace.allowance):
+            return
         waiting = self.waiting
         while excess > 0 and waiting:
             n = min(excess, waiting.stop - waiting.last)
@@ -235,6 +252,7 @@ class Channel:
         while excess > 0 and self.requeued:
             self.attempts.pop(self.requeued.pop(), None)
             excess -= 1
+        self.dropped_count += most - excess
 
     def drop_oldest(self, most: int, before: int) -> tuple[int, bool]:
         """Drop up to ``most`` waiting or requeued messages before this seq, the oldest first.
@@ -652,6 +670,10 @@ class Channel:
 
     def requeue_at(self, seq: int, attempts: int, due: int) -> None:
         """Requeue a message that is in no state now, for ``due`` unless that is 0."""
+        if due and self._bounded and not self._room_for_deferred:
+            self.dropped_count += 1
+            self.finished(seq, seq + 1)
+            return
         self.attempts[seq] = attempts
         wall = 0
         if due:
@@ -693,7 +715,7 @@ class Channel:
         if left == EXPIRE_AT_ONCE:
             return False
         self.pump()
-        if self.ephemeral:
+        if self._bounded:
             self.drop_excess()
         return True
 
