@@ -163,6 +163,31 @@ async def test_a_deferred_backlog_is_handed_to_more_channels_than_a_slice_holds(
     assert [len(channel.deferred) for channel in channels] == [5] * 7
 
 
+@pytest.mark.parametrize("paused", [False, True])
+async def test_a_first_channel_that_starts_at_the_latest_gets_nothing_of_a_deferred_backlog(
+    start_broker: StartBroker, clock: FakeClock, paused: bool
+) -> None:
+    broker = await start_broker()
+    topic = broker.topic("t")
+    topic.settings = replace(topic.settings, new_channel="latest")
+    for number in range(20):
+        publish(topic, 1, HOUR if number % 3 else 0)
+    await quiet(broker)
+    topic.pause(paused)
+    with small_slices(3):
+        channel, _ = topic.channel("c")
+        publish(topic, 1, 10 * SECOND)
+        topic.pause(False)
+        await quiet(broker)
+    assert (topic.depth, channel.depth, len(channel.deferred)) == (0, 0, 1)
+    broker.kill()
+    broker = await start_broker()
+    channel = broker.topics["t"].channels["c"]
+    await quiet(broker)
+    await pass_time(broker, clock, 11)
+    assert (broker.topics["t"].depth, channel.depth, len(channel.deferred)) == (0, 1, 0)
+
+
 async def test_an_emptied_deferred_backlog_does_not_hold_the_loop(start_broker: StartBroker) -> None:
     broker = await start_broker()
     topic = broker.topic("t")

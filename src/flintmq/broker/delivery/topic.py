@@ -556,7 +556,10 @@ class Topic:
     def _start_elsewhere(self, channel: Channel) -> None:
         """A new channel starts elsewhere than where the others have got to."""
         if self.settings.new_channel == "latest":
-            # If it is the first one, what has piled up was not for it.
+            if len(self.channels) == 1:
+                # What has piled up was not for it. Handed over, much of it would still be on its way.
+                self.empty()
+                return
             self._progressed()
             channel.empty()
         elif not channel.ephemeral and self.log.durability != "memory":
