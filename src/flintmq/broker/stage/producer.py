@@ -78,10 +78,15 @@ class Producer:
         self.attempts: dict[tuple[int, int, str], Attempt] = {}
         self.sealed: dict[int, list[Attempt]] = {}
         self.applies: dict[int, Apply] = {}
-        #: When it was last heard of (wall).
+        #: When it was last heard of (wall), and by this process, since its start.
         self.touched = state.time or self._broker.clock.wall()
+        self.heard = self._broker.clock.now()
+        #: Bytes of its state's file; only its staging assigns.
+        self.state_size = 0
         # What was prepared again of a transaction that was decided before: the set, and the answer.
         self._compared: dict[tuple[int, int], tuple[str, dict[str, Any]]] = {}
+        # What the last attempt was begun for: there is no attempt of an earlier transaction.
+        self._begun: tuple[int, int] | None = None
         # One call at a time that opens, closes or drops something.
         self._turn = asyncio.Lock()
         # Changes of the state, and how many of them are in its file.
@@ -120,6 +125,7 @@ class Producer:
         self.state.trim()
         self.state.time = self._broker.clock.wall()
         data = encode_state(self.state)
+        self._staging.count_state(self, len(data))
         dropped: list[Attempt] = []
         try:
             dropped, self._dropped = self._dropped, []
@@ -252,10 +258,13 @@ class Producer:
             if epoch > state.fence:
                 await self._supersede(epoch, decided)
             self._check_open(epoch, txn)
-            # Whoever stages a later transaction has given up the earlier ones.
-            self.drop_attempts([key for key in self.attempts if key[0] == epoch and key[1] < txn])
+            if self._begun != (epoch, txn):
+                # Whoever stages a later transaction has given up the earlier ones.
+                self.drop_attempts([key for key in self.attempts if key[0] == epoch and key[1] < txn])
+                self._begun = (epoch, txn)
             attempt = self.attempts.get((epoch, txn, name))
             if attempt is None:
+                self._staging.admit_attempt()
                 path = self.folder / Attempt.file_name(epoch, txn, name)
                 attempt = Attempt(path, epoch, txn, name, self._broker.clock.now())
                 self.attempts[epoch, txn, name] = attempt
