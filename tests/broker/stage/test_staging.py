@@ -315,6 +315,24 @@ async def test_a_topic_that_was_deleted_is_made_anew(broker: Broker) -> None:
     assert stored(broker) == Counter([b"two"])
 
 
+@pytest.mark.parametrize("rows", [3, SLICED_FROM + 1])
+async def test_a_topic_that_is_deleted_while_rows_are_applied_is_made_anew(
+    start_broker: StartBroker, caplog: pytest.LogCaptureFixture, rows: int
+) -> None:
+    broker = await start_broker(http_address="127.0.0.1:0", durability="fsync")
+    async with StageClient.connect(broker) as client:
+        await client.open(0)
+        prepared = await client.prepare(1, 0, [await client.stage(1, 0, "a", [[b"x"] * rows])])
+        await client.decide(1, 0, {"n": prepared["set"]})
+        applying = asyncio.create_task(client.apply(0, prepared["set"]))
+        applies = broker.stage.producers["query-1"].applies
+        await until(lambda: 0 in applies and applies[0]._commits)
+        broker.delete_topic("t")
+        assert await applying == {"topics": {"t": rows}}
+    assert broker.topics["t"].message_count == rows
+    assert "tried again" not in caplog.text
+
+
 async def test_a_key_of_a_client_is_never_one_of_ours(broker: Broker) -> None:
     """Staged rows take no place in the window of keys, and work where no keys are remembered."""
     async with StageClient.connect(broker) as client:
