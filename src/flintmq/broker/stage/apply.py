@@ -20,6 +20,7 @@ from flintmq.broker.delivery.commit import SLICED_FROM, Commit, slices
 from flintmq.broker.delivery.topic import Topic
 from flintmq.broker.stage.rows import Attempt, Chunk, read_chunk
 from flintmq.broker.stage.state import Prepared
+from flintmq.broker.storage.complaints import Complaints
 from flintmq.broker.storage.keys import RESERVED, key_extra, reserved_digest
 from flintmq.errors import FlintError, PublishError, StageError, StorageError
 
@@ -53,9 +54,10 @@ class Apply:
         self._left: list[tuple[Attempt, int]] = []
         self._failed: list[tuple[Attempt, int]] = []
         # Why a commit failed, unless its topic was deleted.
-        self._error: PublishError | None = None
+        self._error: Exception | None = None
         self._commits: set[Commit] = set()
         self._topics: dict[str, Topic] = {}
+        self._complaints = Complaints(self._broker.clock)
         # Who waits for it, or for the next error.
         self._waiting: list[asyncio.Future[None]] = []
         self._task = asyncio.get_running_loop().create_task(self._run())
@@ -115,7 +117,8 @@ class Apply:
 
     def _trouble(self, exc: Exception) -> None:
         """Log it and tell who waits; it is tried again."""
-        logger.error("STAGE(%s): applying transaction %d is tried again - %s", self._producer.name, self._txn, exc)
+        if self._complaints.due("apply"):
+            logger.error("STAGE(%s): applying transaction %d is tried again - %s", self._producer.name, self._txn, exc)
         text = f"transaction {self._txn} is decided, and not all of it is stored yet ({exc}). It goes on: ask again"
         self._tell(exc if isinstance(exc, StageError) else StageError(503, "E_STAGE_FULL", text))
 
