@@ -20,7 +20,6 @@ from flintmq.broker.delivery.commit import SLICED_FROM, Commit, slices
 from flintmq.broker.delivery.topic import Topic
 from flintmq.broker.stage.rows import Attempt, Chunk, read_chunk
 from flintmq.broker.stage.state import Prepared
-from flintmq.broker.storage.complaints import Complaints
 from flintmq.broker.storage.keys import RESERVED, key_extra, reserved_digest
 from flintmq.errors import FlintError, PublishError, StageError, StorageError
 
@@ -57,7 +56,6 @@ class Apply:
         self._error: Exception | None = None
         self._commits: set[Commit] = set()
         self._topics: dict[str, Topic] = {}
-        self._complaints = Complaints(self._broker.clock)
         # Who waits for it, or for the next error.
         self._waiting: list[asyncio.Future[None]] = []
         self._task = asyncio.get_running_loop().create_task(self._run())
@@ -117,7 +115,7 @@ class Apply:
 
     def _trouble(self, exc: Exception) -> None:
         """Log it and tell who waits; it is tried again."""
-        if self._complaints.due("apply"):
+        if self._broker.store.complaints.due("apply", self._producer.name):
             logger.error("STAGE(%s): applying transaction %d is tried again - %s", self._producer.name, self._txn, exc)
         text = f"transaction {self._txn} is decided, and not all of it is stored yet ({exc}). It goes on: ask again"
         self._tell(exc if isinstance(exc, StageError) else StageError(503, "E_STAGE_FULL", text))

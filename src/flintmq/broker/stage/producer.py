@@ -38,7 +38,6 @@ from flintmq.broker.stage.state import (
     encode_state,
     write_state,
 )
-from flintmq.broker.storage.complaints import Complaints
 from flintmq.broker.storage.disk import COMMIT
 from flintmq.errors import LimitError, StageError
 
@@ -88,7 +87,6 @@ class Producer:
         self._compared: dict[tuple[int, int], tuple[str, dict[str, Any]]] = {}
         # What the last attempt was begun for: there is no attempt of an earlier transaction.
         self._begun: tuple[int, int] | None = None
-        self._complaints = Complaints(self._broker.clock)
         # One call at a time that opens, closes or drops something.
         self._turn = asyncio.Lock()
         # Changes of the state, and how many of them are in its file.
@@ -137,7 +135,7 @@ class Producer:
             self._discard(dropped)
             dropped = []
         except OSError as exc:
-            if self._complaints.due("state"):
+            if self._broker.store.complaints.due("state", self.name):
                 logger.error("STAGE(%s): cannot write %s - %s", self.name, self.folder, exc)
             raise StageError(507, "E_STAGE_FULL", f"the state cannot be written ({exc.strerror}): try again") from exc
         finally:

@@ -22,7 +22,6 @@ from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 
-from flintmq.broker.storage.complaints import Complaints
 from flintmq.broker.storage.disk import BACKGROUND, COMMIT
 from flintmq.broker.storage.keys import MOST_IN_SEGMENT, KeyBlock
 from flintmq.broker.storage.memory import Memory, Pinned
@@ -102,7 +101,6 @@ class Log:
         self.name = name
         self.folder = folder
         self.durability = durability if folder is not None else "memory"
-        self._complaints = Complaints(store.clock)
         # Callbacks: a mark moved; a write failed, and what follows this seq is gone.
         self._progressed = progressed
         self._failed = failed
@@ -624,7 +622,7 @@ class Log:
             segment, offset, seq = self._group_written
             self._group_written = None
         what = "it stays in memory" if kept else "its publishers are told"
-        if self._complaints.due("write"):
+        if self._store.complaints.due("write", self.name):
             logger.error("LOG(%s): cannot write from seq %d on, %s - %s", self.name, seq, what, exc)
         self._active = None
         if segment in self.segments:
@@ -650,7 +648,7 @@ class Log:
             self._disk.truncate(self._store.file(segment), offset)
         except OSError as exc:
             # Its tail is unknown, and harmless: the next segment starts at the same seq and hides it.
-            if self._complaints.due("cut"):
+            if self._store.complaints.due("cut", self.name):
                 logger.error("LOG(%s): cannot cut %s back - %s", self.name, segment.path, exc)
         hide_after(segment, seq)
         segment.size = offset
