@@ -85,9 +85,9 @@ class StageClient:
             await self.put(epoch, txn, attempt, number, bodies, topic)
         return attempt, len(chunks), sum(map(len, chunks))
 
-    async def commit(self, txn: int, chunks: list[list[bytes]], job: str, topic: str = "t") -> Any:
+    async def commit(self, txn: int, chunks: list[list[bytes]], job: str, topic: str = "t", run: str = "run-1") -> Any:
         """A whole transaction on one node."""
-        opened = await self.open(txn, job=job)
+        opened = await self.open(txn, run, job)
         epoch = opened["epoch"]
         winner = await self.stage(epoch, txn, f"a-{job}", chunks, topic, opened["decided"])
         prepared = await self.prepare(epoch, txn, [winner])

@@ -11,6 +11,7 @@ from conftest import StartBroker
 from test_deadletters import about, channel_of, consumer_of, contents, die, moved, received, redriven
 
 from flintmq.broker.daemon import Broker
+from flintmq.broker.delivery import leaving as leaving_module
 from flintmq.broker.delivery.dead_letters import SLICE
 from flintmq.broker.delivery.topic import Topic
 from flintmq.broker.observe import prometheus, stats
@@ -296,3 +297,114 @@ async def test_expired_messages_are_counted(start: Started, clock: FakeClock) ->
     assert (found["expired_count"], found["channels"][0]["expired_count"]) == (1, 2)
     [found] = stats.document(topic.broker)["topics"]
     assert "expired_count" not in found and "expired_count" not in found["channels"][0]
+
+
+# --- Requeued messages ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("action", ["drop", "dead-letter"])
+async def test_requeued_messages_expire_when_nobody_comes_for_them(
+    start: Started, clock: FakeClock, action: str
+) -> None:
+    topic = await start(action, msg_timeout=900 * SECOND, max_msg_timeout=900 * SECOND)
+    broker = topic.broker
+    channel = await channel_of(broker, attempts=0)
+    producer = Client(broker)
+    await producer.publish_many("t", [b"old"] * 3)
+    clock.advance(TTL / 2)
+    await producer.publish_later("t", b"due late", TTL / 2)
+    await producer.publish_many("t", [b"young"] * 2)
+    consumer = await consumer_of(channel, 10)
+    messages = await received(consumer, 5)
+    consumer.ready(0)
+    for message in messages:
+        consumer.requeue(message)
+    consumer.hang_up()
+    await pass_time(broker, clock, TTL / 2)
+    assert (channel.depth, len(channel.requeued)) == (6, 6)
+    await look(broker)
+    assert (channel.depth, channel.leaving.expired_count) == (3, 3)
+    await pass_time(broker, clock, TTL / 2)
+    await look(broker)
+    assert (channel.depth, channel.leaving.expired_count) == (1, 5), "a deferred message lives from when it is due"
+    await moved(broker)
+    found = await contents(broker)
+    assert found["t/c"] == [b"due late"]
+    assert sorted(found.get("t.c.dead", [])) == ([b"old"] * 3 + [b"young"] * 2 if action == "dead-letter" else [])
+
+
+async def test_very_many_requeued_messages_expire_in_slices(
+    start: Started, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(leaving_module, "LOOK_AT_ONCE", 2)
+    topic = await start()
+    channel = await channel_of(topic.broker, attempts=0)
+    producer = Client(topic.broker)
+    for number in range(7):
+        await producer.publish_later("t", b"%d" % number, TTL if number in (0, 4) else 1)
+    await pass_time(topic.broker, clock, TTL)
+    assert len(channel.requeued) == 7
+    clock.advance(2)
+    # One slice at once, and a consumer that comes in between is sent none that is too old.
+    topic.broker.upkeep.sync()
+    await until(lambda: 0 < channel.leaving.expired_count < 5)
+    consumer = await consumer_of(channel, 10)
+    await until(lambda: channel.leaving.expired_count == 5)
+    assert sorted(message.body for message in await received(consumer, 2)) == [b"0", b"4"]
+    assert channel.depth == 0
+
+
+async def test_a_message_that_was_moved_expires_by_its_own_time(start_broker: StartBroker, clock: FakeClock) -> None:
+    """The log has forgotten its file: it tells the time of newer messages only."""
+    broker = await start_broker(
+        mem_queue_size=0, max_bytes_per_file=4_000, sync_timeout=3_600 * SECOND, msg_timeout=900 * SECOND
+    )
+    topic = expiring(broker)
+    channel = await channel_of(broker, attempts=0)
+    producer = Client(broker)
+    await producer.publish("t", b"requeued")
+    consumer = await consumer_of(channel, 1)
+    [message] = await received(consumer)
+    consumer.ready(0)
+    consumer.requeue(message, 1)
+    other = await consumer_of(channel, 2_500)
+    for _ in range(60):
+        await producer.publish_many("t", [b"x" * 1_000] * 10)
+        await until(lambda: len(other.messages) >= 10)
+        other.finish(*other.messages)
+        other.take()
+        await look(broker)
+    assert message.id.decode() == topic.ids.text(topic.mover.first_copied).decode(), "only a copy of it is left"
+    other.hang_up()
+    await pass_time(broker, clock, TTL - 1)
+    await look(broker)
+    assert (channel.depth, channel.leaving.expired_count) == (1, 0), "it is young, though older than the log"
+    clock.advance(1)
+    await look(broker)
+    await until(lambda: channel.leaving.expired_count == 1)
+    assert channel.depth == 0
+
+
+async def test_an_ephemeral_channel_keeps_what_is_older_than_the_log_and_not_too_old(
+    start_broker: StartBroker, clock: FakeClock
+) -> None:
+    broker = await start_broker(mem_queue_size=2, max_bytes_per_file=4_000, sync_timeout=3_600 * SECOND)
+    topic = expiring(broker)
+    channel = await channel_of(broker, name="slow#ephemeral")
+    slow = await consumer_of(channel, 0)
+    channel.pause(True)
+    producer, quick = Client(broker), await consumer_of(await channel_of(broker, name="quick"), 2_500)
+    for number in range(60):
+        await producer.publish_many("t", [b"%d" % number + b"x" * 1_000] * 10)
+        await until(lambda: len(quick.messages) == 10)
+        quick.finish(*quick.messages)
+        quick.take()
+        await look(broker)
+    assert topic.log.memory.pinned and channel.waiting.first < topic.log.first and channel.depth == 2
+    clock.advance(TTL - 1)
+    await look(broker)
+    assert (channel.depth, channel.leaving.expired_count) == (2, 0)
+    clock.advance(1)
+    await look(broker)
+    assert (channel.depth, channel.leaving.expired_count) == (0, 2)
+    assert slow.errors == []

@@ -16,11 +16,13 @@ import pytest
 from conftest import StartBroker
 
 from flintmq.broker.daemon import Broker
+from flintmq.broker.delivery import channel as channel_module
 from flintmq.broker.delivery.channel import Channel
 from flintmq.broker.delivery.seek import Seek
 from flintmq.broker.delivery.topic import Topic
 from flintmq.broker.limits import TopicLimits
 from flintmq.protocol.seqs import SEQ_MASK
+from flintmq.protocol.wire import encode_command
 from support.fakes import SECOND, Client, FakeClock, dpub, pass_time, places, pub, quiet, until
 from support.small_slices import small_slices
 
@@ -161,6 +163,31 @@ async def test_a_deferred_backlog_is_handed_to_more_channels_than_a_slice_holds(
     assert [len(channel.deferred) for channel in channels] == [5] * 7
 
 
+@pytest.mark.parametrize("paused", [False, True])
+async def test_a_first_channel_that_starts_at_the_latest_gets_nothing_of_a_deferred_backlog(
+    start_broker: StartBroker, clock: FakeClock, paused: bool
+) -> None:
+    broker = await start_broker()
+    topic = broker.topic("t")
+    topic.settings = replace(topic.settings, new_channel="latest")
+    for number in range(20):
+        publish(topic, 1, HOUR if number % 3 else 0)
+    await quiet(broker)
+    topic.pause(paused)
+    with small_slices(3):
+        channel, _ = topic.channel("c")
+        publish(topic, 1, 10 * SECOND)
+        topic.pause(False)
+        await quiet(broker)
+    assert (topic.depth, channel.depth, len(channel.deferred)) == (0, 0, 1)
+    broker.kill()
+    broker = await start_broker()
+    channel = broker.topics["t"].channels["c"]
+    await quiet(broker)
+    await pass_time(broker, clock, 11)
+    assert (broker.topics["t"].depth, channel.depth, len(channel.deferred)) == (0, 1, 0)
+
+
 async def test_an_emptied_deferred_backlog_does_not_hold_the_loop(start_broker: StartBroker) -> None:
     broker = await start_broker()
     topic = broker.topic("t")
@@ -176,6 +203,87 @@ async def test_an_emptied_deferred_backlog_does_not_hold_the_loop(start_broker: 
     channel, _ = topic.channel("c")
     await quiet(broker)
     assert (topic.depth, channel.depth, len(channel.deferred)) == (0, 3, 0)
+
+
+async def due(broker: Broker, count: int, name: str = "t") -> Channel:
+    """Deferred messages, each a publish of its own, that are requeued when a second has passed."""
+    topic = broker.topic(name)
+    channel, _ = topic.channel("c")
+    for number in range(count):
+        publish(topic, 1, SECOND)
+        if number % 1_000 == 999:
+            await quiet(broker)
+    return channel
+
+
+@pytest.mark.parametrize("durability", ["os", "memory"])
+@pytest.mark.parametrize("name", ["t", "t#ephemeral"])
+async def test_a_consumer_that_comes_when_all_is_too_old_does_not_hold_the_loop(
+    start_broker: StartBroker, clock: FakeClock, name: str, durability: str
+) -> None:
+    broker = await start_broker(sync_timeout=HOUR, mem_queue_size=20_000, durability=durability)
+    channel = await due(broker, 12_000, name)
+    topic = channel.topic
+    if name != "t":
+        # What an ephemeral topic holds beyond this stays behind in memory.
+        topic.settings = replace(topic.settings, mem_queue_size=100)
+        topic.trim()
+        topic.settings = replace(topic.settings, mem_queue_size=20_000)
+    await pass_time(broker, clock, 1)
+    assert len(channel.requeued) == 12_000
+    topic.settings = replace(topic.settings, ttl=SECOND)
+    clock.advance(2)
+    consumer = Client(broker)
+    with holds() as found:
+        # From here on it is the loop that runs this.
+        await asyncio.sleep(0)
+        await consumer.subscribe(name, "c", 1)
+        await until(lambda: not channel.depth)
+    longest, what = max(found)
+    assert longest < LONGEST, f"{what} held the loop for {longest * 1000:.0f} ms"
+    assert channel.leaving.expired_count == 12_000 and consumer.messages == []
+    publish(topic, 1)
+    await until(lambda: len(consumer.messages) == 1)
+
+
+async def test_scattered_messages_that_are_too_old_take_several_turns(
+    start_broker: StartBroker, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(channel_module, "SKIP_AT_ONCE", 2)
+    broker = await start_broker(sync_timeout=HOUR)
+    channel = await ranges(broker, 20)
+    channel.topic.settings = replace(channel.topic.settings, ttl=SECOND)
+    consumer = Client(broker)
+    await consumer.subscribe("t", "c")
+    clock.advance(2)
+    consumer.session.ready_count = 1
+    channel.wake(consumer.session)
+    channel.pump()
+    assert channel.depth == 18, "the rest expires in later turns"
+    publish(channel.topic, 1)
+    await until(lambda: len(consumer.messages) == 1)
+    assert (channel.depth, channel.leaving.expired_count) == (0, 20)
+
+
+async def test_a_small_sample_of_very_many_takes_several_turns(
+    start_broker: StartBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(channel_module, "RUN_BYTES", 100)
+    monkeypatch.setattr(channel_module, "PUMP_BYTES", 100)
+    monkeypatch.setattr(random, "randrange", lambda stop: stop - 1)
+    broker = await start_broker(sync_timeout=HOUR)
+    channel = await deferred(broker, 0)
+    publish(channel.topic, 100)
+    await quiet(broker)
+    consumer = Client(broker)
+    assert await consumer.ask(encode_command(b"IDENTIFY", body=b'{"sample_rate":1}')) == b"OK"
+    await consumer.subscribe("t", "c")
+    consumer.session.ready_count = 10
+    channel.wake(consumer.session)
+    channel.pump()
+    assert channel.depth > 90, "the rest is passed over in later turns"
+    await until(lambda: not channel.depth)
+    assert consumer.messages == []
 
 
 # --- Between two slices -----------------------------------------------------------------------------------------------

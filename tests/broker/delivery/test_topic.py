@@ -9,6 +9,7 @@ import json
 import os
 import stat
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -685,8 +686,12 @@ async def test_stragglers_of_an_ephemeral_topic_hold_no_more_than_the_blocks_the
     producer, consumer = Client(broker), await consumer_of(broker, 2_500, topic=name)
     topic = broker.topics[name]
     if kind == "deferred":
+        settings = topic.settings
+        # As many as there is room for are deferred at a time when there is.
+        topic.settings = replace(settings, mem_queue_size=stragglers)
         producer.send(b"".join(dpub(name, 3_500_000, b"%d" % number) for number in range(stragglers)))
         await quiet(broker)
+        topic.settings = settings
     else:
         for start in range(0, stragglers, 50):
             await producer.publish_many(name, bodies(min(50, stragglers - start)))

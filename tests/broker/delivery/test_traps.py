@@ -208,6 +208,59 @@ async def test_a_durable_channel_of_an_ephemeral_topic_holds_what_fits_in_memory
     assert consumer.bodies == [b"0", b"1", b"2"]
 
 
+@pytest.mark.parametrize(("topic_name", "name"), [("t", "c#ephemeral"), ("t#ephemeral", "c")])
+async def test_what_is_ephemeral_holds_as_many_deferred_messages_as_fit_in_memory(
+    start_broker: StartBroker, clock: FakeClock, topic_name: str, name: str
+) -> None:
+    broker = await start_broker(mem_queue_size=3)
+    consumer, producer = Client(broker), Client(broker)
+    await consumer.subscribe(topic_name, name)
+    channel = broker.topics[topic_name].channels[name]
+    for number in range(5):
+        await producer.publish_later(topic_name, b"later %d" % number, 60)
+        await producer.publish(topic_name, b"now %d" % number)
+    await quiet(broker)
+    assert (channel.depth, len(channel.deferred), channel.dropped_count) == (3, 3, 4)
+    # When they come due they take the place of newer ones.
+    await pass_time(broker, clock, 60)
+    assert (channel.depth, len(channel.deferred), channel.dropped_count) == (3, 0, 7)
+    consumer.ready(2)
+    await quiet(broker)
+    assert consumer.bodies == [b"later 0", b"later 1"]
+
+
+async def test_what_a_consumer_defers_is_dropped_beyond_what_an_ephemeral_channel_holds(
+    start_broker: StartBroker, clock: FakeClock
+) -> None:
+    broker = await start_broker(mem_queue_size=3)
+    consumer, producer = Client(broker), Client(broker)
+    await consumer.subscribe("t", "c#ephemeral", 1)
+    channel = broker.topics["t"].channels["c#ephemeral"]
+    for number in range(5):
+        await producer.publish("t", b"%d" % number)
+        await until(lambda number=number: len(consumer.messages) == number + 1)
+        consumer.requeue(consumer.messages[-1], 60)
+    await quiet(broker)
+    assert (len(channel.deferred), channel.dropped_count, channel.in_flight_count) == (3, 2, 0)
+    await pass_time(broker, clock, 60)
+    assert consumer.bodies[5:] == [b"0"]
+
+
+async def test_an_ephemeral_channel_with_a_delivery_rate_drops_what_does_not_fit_in_memory(
+    start_broker: StartBroker, clock: FakeClock
+) -> None:
+    broker = await start_broker(mem_queue_size=10, max_delivery_rate=5)
+    consumer = Client(broker)
+    await consumer.subscribe("t", "c#ephemeral", 2_500)
+    channel = broker.topics["t"].channels["c#ephemeral"]
+    for _ in range(4):
+        await Client(broker).publish_many("t", [b"x"] * 30)
+        await quiet(broker)
+    assert (len(consumer.messages), channel.depth, channel.dropped_count) == (5, 10, 105)
+    clock.advance(1)
+    await until(lambda: len(consumer.messages) == 10)
+
+
 async def test_an_id_stands_for_a_message_of_its_topic_only(broker: Broker) -> None:
     consumers = {name: Client(broker) for name in ("t", "u")}
     for name, consumer in consumers.items():

@@ -18,6 +18,7 @@ from flintmq.broker import backup
 from flintmq.broker.daemon import Broker
 from flintmq.broker.delivery.commit import SLICED_FROM
 from flintmq.broker.stage import apply as apply_module
+from flintmq.broker.stage import staging as staging_module
 from flintmq.errors import StageError
 from support.fakes import Client, FakeClock, quiet, until
 from support.http_client import HttpClient
@@ -143,6 +144,22 @@ async def test_sums_depend_neither_on_order_nor_on_chunks(broker: Broker) -> Non
         ("/stage/put?producer=q&epoch=1&txn=0&attempt=a&chunk=0&topic=t", b"\0\0\0\2\0\0\0\1x", "BAD_MESSAGE"),
         ("/stage/put?producer=q&epoch=1&txn=0&attempt=a&chunk=0&topic=t", b"\0\0\0\1\0\0\0\0", "BAD_MESSAGE"),
         ("/stage/apply", b'{"producer": "nobody", "txn": 0, "set": "x"}', "E_STAGE_UNKNOWN"),
+        ("/stage/open", b'{"producer": "q", "run": "%s", "job": "j", "txn": 0}' % (b"r" * 513), "INVALID_BODY: run"),
+        ("/stage/open", b'{"producer": "q", "run": "r", "job": "%s", "txn": 0}' % (b"j" * 513), "INVALID_BODY: run"),
+        *(
+            (target, body.replace(b"N", number), "INVALID_BODY: epoch and txn")
+            for number in (b"-1", b"9007199254740992", b"18446744073709551616")
+            for target, body in (
+                ("/stage/open", b'{"producer": "q", "run": "r", "job": "j", "txn": N}'),
+                ("/stage/begin", b'{"producer": "q", "epoch": N, "txn": 0, "attempt": "a", "decided": null}'),
+                ("/stage/prepare", b'{"producer": "q", "epoch": 1, "txn": N, "winners": []}'),
+                ("/stage/decide", b'{"producer": "q", "epoch": 1, "txn": N, "nodes": {}}'),
+                ("/stage/apply", b'{"producer": "q", "txn": N, "set": "x"}'),
+                ("/stage/done", b'{"producer": "q", "txn": N}'),
+                ("/stage/abort", b'{"producer": "q", "epoch": N, "txn": 0}'),
+            )
+        ),
+        ("/stage/put?producer=q&epoch=9007199254740992&txn=0&attempt=a&chunk=0&topic=t", b"", "INVALID_ARG_EPOCH"),
     ],
 )
 async def test_what_is_no_call_is_refused(broker: Broker, target: str, body: bytes, message: str) -> None:
@@ -153,6 +170,52 @@ async def test_what_is_no_call_is_refused(broker: Broker, target: str, body: byt
 
 
 # --- Limits -----------------------------------------------------------------------------------------------------------
+
+
+WINNERS: list[tuple[list[Any], str]] = [
+    ([("a", 1, 1), ("a", 1, 1)], "INVALID_BODY: an attempt is named twice"),
+    ([("a", 1, 1), ("b", 0, 1 << 70)], "INVALID_BODY: chunks and rows of attempt b"),
+    ([("a", 1, 1), ("b", -1, 0)], "INVALID_BODY: chunks and rows of attempt b"),
+    ([("a", 1, 1), ("b" * 65, 0, 0)], "INVALID_ATTEMPT"),
+]
+
+
+@pytest.mark.parametrize(("winners", "message"), WINNERS)
+async def test_winners_that_cannot_be_are_refused_and_spoil_nothing(
+    broker: Broker, winners: list[Any], message: str
+) -> None:
+    async with StageClient.connect(broker) as client:
+        await client.open(0)
+        winner = await client.stage(1, 0, "a", [[b"x"]])
+        for _ in range(2):
+            with pytest.raises(Refused, match=message) as refused:
+                await client.prepare(1, 0, winners)
+            assert refused.value.status == 400
+        prepared = await client.prepare(1, 0, [winner])
+        await client.decide(1, 0, {"n": prepared["set"]})
+        assert await client.apply(0, prepared["set"]) == {"topics": {"t": 1}}
+
+
+DECISIONS: list[tuple[dict[str, Any], str]] = [
+    ({"print": {"offset": 1 << 70}}, "INVALID_BODY: print has a number of more than 64 bits"),
+    ({"print": "x" * (64 << 10)}, "INVALID_BODY: print takes more than"),
+    ({"nodes": {"n": "x" * (256 << 10)}}, "INVALID_BODY: nodes takes more than"),
+    ({"txn": 1 << 70}, "INVALID_BODY: epoch and txn"),
+]
+
+
+@pytest.mark.parametrize(("fields", "message"), DECISIONS)
+async def test_decisions_that_cannot_be_kept_are_refused_and_spoil_nothing(
+    broker: Broker, fields: dict[str, Any], message: str
+) -> None:
+    async with StageClient.connect(broker) as client:
+        await client.open(0)
+        with pytest.raises(Refused, match=message) as refused:
+            await client.call("decide", **{"epoch": 1, "txn": 0, "nodes": {}, "print": None, **fields})
+        assert refused.value.status == 400
+        assert (await client.open(0, job="job-2"))["epoch"] == 2
+        await client.commit(0, CHUNKS, "job-3")
+    assert stored(broker) == ROWS
 
 
 async def test_staged_bytes_have_a_limit(start_broker: StartBroker) -> None:
@@ -268,6 +331,24 @@ async def test_a_topic_that_was_deleted_is_made_anew(broker: Broker) -> None:
         broker.delete_topic("t")
         await client.apply(1, prepared["set"])
     assert stored(broker) == Counter([b"two"])
+
+
+@pytest.mark.parametrize("rows", [3, SLICED_FROM + 1])
+async def test_a_topic_that_is_deleted_while_rows_are_applied_is_made_anew(
+    start_broker: StartBroker, caplog: pytest.LogCaptureFixture, rows: int
+) -> None:
+    broker = await start_broker(http_address="127.0.0.1:0", durability="fsync")
+    async with StageClient.connect(broker) as client:
+        await client.open(0)
+        prepared = await client.prepare(1, 0, [await client.stage(1, 0, "a", [[b"x"] * rows])])
+        await client.decide(1, 0, {"n": prepared["set"]})
+        applying = asyncio.create_task(client.apply(0, prepared["set"]))
+        applies = broker.stage.producers["query-1"].applies
+        await until(lambda: 0 in applies and applies[0]._commits)
+        broker.delete_topic("t")
+        assert await applying == {"topics": {"t": rows}}
+    assert broker.topics["t"].message_count == rows
+    assert "tried again" not in caplog.text
 
 
 async def test_a_key_of_a_client_is_never_one_of_ours(broker: Broker) -> None:
@@ -496,3 +577,74 @@ async def test_a_clock_that_is_set_makes_nobody_forgotten(start_broker: StartBro
         broker = await start_broker(http_address="127.0.0.1:0")
         broker.stage._sweep()
         assert ("early" in broker.stage.producers) is (number < 3)
+
+
+async def test_producers_of_one_write_are_forgotten_when_they_are_too_many(
+    start_broker: StartBroker, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The quietest first, those before others that nobody can come back for; never streams, nor what is unfinished."""
+    monkeypatch.setattr(staging_module, "MOST_SINGLE", 3)
+    monkeypatch.setattr(staging_module, "FORGET_AT_ONCE", 2)
+    broker = await start_broker(http_address="127.0.0.1:0")
+
+    async def write(name: str, run: str = "run-1", last: int = 0) -> None:
+        async with StageClient.connect(broker, name) as client:
+            for txn in range(last + 1):
+                await client.commit(txn, [[b"x"]], f"job-{txn}", run=run)
+        clock.advance(1)
+
+    async with StageClient.connect(broker, "unfinished") as client:
+        await client.open(0)
+        await client.prepare(1, 0, [await client.stage(1, 0, "a", [[b"x"]])])
+    await write("stream", last=1)
+    await write("named")
+    for number in range(6):
+        await write(f"write-{number}", f"write-{number}")
+    everybody = set(broker.stage.producers)
+    broker.stage._sweep()
+    assert set(broker.stage.producers) == everybody, "any of them may ask once more"
+    clock.advance(3_600)
+    await write("late", "late")
+    broker.stage._sweep()
+    assert everybody - set(broker.stage.producers) == {"write-0", "write-1"}
+    broker.stage._sweep()
+    broker.stage._sweep()
+    left = {"unfinished", "stream", "named", "write-5", "late"}
+    assert set(broker.stage.producers) == left
+    folder = broker.path / "flintmq" / "stage"
+    await until(lambda: len(list(folder.iterdir())) == len(left))
+    # Forgotten, the same name begins anew.
+    async with StageClient.connect(broker, "write-0") as client:
+        assert await client.open(0) == {"epoch": 1, "decided": None}
+    await broker.stop()
+    broker = await start_broker(http_address="127.0.0.1:0")
+    assert set(broker.stage.producers) == {*left, "write-0"}
+
+
+async def test_producers_attempts_and_what_is_known_of_them_have_a_limit(
+    broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(staging_module, "MOST_PRODUCERS", 2)
+    monkeypatch.setattr(staging_module, "MOST_ATTEMPTS", 3)
+    async with HttpClient.connect(broker.http_address) as http:
+        first, second, third = (StageClient(http, name) for name in ("one", "two", "three"))
+        await first.open(0)
+        await second.open(0)
+        for call in (third.open(0), third.begin(1, 0, "a")):
+            with pytest.raises(Refused, match="E_STAGE_FULL 2 producers") as refused:
+                await call
+            assert refused.value.status == 507
+        for client, name in ((first, "a"), (first, "b"), (second, "a"), (first, "a")):
+            await client.begin(1, 0, name)
+        with pytest.raises(Refused, match="E_STAGE_FULL 3 attempts"):
+            await second.begin(1, 0, "b")
+        # What is there goes on, and makes room.
+        await first.put(1, 0, "a", 0, [b"x"])
+        prepared = await first.prepare(1, 0, [("a", 1, 1)])
+        await second.begin(1, 0, "b")
+        monkeypatch.setattr(staging_module, "STATE_BYTES", 200)
+        with pytest.raises(Refused, match="E_STAGE_FULL the transactions of 2 producers"):
+            await first.decide(1, 0, {"n": prepared["set"]})
+        await second.ask("DELETE", "/stage?producer=two")
+        await first.ask("DELETE", "/stage?producer=one")
+        await third.open(0)

@@ -1,4 +1,4 @@
-"""Starting and stopping on a disk that is full."""
+"""Starting, stopping and going on with a disk that is full."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from conftest import StartBroker
 from flintmq.broker import upkeep
 from flintmq.broker.storage.disk import Buffer
 from flintmq.errors import StartError, StorageError
-from support.fakes import Client, CrampedDisk, quiet, until
+from support.fakes import Client, CrampedDisk, FakeClock, pub, quiet, until
 from support.simdisk import SimDisk, settled
 
 
@@ -136,3 +136,28 @@ async def test_nsqd_dat_is_tried_again(
     broker.topic("new")
     await until(lambda: b'"new"' in (broker.path / "nsqd.dat").read_bytes())
     assert caplog.text.count("cannot write nsqd.dat") == 3
+
+
+@pytest.mark.parametrize("durability", ["os", "memory"])
+async def test_a_full_disk_is_not_filled_with_lines_about_it(
+    start_broker: StartBroker, tmp_path: Path, clock: FakeClock, caplog: pytest.LogCaptureFixture, durability: str
+) -> None:
+    disk = CrampedDisk(tmp_path)
+    broker = await start_broker(disk=disk, durability=durability, mem_queue_size=0)
+    await Client(broker).publish("t", b"before")
+    await quiet(broker)
+    disk.pages = 0
+
+    async def lines(publishes: int) -> int:
+        caplog.clear()
+        for _ in range(publishes):
+            Client(broker).send(pub("t", b"x" * 5_000))
+            await quiet(broker)
+        return caplog.text.count("LOG(t): cannot write")
+
+    assert await lines(20) == 1
+    clock.advance(9)
+    assert await lines(20) == 0
+    clock.advance(1)
+    assert await lines(20) == 1
+    disk.pages = None

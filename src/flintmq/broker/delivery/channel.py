@@ -63,6 +63,11 @@ QUANTUM = 1 << 23
 EXPIRE_AT_ONCE = 5_000
 #: Messages or ranges of them that are dropped before the loop is handed back.
 DROP_AT_ONCE = 3_000
+#: Requeued messages, or ranges of others, that one pump passes over because nobody gets them, before it hands the loop
+#: back.
+SKIP_AT_ONCE = 1_000
+#: Deferred messages that an ephemeral channel holds where ``--mem-queue-size`` is 0.
+LEAST_DEFERRED = 1_000
 _MOST_ATTEMPTS = 65_535
 #: How near a consumer is to this node: see Session.locality.
 ZONE, REGION, GLOBAL = 0, 1, 2
@@ -81,6 +86,8 @@ class Channel:
         self.name = name
         self.id = ident
         self.ephemeral = is_ephemeral(name)
+        # Memory is all there is for its messages: beyond a limit they are dropped.
+        self._bounded = self.ephemeral or topic.ephemeral
         self.paused = False
         self.exiting = False
         #: Replaced, never changed.
@@ -104,6 +111,8 @@ class Channel:
         self.sessions: dict[int, Session] = {}
         self._ready: deque[Session] = deque()
         self._requeued_next = False
+        # How many more this pump may pass over.
+        self._skips = 0
         #: Where FINs that came in one turn meet; only the broker assigns.
         self.lane: FinishLane | None = None
         #: How fast it may deliver; None: as fast as it can.
@@ -203,9 +212,18 @@ class Channel:
                 seqs.append(seq)
         self._handed += seen - self.seen
         self.seen = seen
+        if self._bounded and len(dues) > self._room_for_deferred:
+            room = self._room_for_deferred
+            self.dropped_count += len(dues) - room
+            del dues[room:], seqs[room:]
         if dues:
             self.deferred.extend(dues, seqs)
             self._watch(min(dues))
+
+    @property
+    def _room_for_deferred(self) -> int:
+        """How many more deferred messages an ephemeral channel, or one of an ephemeral topic, may hold."""
+        return max(0, (self.topic.settings.mem_queue_size or LEAST_DEFERRED) - len(self.deferred))
 
     def skip(self, first: int, stop: int) -> None:
         """The topic's backlog was emptied before it was pumped: these were never handed over."""
@@ -216,12 +234,16 @@ class Channel:
         self.seen = stop
 
     def drop_excess(self) -> None:
-        """An ephemeral channel holds no more than ``--mem-queue-size``: the newest are dropped."""
+        """An ephemeral channel holds no more than ``--mem-queue-size``: the newest are dropped.
+
+        Unless consumers take them as fast as they can; a channel whose pace is used up does not let them.
+        """
         self.catch_up(self.topic.pumped)
-        excess = self.depth - self.topic.settings.mem_queue_size
-        if excess <= 0 or (self._ready and not self.paused):
+        most = excess = self.depth - self.topic.settings.mem_queue_size
+        if excess <= 0 or self.seeking is not None:
             return
-        self.dropped_count += excess
+        if self._ready and not self.paused and (self.pace is None or self.pace.allowance):
+            return
         waiting = self.waiting
         while excess > 0 and waiting:
             n = min(excess, waiting.stop - waiting.last)
@@ -230,6 +252,7 @@ class Channel:
         while excess > 0 and self.requeued:
             self.attempts.pop(self.requeued.pop(), None)
             excess -= 1
+        self.dropped_count += most - excess
 
     def drop_oldest(self, most: int, before: int) -> tuple[int, bool]:
         """Drop up to ``most`` waiting or requeued messages before this seq, the oldest first.
@@ -306,6 +329,7 @@ class Channel:
             return
         if self.seen < self.topic.pumped:
             self.catch_up(self.topic.pumped)
+        self._skips = SKIP_AT_ONCE
         if not self.broker.topology_aware:
             self._pump(ready)
             return
@@ -338,7 +362,7 @@ class Channel:
                 before = session.message_count
                 sent = self._send_run(session, room) if ordinary else self._send(session, room)
                 if sent < 0:
-                    # Not in memory: the log calls pump again when it has been read.
+                    # Not in memory, or in another turn: pump is called again.
                     return
                 budget -= sent
                 if pace is not None:
@@ -381,8 +405,10 @@ class Channel:
         if self.topic.settings.ttl:
             fresh = self.topic.expiry.too_old_from(block, first, waiting.first_stop)
             if fresh > first:
+                if not self._skips:
+                    return -1
                 self.leaving.expire_before(fresh)
-                return 0
+                return -1 if self.leaving.expiring or self._skipped() else 0
         most = waiting.first_stop - first
         if most > limit:
             most = limit
@@ -413,8 +439,11 @@ class Channel:
         return stop - start
 
     def _send_sample(self, session: Session, block: Block, first: int, count: int) -> int:
-        """A client that wants a sample: what it does not get is gone for the whole channel."""
-        sent = 0
+        """A client that wants a sample: what it does not get is gone for the whole channel.
+
+        The bytes of all of them count as sent: a small sample of very many must not take the turn from others.
+        """
+        size = block.stop - block.start
         for seq in range(first, first + count):
             # NSQ's own rule: rate + 1 in a hundred pass.
             if random.randrange(100) > session.sample_rate:
@@ -424,8 +453,7 @@ class Channel:
             frame = block.view[block.start : block.stop]
             self._hold(session, seq, 1, frame)
             session.send_run(frame)
-            sent += len(frame)
-        return sent
+        return size
 
     def _send_side(self, session: Session, limit: int) -> int:
         """Messages for this channel alone; how often each was delivered is in its frame."""
@@ -438,7 +466,12 @@ class Channel:
         return sent
 
     def _send_singly(self, session: Session, seqs: deque[int], limit: int) -> int:
-        """Send from the front of ``seqs`` what can be sent; the bytes, or -1 if the first one must be read."""
+        """Send from the front of ``seqs`` what can be sent; the bytes, or -1 if the first one must be read.
+
+        -1 also if this pump has passed over as many as it may: then another one is planned.
+        """
+        if not self._skips:
+            return -1
         frames: list[bytearray] = []
         size = 0
         expiry = self.topic.expiry if self.topic.settings.ttl else None
@@ -451,6 +484,8 @@ class Channel:
                 logger.error("CHANNEL(%s): message %d cannot be read - %s", self.name, seq, exc)
                 self.attempts.pop(seq, None)
                 self.finished(seq, seq + 1)
+                if self._skipped():
+                    break
                 continue
             if frame is None:
                 break
@@ -461,9 +496,13 @@ class Channel:
                 before = int.from_bytes(frame[16:18], "big") - 1
             if expiry is not None and expiry.is_too_old(seq, frame, before):
                 self.leaving.expire_single(seq, before)
+                if self._skipped():
+                    break
                 continue
             if session.sample_rate and random.randrange(100) > session.sample_rate:
                 self.finished(seq, seq + 1)
+                if self._skipped():
+                    break
                 continue
             attempts = min(before + 1, _MOST_ATTEMPTS)
             frame[16:18] = attempts.to_bytes(2, "big")
@@ -474,6 +513,13 @@ class Channel:
             session.send_run(memoryview(b"".join(frames)))
             return size
         return -1 if seqs else 0
+
+    def _skipped(self) -> bool:
+        """A message was passed over; was it the last one that this pump may pass over?"""
+        self._skips -= 1
+        if not self._skips:
+            self.broker.turns.pump_later(self)
+        return not self._skips
 
     def _hold(self, session: Session, seq: int, attempts: int, frame: bytearray | memoryview) -> None:
         now = self.broker.clock.now()
@@ -624,6 +670,10 @@ class Channel:
 
     def requeue_at(self, seq: int, attempts: int, due: int) -> None:
         """Requeue a message that is in no state now, for ``due`` unless that is 0."""
+        if due and self._bounded and not self._room_for_deferred:
+            self.dropped_count += 1
+            self.finished(seq, seq + 1)
+            return
         self.attempts[seq] = attempts
         wall = 0
         if due:
@@ -665,7 +715,7 @@ class Channel:
         if left == EXPIRE_AT_ONCE:
             return False
         self.pump()
-        if self.ephemeral:
+        if self._bounded:
             self.drop_excess()
         return True
 

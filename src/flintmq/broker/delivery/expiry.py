@@ -14,8 +14,9 @@ import logging
 from bisect import bisect_right
 from typing import TYPE_CHECKING
 
-from flintmq.broker.storage.journal import SIDE
+from flintmq.broker.storage.journal import NEVER, SIDE
 from flintmq.broker.storage.segment import timestamp_of
+from flintmq.errors import DamageError
 
 if TYPE_CHECKING:
     from flintmq.broker.delivery.topic import Topic
@@ -70,6 +71,34 @@ class Expiry:
         # Of a deferred message whose segment is gone nobody knows any more when it became due.
         return delivered > 0 or seq >= self._topic.mover.below
 
+    def _first_young_pinned(self) -> int:
+        """The first message that is not too old of those that only memory holds, for an ephemeral channel.
+
+        The log tells which of its own were published too early, and calls everything before them older still.
+        """
+        for pinned in self._topic.log.memory.pinned:
+            stop = pinned.block.base + pinned.block.count
+            fresh = self.too_old_from(pinned.block, pinned.block.base, stop)
+            if fresh < stop:
+                return fresh
+        return NEVER
+
+    def has_expired(self, seq: int, delivered: int) -> bool | None:
+        """Is a message too old that the log says was published too early? None while it is being read back."""
+        topic = self._topic
+        moved = seq < topic.mover.below
+        if moved and not delivered:
+            return False
+        if not moved or topic.log.in_memory(seq):
+            return not self.still_good(seq, seq + 1, 1)[0]
+        # The log does not hold it any more, only a copy: that tells its time.
+        try:
+            frame = topic.frame(seq)
+        except DamageError:
+            # Told when it is to be sent.
+            return False
+        return None if frame is None else self.is_too_old(seq, frame, delivered)
+
     def look(self) -> None:
         """Called every few seconds: find what is too old, if it is time."""
         topic = self._topic
@@ -90,9 +119,12 @@ class Expiry:
         if error is not None:
             logger.error("TOPIC(%s): cannot find what is too old - %s", topic.name, error)
             return
+        if topic.log.folder is not None:
+            seq = min(seq, self._first_young_pinned())
         for channel in topic.channels.values():
             try:
                 channel.leaving.expire_before(seq)
+                channel.leaving.expire_requeued(seq)
             except Exception:
                 logger.exception("TOPIC(%s): channel %s failed", topic.name, channel.name)
         if not topic.channels:

@@ -8,6 +8,7 @@ ones by ``redrive``; who copies asks here which they are.
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING
 
 from flintmq.broker.delivery.dead_letters import EXPIRED, LONGEST_QUEUE, RETRY_DELAY, DeadLetters
@@ -21,6 +22,8 @@ __all__ = ["Leaving"]
 
 #: Messages or ranges of them that expire before the loop is handed back.
 EXPIRE_AT_ONCE = 3_000
+#: Requeued messages that are looked through before the loop is handed back.
+LOOK_AT_ONCE = 1_000
 
 
 class Leaving:
@@ -34,6 +37,11 @@ class Leaving:
         self.dead_letters: DeadLetters | None = None
         #: Logs with copies of what left: the kind of note that says how far one is durable, of whom, and up to where.
         self.copied_to: dict[Log, tuple[str, int, int]] = {}
+        #: More of what waits expires in the next loop turn; up to which seq.
+        self.expiring = False
+        self._expire_stop = 0
+        # Requeued messages are being looked through.
+        self._looking_through = False
         # Counters.
         self.dead_lettered_count = 0
         self.expired_count = 0
@@ -76,9 +84,13 @@ class Leaving:
     def expire_before(self, stop: int) -> None:
         """Drop what waits before this seq: it was published too early. What was deferred may be good for some time yet.
 
-        Very many are dropped in slices, the oldest first.
+        Very many are dropped in slices, the oldest first; while ``expiring`` the rest is still to be dropped.
         """
         channel = self._channel
+        self._expire_stop = max(self._expire_stop, stop)
+        if self.expiring:
+            return
+        stop, self._expire_stop = self._expire_stop, 0
         channel.catch_up(channel.topic.pumped)
         if not channel.waiting or channel.waiting.first >= stop:
             return
@@ -102,7 +114,45 @@ class Leaving:
         if self.expired:
             self._copy_soon()
         if end < stop and not channel.exiting:
-            channel.broker.later(self.expire_before, stop)
+            self.expiring = True
+            channel.broker.later(self._expire_on, stop)
+
+    def _expire_on(self, stop: int) -> None:
+        self.expiring = False
+        self.expire_before(stop)
+        if not self.expiring:
+            self._channel.pump()
+
+    def expire_requeued(self, stop: int) -> None:
+        """The same for what was requeued, and not deferred: nobody may come for it. All of it in slices."""
+        requeued = self._channel.requeued
+        if requeued and not self._looking_through:
+            self._look_through(stop, len(requeued))
+
+    def _look_through(self, stop: int, left: int) -> None:
+        channel = self._channel
+        topic, requeued = channel.topic, channel.requeued
+        self._looking_through = False
+        if channel.exiting or channel.broker.stopping or not topic.settings.ttl:
+            return
+        for _ in range(min(left, LOOK_AT_ONCE, len(requeued))):
+            seq = requeued[0]
+            expired: bool | None = False
+            if seq < stop:
+                expired = topic.expiry.has_expired(seq, channel.attempts.get(seq, 0))
+            if expired is None:
+                self._looking_through = True
+                topic.when_read(partial(self._look_through, stop, left))
+                return
+            left -= 1
+            if expired:
+                requeued.popleft()
+                self.expire_single(seq, channel.attempts.pop(seq, 0))
+            else:
+                requeued.rotate(-1)
+        if left > 0 and requeued:
+            self._looking_through = True
+            channel.broker.later(self._look_through, stop, left)
 
     def expire_single(self, seq: int, attempts: int) -> None:
         channel = self._channel

@@ -112,10 +112,8 @@ class Topic:
         # Who waits for something that is being read back.
         self._readers: list[Callable[[], None]] = []
         # Counters.
-        self.message_count = 0
-        self.message_bytes = 0
-        self.dropped_count = 0
-        self.expired_count = 0
+        self.message_count = self.message_bytes = 0
+        self.dropped_count = self.expired_count = 0
         #: What it may hold and how fast it may grow; None: no limit.
         self.limits = TopicLimits.of(self)
 
@@ -556,7 +554,9 @@ class Topic:
     def _start_elsewhere(self, channel: Channel) -> None:
         """A new channel starts elsewhere than where the others have got to."""
         if self.settings.new_channel == "latest":
-            # If it is the first one, what has piled up was not for it.
+            if len(self.channels) == 1:
+                # What has piled up was not for it. Handed over, much of it would still be on its way.
+                self.empty()
             self._progressed()
             channel.empty()
         elif not channel.ephemeral and self.log.durability != "memory":

@@ -27,8 +27,13 @@ __all__ = ["routes"]
 
 #: The largest body of a call that is no chunk: a hundred thousand winners.
 CALL_BYTES = 16 << 20
-#: The largest print of a decision: the last 64 of each producer are kept in memory.
+#: The largest print of a decision, and its largest list of nodes: the last 64 of each producer are kept in memory.
 PRINT_BYTES = 64 << 10
+NODES_BYTES = 256 << 10
+#: The longest name of a run or a job: the last 256 of each producer are kept in memory.
+LONGEST_NAME = 512
+#: The largest number that is taken: all of JSON's readers know it exactly, and the state's file can hold what follows.
+LARGEST = (1 << 53) - 1
 _MS = 1_000_000
 _PRODUCER = re.compile(r"[!-~]{1,128}")
 
@@ -119,30 +124,42 @@ class _StageApi:
         return handler
 
     async def open(self, asked: _Open) -> dict[str, Any]:
+        _check_numbers(asked.txn)
+        if max(len(asked.run), len(asked.job)) > LONGEST_NAME:
+            raise HttpError(400, f"INVALID_BODY: run and job have at most {LONGEST_NAME} characters")
+        self._staging.check_memory()
         return await self._staging.producer(asked.producer).open(asked.run, asked.job, asked.txn)
 
     async def begin(self, asked: _Begin) -> dict[str, Any]:
         _check_attempt(asked.attempt)
         _check_numbers(asked.epoch, asked.txn)
+        self._staging.check_memory()
         producer = self._staging.producer(asked.producer)
         return await producer.begin(asked.epoch, asked.txn, asked.attempt, asked.decided)
 
     async def prepare(self, asked: _Prepare) -> dict[str, Any]:
         _check_numbers(asked.epoch, asked.txn)
+        _check_winners(asked.winners)
+        self._staging.check_memory()
         return await self._existing(asked).prepare(asked.epoch, asked.txn, asked.winners)
 
     async def decide(self, asked: _Decide) -> dict[str, Any]:
-        if len(msgspec.json.encode(asked.print)) > PRINT_BYTES:
-            raise HttpError(400, f"INVALID_BODY: print takes more than {PRINT_BYTES} bytes")
+        _check_numbers(asked.epoch, asked.txn)
+        _check_size("print", asked.print, PRINT_BYTES)
+        _check_size("nodes", asked.nodes, NODES_BYTES)
+        self._staging.check_memory()
         return await self._existing(asked).decide(asked.epoch, asked.txn, asked.nodes, asked.print)
 
     async def apply(self, asked: _Apply) -> dict[str, Any]:
+        _check_numbers(asked.txn)
         return await self._existing(asked).apply(asked.txn, asked.set)
 
     async def done(self, asked: _Done) -> dict[str, Any]:
+        _check_numbers(asked.txn)
         return await self._existing(asked).done(asked.txn)
 
     async def abort(self, asked: _Abort) -> dict[str, Any]:
+        _check_numbers(asked.epoch, asked.txn)
         if asked.producer not in self._staging.producers:
             return {"decided": False}
         return await self._existing(asked).abort(asked.epoch, asked.txn)
@@ -217,12 +234,33 @@ def _check_attempt(name: str) -> None:
 
 
 def _check_numbers(*numbers: int) -> None:
-    if min(numbers) < 0:
-        raise HttpError(400, "INVALID_BODY: epoch and txn are not negative")
+    if min(numbers) < 0 or max(numbers) > LARGEST:
+        raise HttpError(400, f"INVALID_BODY: epoch and txn are numbers from 0 to {LARGEST}")
+
+
+def _check_winners(winners: list[tuple[str, int, int]]) -> None:
+    names = set()
+    for name, chunks, rows in winners:
+        _check_attempt(name)
+        if min(chunks, rows) < 0 or max(chunks, rows) > LARGEST:
+            raise HttpError(400, f"INVALID_BODY: chunks and rows of attempt {name} are numbers from 0 to {LARGEST}")
+        names.add(name)
+    if len(names) != len(winners):
+        raise HttpError(400, "INVALID_BODY: an attempt is named twice among the winners: its rows would count twice")
+
+
+def _check_size(what: str, value: object, most: int) -> None:
+    """Refuse what takes too much, or holds a number that the state's file cannot."""
+    try:
+        size = len(msgspec.msgpack.encode(value))
+    except OverflowError as exc:
+        raise HttpError(400, f"INVALID_BODY: {what} has a number of more than 64 bits") from exc
+    if size > most:
+        raise HttpError(400, f"INVALID_BODY: {what} takes more than {most} bytes")
 
 
 def _number(arguments: Arguments, name: str) -> int:
     text = arguments.text(name)
-    if not is_number(text):
-        raise HttpError(400, f"INVALID_ARG_{name.upper()}: a number is needed")
+    if not is_number(text) or int(text) > LARGEST:
+        raise HttpError(400, f"INVALID_ARG_{name.upper()}: a number from 0 to {LARGEST} is needed")
     return int(text)

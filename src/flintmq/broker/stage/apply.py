@@ -52,6 +52,8 @@ class Apply:
         # What is not yet published, in order; and published chunks whose commits failed.
         self._left: list[tuple[Attempt, int]] = []
         self._failed: list[tuple[Attempt, int]] = []
+        # Why a commit failed, unless its topic was deleted.
+        self._error: Exception | None = None
         self._commits: set[Commit] = set()
         self._topics: dict[str, Topic] = {}
         # Who waits for it, or for the next error.
@@ -89,7 +91,8 @@ class Apply:
                     if not loaded:
                         await self._load()
                         loaded = True
-                    await self._publish()
+                    while self._left:
+                        await self._publish()
                     await self._make_durable()
                     await self._producer.applied(self._txn)
                     break
@@ -112,7 +115,8 @@ class Apply:
 
     def _trouble(self, exc: Exception) -> None:
         """Log it and tell who waits; it is tried again."""
-        logger.error("STAGE(%s): applying transaction %d is tried again - %s", self._producer.name, self._txn, exc)
+        if self._broker.store.complaints.due("apply", self._producer.name):
+            logger.error("STAGE(%s): applying transaction %d is tried again - %s", self._producer.name, self._txn, exc)
         text = f"transaction {self._txn} is decided, and not all of it is stored yet ({exc}). It goes on: ask again"
         self._tell(exc if isinstance(exc, StageError) else StageError(503, "E_STAGE_FULL", text))
 
@@ -150,7 +154,10 @@ class Apply:
     # --- Publishing ------------------------------------------------------------------------------------------------
 
     async def _publish(self) -> None:
-        """Publish all that is left. What could not be stored is left again, and PublishError says why."""
+        """Publish all that is left. What could not be stored is left again, and PublishError says why.
+
+        If it was only that a topic was deleted there is no error: the topic is created again.
+        """
         reads: list[asyncio.Task[bytearray]] = []
         ahead = size = count = 0
         done = 0
@@ -182,7 +189,9 @@ class Apply:
         await self._until_committed()
         if self._failed:
             self._left, self._failed = self._failed, []
-            raise PublishError("a write failed")
+            error, self._error = self._error, None
+            if error is not None:
+                raise PublishError(f"a write failed: {error}")
 
     async def _until_committed(self) -> None:
         while self._commits:
@@ -222,6 +231,8 @@ class Apply:
         self._commits.discard(commit)
         if commit.error is not None:
             self._failed.append((attempt, number))
+            if not topic.exiting:
+                self._error = commit.error
         else:
             topic.own_keys().reserved.add(self._digest(attempt, number))
 

@@ -80,8 +80,12 @@ class Producer:
         self.applies: dict[int, Apply] = {}
         #: When it was last heard of, by ``Staging.age``.
         self.touched = state.age if state.time else staging.age
+        #: Bytes of its state's file; only its staging assigns.
+        self.state_size = 0
         # What was prepared again of a transaction that was decided before: the set, and the answer.
         self._compared: dict[tuple[int, int], tuple[str, dict[str, Any]]] = {}
+        # What the last attempt was begun for: there is no attempt of an earlier transaction.
+        self._begun: tuple[int, int] | None = None
         # One call at a time that opens, closes or drops something.
         self._turn = asyncio.Lock()
         # Changes of the state, and how many of them are in its file.
@@ -122,6 +126,7 @@ class Producer:
         self.state.time = self._broker.clock.wall()
         self.state.age = self._staging.age
         data = encode_state(self.state)
+        self._staging.count_state(self, len(data))
         dropped: list[Attempt] = []
         try:
             dropped, self._dropped = self._dropped, []
@@ -131,7 +136,8 @@ class Producer:
             self._discard(dropped)
             dropped = []
         except OSError as exc:
-            logger.error("STAGE(%s): cannot write %s - %s", self.name, self.folder, exc)
+            if self._broker.store.complaints.due("state", self.name):
+                logger.error("STAGE(%s): cannot write %s - %s", self.name, self.folder, exc)
             raise StageError(507, "E_STAGE_FULL", f"the state cannot be written ({exc.strerror}): try again") from exc
         finally:
             self._saving = None
@@ -271,10 +277,13 @@ class Producer:
             if epoch > state.fence:
                 await self._supersede(epoch, decided)
             self._check_open(epoch, txn)
-            # Whoever stages a later transaction has given up the earlier ones.
-            self.drop_attempts([key for key in self.attempts if key[0] == epoch and key[1] < txn])
+            if self._begun != (epoch, txn):
+                # Whoever stages a later transaction has given up the earlier ones.
+                self.drop_attempts([key for key in self.attempts if key[0] == epoch and key[1] < txn])
+                self._begun = (epoch, txn)
             attempt = self.attempts.get((epoch, txn, name))
             if attempt is None:
+                self._staging.admit_attempt()
                 path = self.folder / Attempt.file_name(epoch, txn, name)
                 attempt = Attempt(path, epoch, txn, name, self._broker.clock.now())
                 self.attempts[epoch, txn, name] = attempt

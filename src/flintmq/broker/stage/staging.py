@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from flintmq.broker.stage.producer import Producer
 from flintmq.broker.stage.rows import ROWS, Attempt
-from flintmq.broker.stage.state import APPLIED, PREPARED, Prepared, State, read_state
+from flintmq.broker.stage.state import APPLIED, PREPARED, Prepared, State, encode_state, read_state
 from flintmq.broker.storage.disk import BACKGROUND
 from flintmq.broker.storage.keys import Keys
 from flintmq.errors import StageError
@@ -40,6 +40,17 @@ WRITES_AT_ONCE = 2
 SWEEP = 60.0
 #: Nanoseconds after its last call, by ``Staging.age``, that a producer with nothing unfinished is remembered.
 REMEMBER = 90 * 24 * 3600 * 1_000_000_000
+#: Producers of a single transaction that are remembered; beyond that the quietest are forgotten.
+MOST_SINGLE = 10_000
+#: Nanoseconds after its last call that none of them is: it may ask for an answer once more.
+KEEP_SINGLE = 600 * 1_000_000_000
+#: Producers that are forgotten at once, and seconds until the next ones are.
+FORGET_AT_ONCE = 500
+FORGET_AGAIN = 1.0
+#: Producers that are known, attempts that are being staged, and bytes of all states: beyond that new ones are refused.
+MOST_PRODUCERS = 20_000
+MOST_ATTEMPTS = 100_000
+STATE_BYTES = 256 << 20
 
 
 class Staging:
@@ -53,6 +64,9 @@ class Staging:
         # Staged bytes: in files, and of chunks that are being written.
         self.bytes = 0
         self._reserved = 0
+        # Bytes of the producers' states; attempts that were begun since they were last counted, and those.
+        self._state_bytes = 0
+        self._attempts_begun = 0
         # Topics that unfinished sets have rows for; keys that are held for a set.
         self._topics: set[str] = set()
         self._held: dict[tuple[str, int], list[Keys]] = {}
@@ -99,6 +113,7 @@ class Staging:
             return
         producer = self.producers[state.producer] = Producer(self, folder, state)
         self._age = max(self._age, state.age)
+        self.count_state(producer, len(encode_state(state)))
         is_copy = state.node != node
         if is_copy:
             # A restored copy under another identity: the decisions of others name the original's sets.
@@ -247,6 +262,36 @@ class Staging:
     def unreserve(self, size: int) -> None:
         self._reserved -= size
 
+    def count_state(self, producer: Producer, size: int) -> None:
+        """A producer's state takes so many bytes from now on."""
+        if self.producers.get(producer.name) is not producer:
+            size = 0
+        self._state_bytes += size - producer.state_size
+        producer.state_size = size
+
+    def check_memory(self) -> None:
+        """StageError if what is known of all producers takes more than it may."""
+        if self._state_bytes > STATE_BYTES:
+            raise StageError(
+                507,
+                "E_STAGE_FULL",
+                f"the transactions of {len(self.producers)} producers take {self._state_bytes} bytes, at most "
+                f"{STATE_BYTES} are kept: drop those that never return with DELETE /stage?producer=",
+            )
+
+    def admit_attempt(self) -> None:
+        """An attempt is about to begin. StageError if there are too many."""
+        if self._attempts_begun >= MOST_ATTEMPTS:
+            self._attempts_begun = sum(len(producer.attempts) for producer in self.producers.values())
+            if self._attempts_begun >= MOST_ATTEMPTS:
+                raise StageError(
+                    507,
+                    "E_STAGE_FULL",
+                    f"{self._attempts_begun} attempts are being staged, as many as are possible: try again when "
+                    "others have committed, or write with fewer partitions",
+                )
+        self._attempts_begun += 1
+
     def count_bytes(self, size: int) -> None:
         """So many bytes more are in files, or fewer."""
         self.bytes += size
@@ -291,10 +336,17 @@ class Staging:
     # --- Producers -------------------------------------------------------------------------------------------------
 
     def producer(self, name: str) -> Producer:
-        """The producer, made if need be."""
+        """The producer, made if need be. StageError if there are too many."""
         producer = self.producers.get(name)
         if producer is None:
             folder = self._root / blake2b(name.encode(), digest_size=16).hexdigest()
+            if len(self.producers) >= MOST_PRODUCERS:
+                raise StageError(
+                    507,
+                    "E_STAGE_FULL",
+                    f"{len(self.producers)} producers are known, as many as are possible: try again later, or drop "
+                    "those that never return with DELETE /stage?producer=",
+                )
             producer = self.producers[name] = Producer(self, folder, State(name, self.broker.node.hex()))
         producer.touched = self.age
         return producer
@@ -318,6 +370,7 @@ class Staging:
 
     def _forget(self, producer: Producer) -> None:
         del self.producers[producer.name]
+        self.count_state(producer, 0)
         if not self.broker.disk.closing:
             self._leaving.add(producer.folder)
             self.submit(partial(self._remove, producer.folder), partial(self._removed, producer.folder))
@@ -340,17 +393,38 @@ class Staging:
         await self.until(lambda: folder not in self._leaving)
 
     def _sweep(self) -> None:
-        self.broker.once("stage", SWEEP, self._sweep)
         clock, timeout = self.broker.clock, self.broker.options.stage_timeout
         now, age = clock.now(), self.age
+        single: list[Producer] = []
         for producer in list(self.producers.values()):
             try:
                 producer.expire(now, timeout)
                 # One that never had a state has nothing to be remembered.
                 if producer.idle and age - producer.touched > (REMEMBER if producer.state.time else timeout):
                     self._forget(producer)
+                elif producer.state.single and producer.idle:
+                    single.append(producer)
             except Exception:
                 logger.exception("STAGE(%s): cannot be looked at", producer.name)
+        more = False
+        try:
+            more = self._forget_some(single, age)
+        finally:
+            self.broker.once("stage", FORGET_AGAIN if more else SWEEP, self._sweep)
+
+    def _forget_some(self, single: list[Producer], age: int) -> bool:
+        """Forget the quietest of these if they are too many, those first that nobody can come back for; are there more?
+
+        A batch write makes a producer of its own: without a limit there would be as many as writes in 90 days.
+        """
+        excess = len(single) - MOST_SINGLE
+        if excess <= 0:
+            return False
+        quiet = [producer for producer in single if age - producer.touched > KEEP_SINGLE]
+        quiet.sort(key=lambda producer: (producer.state.repeatable, producer.touched))
+        for producer in quiet[: min(excess, FORGET_AT_ONCE)]:
+            self._forget(producer)
+        return min(excess, len(quiet)) > FORGET_AT_ONCE
 
     # --- For operators ---------------------------------------------------------------------------------------------
 

@@ -128,6 +128,16 @@ class State(msgspec.Struct):
             found.state != APPLIED for found in self.sets.values()
         )
 
+    @property
+    def single(self) -> bool:
+        """Has it nothing but transaction 0, as a producer that was made for one write has?"""
+        return self.forgotten < 0 and self.applied <= 0 and not any(txn for txn in (*self.decisions, *self.sets))
+
+    @property
+    def repeatable(self) -> bool:
+        """May another run come and ask what was decided here? Not if the producer is called like its run."""
+        return self.home and self.run != self.producer
+
     def trim(self) -> None:
         """Forget what is more than is remembered."""
         done = sorted(txn for txn, decision in self.decisions.items() if decision.done)

@@ -622,7 +622,8 @@ class Log:
             segment, offset, seq = self._group_written
             self._group_written = None
         what = "it stays in memory" if kept else "its publishers are told"
-        logger.error("LOG(%s): cannot write from seq %d on, %s - %s", self.name, seq, what, exc)
+        if self._store.complaints.due("write", self.name):
+            logger.error("LOG(%s): cannot write from seq %d on, %s - %s", self.name, seq, what, exc)
         self._active = None
         if segment in self.segments:
             self._cut_file(segment, seq, offset)
@@ -647,7 +648,8 @@ class Log:
             self._disk.truncate(self._store.file(segment), offset)
         except OSError as exc:
             # Its tail is unknown, and harmless: the next segment starts at the same seq and hides it.
-            logger.error("LOG(%s): cannot cut %s back - %s", self.name, segment.path, exc)
+            if self._store.complaints.due("cut", self.name):
+                logger.error("LOG(%s): cannot cut %s back - %s", self.name, segment.path, exc)
         hide_after(segment, seq)
         segment.size = offset
         segment.sealed = False
@@ -833,7 +835,11 @@ class Log:
         # And of those that are in no file yet.
         yield from self.memory.delays(first, stop)
         start = max(0, bisect_right(self._pending, first, key=lambda record: record.seq) - 1)
-        for record in islice(self._pending, start, None):
+        pending: Iterator[Record] = islice(self._pending, start, None)
+        if stop - first == 1 and self._pending:
+            # One of perhaps very many: those before it are not gone through.
+            pending = iter((self._pending[start],))
+        for record in pending:
             if record.seq >= stop:
                 break
             if record.flags & DEFERRED:

@@ -9,7 +9,7 @@ Which blocks leave, and why, is decided by the log.
 
 from __future__ import annotations
 
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -31,7 +31,7 @@ class Pinned:
 
     block: Block
     extras: list[ExtraRow] = field(default_factory=list)
-    #: Of its deferred messages: seq, when due by the wall clock. Only of those that are in no file.
+    #: Of its deferred messages: seq, when due by the wall clock. Seqs ascend. Only of those that are in no file.
     delays: list[tuple[int, int]] = field(default_factory=list)
 
 
@@ -95,10 +95,11 @@ class Memory:
 
     def delays(self, first: int, stop: int) -> Iterator[tuple[int, int]]:
         """Yield (seq, when due) of the deferred messages in pinned blocks that are in no file."""
-        for pinned in self.pinned:
-            for seq, due in pinned.delays:
-                if first <= seq < stop:
-                    yield seq, due
+        # Asked for single messages, of which there may be very many: neither blocks nor messages are gone through.
+        start, after = bisect_right(self._pinned_bases, first) - 1, bisect_left(self._pinned_bases, stop)
+        for pinned in self.pinned[max(0, start) : after]:
+            delays = pinned.delays
+            yield from delays[bisect_left(delays, (first,)) : bisect_left(delays, (stop,))]
 
     def all_blocks(self) -> list[Block]:
         """Return every block that holds a message, in seq order. There may be holes between them."""

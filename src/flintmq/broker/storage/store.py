@@ -15,6 +15,7 @@ from mmap import MAP_ANON, MAP_PRIVATE, mmap
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from flintmq.broker.storage.complaints import Complaints
 from flintmq.broker.storage.disk import SPARE, Clock, Disk
 from flintmq.broker.storage.segment import Segment
 from flintmq.kernel import Block, populate
@@ -69,6 +70,7 @@ class Store:
     ) -> None:
         self.disk = disk
         self.clock = clock
+        self.complaints = Complaints(clock)
         self.options = options
         self.prefix = options.id << 54
         #: Called when a sync failed: what is on the device is unknown from then on, so the broker must stop.
