@@ -150,9 +150,7 @@ def test_a_producer_is_used_on_its_own_loop_only(sim: Sim) -> None:
                 producer.flush,
                 producer.close,
             ]
-            thread = threading.Thread(
-                target=lambda: said.extend(asyncio.Runner().run(outcome(call())) for call in calls)
-            )
+            thread = threading.Thread(target=lambda: said.extend(asyncio.run(outcome(call())) for call in calls))
             thread.start()
             thread.join()
             await producer.publish("t", b"mine")

@@ -211,6 +211,15 @@ class Producer:
 
         A broker that is not up yet is waited for; one that is lost later is dialled again by itself.
         """
+        self._begin()
+        try:
+            await self._brokers.first(self._timeout)
+        except BaseException:
+            await self.close()
+            raise
+
+    def _begin(self) -> None:
+        """Dial, and wait for nobody: a publish waits for a broker itself."""
         if self._started:
             raise ClosedError("a producer runs once")
         self._started = True
@@ -229,11 +238,6 @@ class Producer:
             on_open=self._opened,
             on_error=lambda address, error: self._calls.tell("on_error", own.on_error, address, error),
         )
-        try:
-            await self._brokers.first(self._timeout)
-        except BaseException:
-            await self.close()
-            raise
 
     async def _look(self) -> Answer[list[Node]]:
         return await self._lookupds.nodes()
