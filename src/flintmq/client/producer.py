@@ -57,8 +57,8 @@ _ONE_IS_BAD = frozenset({"E_BAD_MESSAGE", "E_BAD_BODY"})
 _TRY_ANOTHER = frozenset({"E_PUB_FAILED", "E_DPUB_FAILED"})
 #: The same of an MPUB. NSQ's own nsqd may have stored a part of it by then; ours stores all of it or nothing.
 _NONE_OR_SOME = "E_MPUB_FAILED"
-#: The limit in ``E_BAD_MESSAGE MPUB message too big 2000 > 1024``.
-_TOO_BIG = re.compile(r"message too big [0-9]+ > ([0-9]{1,18})")
+#: ``E_BAD_MESSAGE MPUB message too big 2000 > 1024``, with the limit at the end.
+_TOO_BIG = re.compile(r"message too big(?: [0-9]+ > ([0-9]{1,18}))?")
 
 
 class _Command:
@@ -137,6 +137,17 @@ class _Command:
                     future.set_result(None)
                 else:
                     future.set_exception(error)
+
+
+def _size_limit(error: ProtocolError, refused: _Command) -> int | None:
+    """How large a message may be, if a broker has refused one for its size; None for any other reason."""
+    match = _TOO_BIG.search(error.text) if error.code == "E_BAD_MESSAGE" else None
+    if match is None:
+        return None
+    if match[1]:
+        return int(match[1])
+    # Not said: no larger one would be taken either.
+    return len(refused.bodies[0]) - 1 if len(refused.bodies) == 1 else None
 
 
 class _Outlet:
@@ -580,8 +591,8 @@ class Producer:
             return  # it says nothing of a publish; a fatal one is reported with the connection's end
         outlet.refused = True
         refusal = PublishError(str(error), code=error.code, retriable=error.code not in _HOPELESS)
-        too_big = _TOO_BIG.search(error.text) if error.code == "E_BAD_MESSAGE" else None
-        if too_big is not None and self._leave_out_large(outlet, int(too_big[1]), refusal):
+        limit = _size_limit(error, outlet.unanswered[0])
+        if limit is not None and self._leave_out_large(outlet, limit, refusal):
             return
         command = outlet.unanswered.popleft()
         outlet.bytes -= command.size
