@@ -794,7 +794,7 @@ async def test_a_writer_that_was_never_connected_is_closed_at_once(count: int) -
     body = bytes(100_000)
     for _ in range(count):
         writer.pub("t", body, lambda conn, data: told.append(data))
-    async with asyncio.timeout(30):
+    async with asyncio.timeout(20):
         # Those for which there is no more room are told so.
         await until(lambda: count == 1 or told)
         writer.close()
