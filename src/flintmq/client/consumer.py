@@ -147,6 +147,8 @@ class Consumer(Generic[T]):
         check(on_give_up, "on_give_up")
         self._options, self._settings = parse(ConsumerSettings, options)
         own = self._options
+        if type is not None:
+            codecs.check(own.codec, type)
         self.topic = topic
         self.channel = channel
         self.stats = Stats()
