@@ -14,7 +14,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from hashlib import blake2b
 from types import TracebackType
 from typing import Any, Unpack, cast
@@ -224,8 +224,8 @@ class Producer:
             await self.close()
             raise
 
-    async def _look(self) -> Answer[list[Node]]:
-        return await self._lookupds.nodes()
+    async def _look(self, found: Callable[[list[Node]], None]) -> Answer[list[Node]]:
+        return await self._lookupds.nodes(found)
 
     async def flush(self) -> None:
         """Wait until every publish so far has ended, well or not."""
