@@ -8,19 +8,16 @@ sockets are its Connections'. Handlers run in a fixed number of tasks, not in on
 from __future__ import annotations
 
 import asyncio
-import contextlib
-import functools
 import logging
 import signal
-import threading
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
-from dataclasses import dataclass
 from types import TracebackType
 from typing import Any, Generic, Unpack, overload
 
 from flintmq.addresses import split
 from flintmq.client import codecs, signals, tracing
+from flintmq.client.batch import Batch, Stats
 from flintmq.client.brokers import Brokers
 from flintmq.client.callbacks import Calls, check, is_asynchronous, result_of
 from flintmq.client.clock import Clock, Timer, limit, sleep
@@ -46,46 +43,6 @@ _CANCEL_SECONDS = 2.0
 _REVIVE_SECONDS = 1.0
 #: How long `close` waits for brokers to confirm that they send no more, once nothing is left to answer.
 _CONFIRM_SECONDS = 5.0
-
-
-@dataclass
-class Stats:
-    """Counts since the start."""
-
-    received: int = 0
-    finished: int = 0
-    requeued: int = 0
-    #: Over `max_attempts`.
-    given_up: int = 0
-    #: Timed out before a handler was free; the broker delivers them again.
-    expired: int = 0
-    #: Bodies that were not of the consumer's `type`; each delivery counts.
-    undecodable: int = 0
-
-
-class Batch(list[Message[T]]):
-    """Messages that are answered together. As a context manager it is a single message to its block."""
-
-    __slots__ = ()
-
-    def finish(self) -> None:
-        """All are done."""
-        for message in self:
-            message.finish()
-
-    def requeue(self, delay: float | None = None, *, backoff: bool = True) -> None:
-        """Give back those that are not answered yet."""
-        for message in self:
-            message.requeue(delay, backoff=backoff)
-
-    def __enter__(self) -> Batch[T]:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for message in self:
-            message.__exit__(kind, error, trace)
 
 
 class Consumer(Generic[T]):
@@ -248,11 +205,7 @@ class Consumer(Generic[T]):
         """Handle messages until `stop` is called or one of these signals comes; then end in order."""
         if self._handler is None:
             raise OptionError("run needs a handler")
-        loop = asyncio.get_running_loop()
-        with contextlib.ExitStack() as caught:
-            if threading.current_thread() is threading.main_thread():
-                for number in stop_on:
-                    caught.callback(signals.call_on(number, lambda: loop.call_soon_threadsafe(self.stop)))
+        with signals.calling_on(stop_on, self.stop):
             async with self:
                 while not self._stopping:
                     self._changed.clear()
@@ -452,29 +405,9 @@ class Consumer(Generic[T]):
     def __aiter__(self) -> AsyncIterator[Message[T]]:
         if self._handler is not None:
             raise OptionError("a consumer with a handler cannot be iterated over")
-        self._stop_on_interrupt()
+        if self._interrupt is None:
+            self._interrupt = signals.call_on_interrupt(self.stop)
         return self
-
-    def _stop_on_interrupt(self) -> None:
-        """Let ctrl-C end the iteration, where it would otherwise cancel this very task; the second is as ever."""
-        if self._interrupt is not None or threading.current_thread() is not threading.main_thread():
-            return
-        before = signal.getsignal(signal.SIGINT)
-        is_runners = (
-            isinstance(before, functools.partial)
-            and isinstance(getattr(before.func, "__self__", None), asyncio.Runner)
-            and before.keywords.get("main_task") is asyncio.current_task()
-        )
-        # Shared: another consumer of this program catches it, and should not be the only one that stops.
-        if not is_runners and not signals.is_shared(signal.SIGINT):
-            return
-        loop = asyncio.get_running_loop()
-
-        def interrupt() -> None:
-            release()
-            loop.call_soon_threadsafe(self.stop)
-
-        self._interrupt = release = signals.call_on(signal.SIGINT, interrupt)
 
     async def __anext__(self) -> Message[T]:
         if self._handler is not None:

@@ -6,11 +6,14 @@ one has gone the handler from before is back. Handlers of an event loop (``loop.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import functools
 import signal
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterable, Iterator
 
-__all__ = ["call_on", "is_shared"]
+__all__ = ["call_on_interrupt", "calling_on"]
 
 
 class _Shared:
@@ -41,17 +44,57 @@ class _Shared:
 _shared: dict[int, _Shared] = {}
 
 
-def is_shared(number: int) -> bool:
-    """Return whether the handler of a signal is ours at present."""
+@contextlib.contextmanager
+def calling_on(numbers: Iterable[int], function: Callable[[], object]) -> Iterator[None]:
+    """Have a function called on the running event loop when one of these signals comes.
+
+    Only the main thread can have signals; elsewhere it is never called.
+    """
+    loop = asyncio.get_running_loop()
+    with contextlib.ExitStack() as caught:
+        if threading.current_thread() is threading.main_thread():
+            for number in numbers:
+                caught.callback(_share(number, lambda: loop.call_soon_threadsafe(function)))
+        yield
+
+
+def call_on_interrupt(function: Callable[[], object]) -> Callable[[], None] | None:
+    """Have ctrl-C call a function once, where it would cancel this very task; the second ctrl-C is as ever.
+
+    The function that is returned takes it back. None where ctrl-C means something else.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        return None
+    # Shared: another consumer of this program catches it, and should not be the only one that stops.
+    if not _is_shared(signal.SIGINT) and not _is_for_this_task():
+        return None
+    loop = asyncio.get_running_loop()
+
+    def interrupt() -> None:
+        release()
+        loop.call_soon_threadsafe(function)
+
+    release = _share(signal.SIGINT, interrupt)
+    return release
+
+
+def _is_shared(number: int) -> bool:
     return number in _shared and _shared[number].is_installed
 
 
-def call_on(number: int, function: Callable[[], object]) -> Callable[[], None]:
-    """Have a function called when a signal comes; the function that is returned ends it. Only for the main thread.
+def _is_for_this_task() -> bool:
+    """Whether ctrl-C would cancel the current task, as the main one of ``asyncio.run``."""
+    handler = signal.getsignal(signal.SIGINT)
+    return (
+        isinstance(handler, functools.partial)
+        and isinstance(getattr(handler.func, "__self__", None), asyncio.Runner)
+        and handler.keywords.get("main_task") is asyncio.current_task()
+    )
 
-    It is called as every signal handler is, between any two instructions: ``loop.call_soon_threadsafe`` is safe there.
-    """
-    if not is_shared(number):
+
+def _share(number: int, function: Callable[[], object]) -> Callable[[], None]:
+    """Have a function called when a signal comes, between any two instructions; return what takes it back."""
+    if not _is_shared(number):
         _shared[number] = _Shared(number)
     shared = _shared[number]
     key = object()

@@ -20,7 +20,10 @@ Duration: TypeAlias = str
 
 
 class NsqdKeywords(TypedDict, total=False):
-    """Of `NsqBroker` and `NsqCluster`."""
+    """Of `NsqBroker` and `NsqCluster`.
+
+    Size: one key for each option of nsqd.
+    """
 
     log_level: str
     log_prefix: str
