@@ -67,7 +67,9 @@ async def _something_cancelled() -> None:
 
 @pytest.mark.parametrize("concurrency", [1, 3])
 @pytest.mark.parametrize("trick", [_cancel_now, _cancel_and_return, _cancel_and_swallow, _cancel_later])
-def test_handlers_that_cancel_their_own_task_do_not_end_its_work(sim: Sim, trick: Any, concurrency: int) -> None:
+def test_handlers_that_cancel_their_own_task_do_not_end_its_work(
+    sim: Sim, trick: Any, concurrency: int, caplog: pytest.LogCaptureFixture
+) -> None:
     nsqd = sim.nsqd()
     handled: list[bytes] = []
     timed_out: list[bytes] = []
@@ -98,6 +100,7 @@ def test_handlers_that_cancel_their_own_task_do_not_end_its_work(sim: Sim, trick
             begin = asyncio.get_running_loop().time()
             assert consumer.in_flight == 0
         assert asyncio.get_running_loop().time() - begin < 1, "close() waited for somebody"
+        assert "has died" not in caplog.text
         assert set(timed_out) == set(handled)
 
     sim.run(main())
