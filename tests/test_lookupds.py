@@ -124,6 +124,42 @@ async def test_lookupds_before_1_0_had_an_envelope() -> None:
     assert await found(old) == (["old:1"], [])
 
 
+@pytest.mark.parametrize(
+    "odd",
+    [
+        {"tcp_port": "4150"},
+        {"tcp_port": 99999},
+        {"tcp_port": 1 << 70},
+        {"tcp_port": None},
+        {"broadcast_address": "/tmp/a-socket-of-this-machine"},
+        {"broadcast_address": "two words"},
+        {"broadcast_address": "a\nb"},
+        {"broadcast_address": "", "hostname": ""},
+        {"broadcast_address": None, "hostname": None},
+        {"topics": [1]},
+    ],
+)
+async def test_an_odd_nsqd_does_not_hide_the_others(odd: dict[str, object], caplog: pytest.LogCaptureFixture) -> None:
+    whole = {"broadcast_address": "odd", "hostname": "h", "tcp_port": 4150}
+    good = {"broadcast_address": "good", "tcp_port": 4150, "topics": None, "tombstones": None, "version": None}
+    assert await found(knows(producers=[{**whole, **odd}, good])) == (["good:4150"], [])
+    assert "passed over" in caplog.text
+
+
+async def test_each_answer_is_told_as_it_comes() -> None:
+    told: list[str] = []
+
+    async def waits(request: web.Request) -> web.StreamResponse:
+        while not told:  # noqa: ASYNC110
+            await asyncio.sleep(0.001)
+        return await knows("b")(request)
+
+    async with lookupd(waits) as one, lookupd(knows("a")) as two, Lookupds([one, two]) as lookupds:
+        answer = await lookupds.producers("t", lambda nodes: told.extend(node.tcp_address for node in nodes))
+        assert told == ["a:4150", "b:4150"]
+        assert {node.tcp_address for node in answer.value} == set(told)
+
+
 async def test_null_is_an_empty_list() -> None:
     assert await found(knows(producers=None)) == ([], [])
 

@@ -15,7 +15,7 @@ import msgspec
 import pytest
 
 from flintmq.testing import NsqBroker
-from support.secure import PATIENT, AuthServer, Certificates, Question, grants
+from support.secure import AuthServer, Certificates, Question, grants
 
 # A guard against hanging, nowhere a measure.
 PATIENCE = 100
@@ -108,7 +108,11 @@ async def test_authorized() -> None:
 
     async with AuthServer.start() as server:
         server.answer = decide
-        with NsqBroker(auth_http_addresses=(server.address,), **PATIENT) as broker:
+        with NsqBroker(
+            auth_http_addresses=(server.address,),
+            http_client_request_timeout="10m",
+            http_client_connect_timeout="10m",
+        ) as broker:
             await asyncio.to_thread(converse, broker, "--auth-secret", "open sesame")
             await asyncio.to_thread(converse, broker, "--auth-secret=open sesame", "--deflate")
             line = await asyncio.to_thread(refused, broker)
@@ -221,7 +225,7 @@ def test_a_closed_output_is_an_error_before_anything_is_taken(nsq_broker: NsqBro
 
 
 def test_a_reader_that_waits_keeps_neither_the_messages_nor_the_connection_from_living() -> None:
-    with NsqBroker(msg_timeout=4_000_000_000) as broker:
+    with NsqBroker(msg_timeout="4s") as broker:
         broker.publish("t", *[b"x" * 50_000] * 7)
         process = start("sub", "t/c", "-n", "7", "--nsqd", broker.address, stdout=subprocess.PIPE)
         wait_for_in_flight(broker, 5)

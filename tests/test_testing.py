@@ -11,16 +11,30 @@ import sys
 import textwrap
 import threading
 import time
+import typing
 import urllib.request
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import msgspec
 import pytest
 
 from flintmq import Consumer, Message, Producer, sync
 from flintmq.errors import ClosedError, ConnectError, OptionError, PublishError, StartError, StorageError
+from flintmq.options import (
+    BOOL,
+    FLOAT,
+    INT,
+    PERCENTILES,
+    STRINGS,
+    NsqdOptions,
+    NsqlookupdOptions,
+    Options,
+    option_table,
+)
 from flintmq.testing import MovableClock, NsqBroker, NsqCluster, NsqLookupd
+from flintmq.testing.options import NsqdKeywords, NsqlookupdKeywords
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 EXAMPLES = sorted((REPOSITORY / "examples" / "testing").glob("test_*.py"))
@@ -89,6 +103,41 @@ def test_publish_and_take_need_no_client(nsq_broker: NsqBroker) -> None:
     assert nsq_broker.take("t") == [b"c"]
 
 
+def test_messages_that_are_taken_one_by_one_keep_their_order(nsq_broker: NsqBroker) -> None:
+    bodies = [b"%d" % number for number in range(30)]
+    nsq_broker.publish("t", *bodies)
+    taken = [nsq_broker.take("t")[0] for _ in range(10)]
+    assert taken + nsq_broker.take("t", 7) + nsq_broker.take("t", 13) == bodies
+    [channel] = nsq_broker.stats("t", "testing")["topics"][0]["channels"]
+    assert channel["requeue_count"] == 0
+    assert nsq_broker.take("t", 0) == []
+
+
+def test_the_end_of_the_program_in_a_call_is_the_callers(nsq_broker: NsqBroker) -> None:
+    with pytest.raises(SystemExit, match="3"):
+        nsq_broker.call(lambda broker: sys.exit("3"))
+    nsq_broker.publish("t", b"x")
+    assert nsq_broker.take("t") == [b"x"]
+
+
+@pytest.mark.parametrize(("table", "keywords"), [(NsqdOptions, NsqdKeywords), (NsqlookupdOptions, NsqlookupdKeywords)])
+def test_type_checkers_know_every_option(table: type[Options], keywords: type[Any]) -> None:
+    kinds = {
+        id(INT): int,
+        id(BOOL): bool,
+        id(FLOAT): float,
+        id(STRINGS): Sequence[str],
+        id(PERCENTILES): Sequence[float],
+    }
+    expected = {
+        entry.key: kinds.get(id(entry.kind), str)
+        for entry in option_table(table).values()
+        # An argument of its own.
+        if entry.key not in (None, "data_path")
+    }
+    assert typing.get_type_hints(keywords) == expected
+
+
 def test_take_says_what_it_found_instead(nsq_broker: NsqBroker) -> None:
     nsq_broker.publish("t", b"only")
     with pytest.raises(TimeoutError, match=re.escape("0.2 s: 1 of 2 messages came from t/testing: [b'only']")):
@@ -148,8 +197,18 @@ class TestOptions:
 @pytest.mark.parametrize("made", [NsqBroker, NsqCluster])
 def test_wrong_options_are_refused_and_leave_nothing_behind(made: type[NsqBroker | NsqCluster]) -> None:
     threads = threading.active_count()
-    with pytest.raises(TypeError, match="nsqd has no option msg_timout"):
-        made(msg_timout="1s")
+    with pytest.raises(TypeError, match="nsqd has no option msg_timout; did you mean msg_timeout"):
+        made(msg_timout="1s")  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match=r"nsqd has no option xyz$"):
+        made(xyz=1)  # type: ignore[call-arg]
+    # Seconds, milliseconds as in a config file, or nanoseconds as in the broker?
+    for number in (5, 5.0, 5000, 5_000_000_000):
+        with pytest.raises(OptionError, match='msg_timeout: a time needs a unit, as in "5s" or "250ms", not 5'):
+            made(msg_timeout=number)  # type: ignore[arg-type]
+    wrong: dict[str, Any] = {"max_msg_size": 1.5, "snappy": 0, "broadcast_address": 7, "auth_http_addresses": [1]}
+    for name, value in wrong.items():
+        with pytest.raises(OptionError, match=f"{name}: "):
+            made(**{name: value})
     with pytest.raises(OptionError, match="msg_timeout: missing unit"):
         made(msg_timeout="1")
     with pytest.raises(OptionError):

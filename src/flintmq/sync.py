@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import logging
 import os
 import threading
 from collections.abc import Callable, Coroutine, Iterator, Sequence
@@ -29,6 +30,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, Protocol, Self, TypeVar
 
 from flintmq.client import consumer as _consumer
 from flintmq.client import producer as _producer
+from flintmq.client.callbacks import Threads
 from flintmq.client.codecs import Body
 from flintmq.client.connection import Message, T
 from flintmq.client.options import ConsumerOptions, ProducerOptions
@@ -36,6 +38,11 @@ from flintmq.cluster import node as _node
 from flintmq.errors import ClosedError
 
 __all__ = ["Consumer", "Message", "NodeClient", "Producer", "publish"]
+
+logger = logging.getLogger(__name__)
+
+#: Threads that resolve host names, at most.
+_RESOLVERS = 8
 
 
 class _Closable(Protocol):
@@ -56,14 +63,24 @@ class _Background:
     def __init__(self) -> None:
         self.process = os.getpid()
         self._loop = asyncio.new_event_loop()
+        # Of our own: Python's take nothing any more once the program ends, when `atexit` functions still publish.
+        self._loop.set_default_executor(Threads("flintmq-resolver", _RESOLVERS))
         # A daemon: a program that forgets to close something still ends.
-        self._thread = threading.Thread(target=self._loop.run_forever, name="flintmq", daemon=True)
+        self._thread = threading.Thread(target=self._serve, name="flintmq", daemon=True)
         self._thread.start()
+
+    def _serve(self) -> None:
+        while True:
+            try:
+                self._loop.run_forever()
+            except BaseException as exc:
+                # SystemExit and KeyboardInterrupt of a callback leave the loop. Others use it too.
+                logger.error("SYNC: a callback raised %s on the event loop, which goes on", repr(exc), exc_info=exc)
 
     @classmethod
     def get(cls) -> _Background:
         with cls._lock:
-            if cls._current is None or cls._current.process != os.getpid():
+            if cls._current is None or cls._current.process != os.getpid() or not cls._current._thread.is_alive():
                 cls._current = cls()
             return cls._current
 
@@ -92,6 +109,18 @@ class _Background:
         except BaseException:
             future.cancel()
             raise
+
+    def call(self, function: Callable[[], _T]) -> _T:
+        """Call a function on the event loop, and wait for it."""
+
+        async def work() -> _T:
+            return function()
+
+        return self.run(work())
+
+    def call_soon(self, function: Callable[..., object], *args: Any) -> None:
+        """Call a function on the event loop, without waiting for it."""
+        self._loop.call_soon_threadsafe(function, *args)
 
 
 os.register_at_fork(after_in_child=_Background.forget)
@@ -138,6 +167,17 @@ class Producer(_Waiting[_producer.Producer]):
     publish = _waits(_producer.Producer.publish)
     publish_many = _waits(_producer.Producer.publish_many)
     defer = _waits(_producer.Producer.defer)
+    flush = _waits(_producer.Producer.flush)
+
+    def add_nsqd(self, address: str) -> None:
+        self._background.call(lambda: self._wrapped.add_nsqd(address))
+
+    add_nsqd.__doc__ = _producer.Producer.add_nsqd.__doc__
+
+    @property
+    def connections(self) -> list[str]:
+        """The brokers that we are connected to."""
+        return self._background.call(lambda: self._wrapped.connections)
 
     def __enter__(self) -> Self:
         self.start()
@@ -186,14 +226,74 @@ class Consumer(_Waiting[_consumer.Consumer[T]], Generic[T]):
     def stats(self) -> _consumer.Stats:
         return self._wrapped.stats
 
+    @property
+    def connections(self) -> list[str]:
+        """The brokers that we are connected to."""
+        return self._background.call(lambda: self._wrapped.connections)
+
+    @property
+    def in_flight(self) -> int:
+        """Messages that came and were not answered."""
+        return self._background.call(lambda: self._wrapped.in_flight)
+
+    @property
+    def is_starved(self) -> bool:
+        """Some connection has sent nearly all it may. Whoever gathers messages should work on what he has."""
+        return self._background.call(lambda: self._wrapped.is_starved)
+
+    @property
+    def max_in_flight(self) -> int:
+        """Messages under way at a time, over all connections. 0 pauses."""
+        return self._background.call(lambda: self._wrapped.max_in_flight)
+
+    @max_in_flight.setter
+    def max_in_flight(self, count: int) -> None:
+        self._background.call(lambda: setattr(self._wrapped, "max_in_flight", count))
+
+    def add_nsqd(self, address: str) -> None:
+        self._background.call(lambda: self._wrapped.add_nsqd(address))
+
+    def look(self) -> None:
+        self._background.run(self._wrapped.look())
+
     def get(self, timeout: float | None = None) -> Message[T]:
-        return self._background.run(self._wrapped.get(timeout))
+        async def take() -> Message[T]:
+            taken.append(await self._wrapped.get(timeout))
+            return taken[0]
+
+        taken: list[Message[T]] = []
+        try:
+            return self._background.run(take())
+        except BaseException:
+            self._put_back(taken)
+            raise
 
     def batches(self, size: int, wait: float) -> Iterator[_consumer.Batch[T]]:
-        while (batch := self._background.run(self._wrapped._batch(size, wait))) is not None:
+        async def gather() -> _consumer.Batch[T] | None:
+            batch = await self._wrapped._batch(size, wait)
+            taken.extend(batch or ())
+            return batch
+
+        while True:
+            taken: list[Message[T]] = []
+            try:
+                batch = self._background.run(gather())
+            except BaseException:
+                self._put_back(taken)
+                raise
+            if batch is None:
+                return
             yield batch
 
+    def _put_back(self, taken: list[Message[T]]) -> None:
+        """Ctrl-C came when messages were on their way to this thread: the next call has them."""
+        # Later than the cancellation, so `taken` does not grow any more.
+        if self._background.process == os.getpid():
+            self._background.call_soon(self._wrapped._put_back, taken)
+
     start.__doc__ = _consumer.Consumer.start.__doc__
+    add_nsqd.__doc__ = _consumer.Consumer.add_nsqd.__doc__
+    look.__doc__ = _consumer.Consumer.look.__doc__
     get.__doc__ = _consumer.Consumer.get.__doc__
     batches.__doc__ = _consumer.Consumer.batches.__doc__
 

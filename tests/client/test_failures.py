@@ -106,6 +106,27 @@ def test_clients_are_back_within_three_seconds_of_a_restart(sim: Sim, seconds_do
     assert sim.run(main()) < 3
 
 
+@pytest.mark.parametrize("restarts", [False, True])
+def test_a_lookupd_that_hangs_does_not_hold_up_what_the_other_says(sim: Sim, restarts: bool) -> None:
+    lookupds = [sim.lookupd(), sim.lookupd()]
+    lookupds[1].mood = "silent"
+    nsqd = sim.nsqd(*lookupds)
+
+    async def main() -> None:
+        names = [lookupd.name for lookupd in lookupds]
+        async with Consumer("t", "c", lookupd=names, lookupd_timeout=5, handler=Seen()) as consumer:
+            assert await until(lambda: consumer.connections) < 0.5
+            if restarts:
+                nsqd.kill()
+                await asyncio.sleep(40)
+                nsqd.start()
+                assert await until(lambda: consumer.connections) < 6
+        async with Producer(lookupd=names, lookupd_timeout=5) as producer:
+            assert producer.connections == [nsqd.name]
+
+    sim.run(main())
+
+
 def test_a_broker_is_not_dropped_because_its_lookupd_is_down(sim: Sim) -> None:
     knowing, other = sim.lookupd(), sim.lookupd()
     nsqd = sim.nsqd(knowing)

@@ -53,6 +53,7 @@ PROGRAM = """
     from dataclasses import dataclass
 
     from flintmq import Consumer, Message, Producer, sync
+    from flintmq.testing import NsqBroker, NsqCluster
 
 
     @dataclass
@@ -88,6 +89,8 @@ PROGRAM = """
         name: str = waiting.get(timeout=1).value.item
     sync.publish("orders", Order("tea"), timeout=3)
     asyncio.run(main())
+    with NsqBroker(max_msg_size=1024, msg_timeout="5s"), NsqCluster(2, snappy=False):
+        pass
 """
 
 MISTAKES = {
@@ -95,6 +98,9 @@ MISTAKES = {
     "an option of a producer": ("linger=0.1", "lingre=0.1"),
     "an option of publish": ("timeout=3", "timeuot=3"),
     "the type of an option": ("max_in_flight=5", 'max_in_flight="5"'),
+    "an option of a broker": ("max_msg_size", "max_msg_siez"),
+    "a time without a unit": ('msg_timeout="5s"', "msg_timeout=5"),
+    "an option of a cluster": ("snappy=False", "snapyp=False"),
     "a field": ("message.value.item", "message.value.itme"),
     "a field in a loop": ("total: int = message.value.amount", "total: int = message.value.amuont"),
     "a field in a batch": ("[message.value.amount", "[message.value.amonut"),
@@ -110,7 +116,9 @@ MISTAKES = {
 def test_mypy_knows_every_option_and_field(tmp_path: Path) -> None:
     """The right program has no error, and each mistake is one, on its line."""
     program = textwrap.dedent(PROGRAM)
-    files = {"right": (program, None)}
+    files: dict[str, tuple[str, int | None]] = {"right": (program, None)}
+    for path in (Path(__file__).parents[2] / "examples" / "testing").glob("*.py"):
+        files[path.stem] = (path.read_text(), None)
     for number, (name, (right, wrong)) in enumerate(MISTAKES.items()):
         assert program.count(right) == 1, name
         line = program[: program.index(right)].count("\n") + 1

@@ -8,11 +8,13 @@ import sys
 import textwrap
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
+import flintmq
 from flintmq import sync
 from flintmq.errors import ClosedError, ConnectError, OptionError
 from flintmq.testing import NsqBroker
@@ -236,3 +238,106 @@ def test_ctrl_c_ends_an_idle_loop_without_a_traceback(address: str, form: str) -
         finally:
             process.kill()
     assert (output, errors, process.returncode) == ("the end\n", "", 0)
+
+
+# --- Callbacks, methods and endings
+
+
+@pytest.mark.parametrize("error", [SystemExit, KeyboardInterrupt])
+@pytest.mark.parametrize("callback", ["on_error", "on_give_up"])
+def test_a_callback_that_ends_the_program_does_not_end_the_event_loop_of_all(
+    error: type[BaseException], callback: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    raised = threading.Event()
+
+    async def fails(*arguments: object) -> None:
+        if not raised.is_set():
+            raised.set()
+            raise error("in a callback")
+
+    with NsqBroker() as broker:
+        options: dict[str, Any] = {callback: fails, "max_attempts": 1, "max_backoff_duration": 0}
+        with sync.Consumer("exit", "c", nsqd=broker.address, **options) as consumer:
+            broker.publish("exit", b"one")
+            consumer.get(timeout=60).requeue(0)
+            if callback == "on_error":
+                broker.cut()
+            else:
+                with pytest.raises(TimeoutError):
+                    consumer.get(timeout=0.2)
+            assert raised.wait(60)
+            sync.publish("other", b"x", nsqd=broker.address, timeout=60)
+            assert broker.take("other") == [b"x"]
+    assert f"a callback raised {error.__name__}" in caplog.text
+
+
+@pytest.mark.parametrize("name", ["Producer", "Consumer", "NodeClient"])
+def test_it_has_the_methods_of_the_asyncio_client(name: str) -> None:
+    def public(kind: object) -> set[str]:
+        return {each for each in dir(kind) if not each.startswith("_")}
+
+    # `run` is for handlers; `log_fetch` gives frames as they come from a socket of asyncio's.
+    without = {"Consumer": {"run"}, "NodeClient": {"log_fetch"}}
+    assert public(getattr(flintmq, name)) - public(getattr(sync, name)) == without.get(name, set())
+
+
+def test_a_consumer_can_be_watched_and_changed(address: str) -> None:
+    with (
+        NsqBroker() as second,
+        sync.Producer(address) as producer,
+        sync.Consumer("watched", "c", nsqd=address, max_in_flight=2) as consumer,
+    ):
+        producer.publish("watched", b"x")
+        producer.flush()
+        assert producer.connections == [address]
+        message = consumer.get(timeout=60)
+        assert (consumer.in_flight, consumer.max_in_flight, consumer.is_starved) == (1, 2, True)
+        message.finish()
+        consumer.max_in_flight = 0
+        assert consumer.max_in_flight == 0
+        consumer.look()
+        for client in (producer, consumer):
+            client.add_nsqd(second.address)
+            until(lambda client=client: client.connections == sorted([address, second.address]))
+        with pytest.raises(OptionError):
+            consumer.add_nsqd("nonsense")
+
+
+def test_a_message_on_its_way_when_ctrl_c_comes_is_not_lost(address: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    run = type(sync.Producer(address)._background).run
+
+    def interrupted(background: Any, work: Any) -> Any:
+        run(background, work)
+        raise KeyboardInterrupt
+
+    with sync.Consumer("interrupted", "c", nsqd=address, max_in_flight=5) as consumer:
+        for wait in (lambda: consumer.get(timeout=60), lambda: next(consumer.batches(2, wait=60))):
+            sync.publish("interrupted", b"one", b"two", nsqd=address)
+            with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
+                patched.setattr(sync._Background, "run", interrupted)
+                wait()
+            for expected in (b"one", b"two"):
+                with consumer.get(timeout=60) as message:
+                    assert (message.body, message.attempts) == (expected, 1)
+
+
+def test_an_atexit_function_may_publish_to_a_host_name(address: str) -> None:
+    script = """
+        import atexit, sys
+        from flintmq import sync
+        @atexit.register
+        def last():
+            sync.publish("last", b"bye", nsqd=f"localhost:{sys.argv[1]}", timeout=30)
+            print("published", flush=True)
+    """
+    command = [sys.executable, "-c", textwrap.dedent(script), address.rpartition(":")[2]]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60)
+    assert (done.stdout, done.stderr) == ("published\n", "")
+
+
+def until(condition: Callable[[], object]) -> None:
+    """Polls, because it waits for another thread."""
+    give_up = time.monotonic() + 60
+    while not condition():
+        assert time.monotonic() < give_up
+        time.sleep(0.001)

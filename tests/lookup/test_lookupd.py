@@ -262,10 +262,37 @@ async def test_large_answers_leave_room_for_others(lookupd, nsqd, http):
     before = turns
     answer = await handler(None)  # type: ignore[arg-type]
     assert turns - before >= 50 * 400 // (2 * daemon.SLICE)
+    # What takes long to make takes long to send: each block is one turn.
+    blocks = [block async for block in answer.pieces]
+    assert len(json.loads(b"".join(blocks))["producers"]) == 51
+    assert max(map(len, blocks)) < sum(map(len, blocks)) / 3
+    # Topics that nobody has are passed over, which takes its time as well.
+    for number in range(5 * daemon.SLICE):
+        producers.make_topic(f"alone{number}")
+    before = turns
+    answer = await lookupd._debug(None)  # type: ignore[arg-type]
+    assert turns - before >= 2 * 5
+    await answer.pieces.aclose()
     counting.cancel()
-    assert len(json.loads(answer.body)["producers"]) == 51
     debug = (await http.get("/debug")).json
     assert len(debug["topic:t0:"]) == 50
+    assert not any(name.startswith("topic:alone") for name in debug)
+
+
+async def test_a_large_answer_has_its_length_for_clients_of_any_age(lookupd, nsqd, http):
+    await nsqd.identify()
+    for number in range(2 * daemon.SLICE):
+        lookupd.registry.register(next(iter(lookupd.registry.producers.values())), f"topic{number}")
+    expected = (await http.get("/debug")).json
+    assert len(expected) == 2 * daemon.SLICE + 1
+    for version in (b"1.0", b"1.1"):
+        reader, writer = await asyncio.open_connection(*lookupd.http_address.rsplit(":", 1))
+        writer.write(b"GET /debug HTTP/%b\r\nHost: localhost\r\nConnection: close\r\n\r\n" % version)
+        async with asyncio.timeout(60):
+            head, _, body = (await reader.read()).partition(b"\r\n\r\n")
+        writer.close()
+        assert b" 200 OK" in head and b"Content-Length: %d" % len(body) in head
+        assert json.loads(body) == expected
 
 
 # --- What nobody may do to it

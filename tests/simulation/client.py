@@ -29,7 +29,7 @@ import sys
 import time
 import traceback
 import weakref
-from collections.abc import Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable
 from typing import Any
 
 import aiohttp
@@ -98,6 +98,7 @@ class Run:
         self.last_end = 0.0
         self.handled: set[bytes] = set()
         self.given_up: set[bytes] = set()
+        self.give_up_seconds = rng.choice([0.0, 0.3])
         self.kept: list[Message] = []
         self.barrier: set[bytes] = set()
         self.barrier_open = False
@@ -121,7 +122,7 @@ class Run:
             odd = ["raise", "stop_iteration", "future_fails", "future_done", "awaitable", "system_exit", "raise_odd"]
         elif self.mode == "async":
             odd = ["raise", "cancel", "inner_cancel", "raise_odd", "later", "never", "requeue", "slow", "slow", "hang"]
-            odd += ["future_fails", "generator"]
+            odd += ["future_fails", "generator", "self_cancel", "stale_cancel", "late_cancel"]
         else:
             odd = ["raise", "never", "requeue", "slow"]
         chosen = self.rng.sample(odd, self.rng.randint(0, 3))
@@ -194,6 +195,17 @@ class Run:
             inner = asyncio.ensure_future(asyncio.sleep(5))
             self.loop.call_later(0.05, inner.cancel)
             await inner
+        elif kind == "self_cancel":
+            _this_task().cancel()
+            await asyncio.sleep(0)
+        elif kind == "stale_cancel":
+            # A deadline from before `uncancel`: it swallows what it has caused, and leaves the count.
+            self.loop.call_later(0.05, _this_task().cancel)
+            with contextlib.suppress(asyncio.CancelledError):
+                await asyncio.sleep(5)
+        elif kind == "late_cancel":
+            # A deadline that nobody takes back: it hits another message's handler, or the wait for one.
+            self.loop.call_later(0.2, _this_task().cancel)
         elif kind == "later":
             message.answer_later()
             self.handled.add(body)
@@ -263,10 +275,33 @@ class Run:
         self.given_up.add(message.body)
 
     async def give_up(self, message: Message) -> None:
+        try:
+            await asyncio.sleep(self.give_up_seconds)
+        except asyncio.CancelledError:
+            if not self.closing:
+                self.world.violated(f"on_give_up was cancelled: {message.body!r}")
+            raise
         self.given_up.add(message.body)
 
-    async def iterate(self, consumer: Consumer) -> None:
+    async def messages(self, consumer: Consumer) -> AsyncIterator[Message]:
+        """In one of the ways to ask for them, some of which are given up again and again."""
+        way = self.rng.choice(["iterate", "get", "batches"])
+        while way != "iterate":
+            try:
+                if way == "get":
+                    yield await consumer.get(timeout=0.1)
+                else:
+                    for message in await asyncio.wait_for(anext(aiter(consumer.batches(3, wait=0.1))), 0.15):
+                        yield message
+            except TimeoutError:
+                continue
+            except (ClosedError, StopAsyncIteration):
+                return
         async for message in consumer:
+            yield message
+
+    async def iterate(self, consumer: Consumer) -> None:
+        async for message in self.messages(consumer):
             kind = self._enter(message)
             try:
                 with contextlib.suppress(ZeroDivisionError):
@@ -778,11 +813,11 @@ class Run:
     # --- The end -----------------------------------------------------------------------------------------------------
 
     def _close(self) -> None:
-        way = self.rng.choice(["idle", "idle", "busy", "swallow", "cancelled", "cancelled early", "mute"])
-        if self.mode != "async" and way in ("busy", "swallow"):
+        way = self.rng.choice(["idle", "idle", "busy", "twice", "swallow", "cancelled", "cancelled early", "mute"])
+        if self.mode != "async" and way in ("busy", "swallow", "twice"):
             way = "idle"
         assert self.consumer is not None
-        if way == "busy":
+        if way in ("busy", "twice"):
             # More than can be handled before their time is over.
             for broker in self.brokers:
                 for number in range(4):
@@ -804,9 +839,17 @@ class Run:
         elif way == "cancelled early":
             self._close_cancelled_early(self.rng.randint(1, 8))
         else:
+            if way == "twice":
+                # The first to close it is another one, and is not waited for here.
+                first = self.loop.create_task(self.consumer.close())
+                self.world.run_for(0.01)
             closing = self.loop.create_task(self.consumer.close())
             self._expect(closing.done, bound, f"Consumer.close() does not end within {bound:g} s ({way})")
             closing.result()
+            if way == "twice" and (self.running or self.consumer.connections):
+                self.world.violated("the second Consumer.close() returned before the first had done its work")
+            if way == "twice":
+                self._expect(first.done, 1, "the first Consumer.close() does not end")
             took = self.loop.time() - max(begin, self.last_end)
             # "later" messages are answered within 0.3 s; the goodbye of a slow link takes less than 1 s.
             is_touched = self.auto_touch and self.kept
@@ -902,6 +945,12 @@ class _BrokenCodec:
 
     def decode(self, body: bytes, kind: Any, /) -> Any:
         raise LookupError("no schema")
+
+
+def _this_task() -> asyncio.Task[Any]:
+    task = asyncio.current_task()
+    assert task is not None
+    return task
 
 
 def _failing() -> concurrent.futures.Future[None]:

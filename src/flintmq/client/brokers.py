@@ -151,14 +151,17 @@ class Brokers:
         clock: Clock,
         *,
         fixed: Sequence[str],
-        look: Callable[[], Awaitable[Answer[list[Node]]]] | None,
+        look: Callable[[Callable[[list[Node]], None]], Awaitable[Answer[list[Node]]]] | None,
         poll_interval: float,
         poll_jitter: float,
         on_open: Callable[[Connection], None],
         on_error: Callable[[str, Exception], object],
         subscribe: tuple[str, str] | None = None,
     ) -> None:
-        """`look` asks the lookupds. `on_error` hears of every broker and lookupd that fails, with its address."""
+        """`look` asks the lookupds, and tells at once what each of them has said.
+
+        `on_error` hears of every broker and lookupd that fails, with its address.
+        """
         self._name = name
         self._owner = owner
         self._settings = settings
@@ -321,7 +324,7 @@ class Brokers:
         if self._look is None or self._forbidden:
             return
         try:
-            answer = await self._look()
+            answer = await self._look(self._found)
         except FlintError as exc:
             self._lookup_error = exc
             self._failed("nsqlookupd", exc)
@@ -332,6 +335,27 @@ class Brokers:
             if not answer.value:
                 logger.info("%s: the lookupds know of no nsqd yet", self._name)
             await self._follow([node.tcp_address for node in answer.value], is_whole=not answer.failures)
+
+    def _found(self, nodes: list[Node]) -> None:
+        """Dial what one lookupd has named, whatever the others are doing."""
+        if not self._forbidden:
+            for node in nodes:
+                self._named(node.tcp_address)
+
+    def _named(self, address: str) -> None:
+        try:
+            # Only a path of this machine would be taken for a unix socket.
+            split(address, unix=False)
+        except OptionError as exc:
+            self._failed(address, ConnectError(f"a lookupd names a broker at {exc}"))
+            return
+        self._keep(address)
+        keeper = self._keepers[address]
+        keeper.seen = self._clock.time()
+        if keeper.vanished and keeper.connection is None:
+            # It has registered again, so it is up again.
+            keeper.dial_now()
+        keeper.vanished = False
 
     async def _discover(self) -> None:
         while True:
@@ -368,22 +392,10 @@ class Brokers:
             return
         now = self._clock.time()
         for address in found:
-            try:
-                # Only a path of this machine would be taken for a unix socket.
-                split(address, unix=False)
-            except OptionError as exc:
-                self._failed(address, ConnectError(f"a lookupd names a broker at {exc}"))
-            else:
-                self._keep(address)
+            self._named(address)
         forgotten: list[Keeper] = []
         for address, keeper in list(self._keepers.items()):
-            if address in found:
-                keeper.seen = now
-                if keeper.vanished and keeper.connection is None:
-                    # It has registered again, so it is up again.
-                    keeper.dial_now()
-                keeper.vanished = False
-            else:
+            if address not in found:
                 keeper.vanished = True
                 if not is_whole:
                     # A lookupd that did not answer may be the one that knows it.

@@ -11,14 +11,24 @@ import asyncio
 import concurrent.futures
 import inspect
 import logging
+import queue
+import threading
+from collections import Counter
 from collections.abc import Callable
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any, ParamSpec, TypeVar
 
 from flintmq.errors import OptionError
 
-__all__ = ["Calls", "check", "is_asynchronous", "result_of"]
+__all__ = ["Calls", "Threads", "check", "is_asynchronous", "result_of"]
 
 logger = logging.getLogger(__name__)
+
+#: Calls of one callback that may be under way; beyond them the events are only logged.
+_MOST_UNDER_WAY = 100
+
+_P = ParamSpec("_P")
+_R = TypeVar("_R")
 
 
 def check(function: Callable[..., Any] | None, name: str) -> None:
@@ -57,14 +67,74 @@ def _in_thread(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         raise RuntimeError(f"{type(exc).__name__} was raised: {exc}") from exc
 
 
+class Threads(ThreadPoolExecutor):
+    """An executor of at most `count` daemon threads.
+
+    Python's own pool has two habits that programs suffer from: it keeps a program from ending while a function runs, be
+    it for ever, and it takes nothing once the program ends, so that an `atexit` function cannot resolve a host name.
+    """
+
+    def __init__(self, name: str, count: int) -> None:
+        super().__init__(1)
+        self._name = name
+        self._most = count
+        self._lock = threading.Lock()
+        self._started = 0
+        self._idle = 0
+        self._is_closed = False
+        self._work: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+
+    def submit(self, fn: Callable[_P, _R], /, *args: _P.args, **kwargs: _P.kwargs) -> concurrent.futures.Future[_R]:
+        future: concurrent.futures.Future[_R] = concurrent.futures.Future()
+
+        def work() -> None:
+            if not future.set_running_or_notify_cancel():
+                return
+            try:
+                result = fn(*args, **kwargs)
+            except BaseException as exc:
+                future.set_exception(exc)
+            else:
+                future.set_result(result)
+
+        with self._lock:
+            if self._is_closed:
+                raise RuntimeError("the threads were taken back")
+            self._work.put(work)
+            if self._idle:
+                self._idle -= 1
+            elif self._started < self._most:
+                self._started += 1
+                threading.Thread(target=self._serve, name=f"{self._name}_{self._started - 1}", daemon=True).start()
+        return future
+
+    def _serve(self) -> None:
+        while (work := self._work.get()) is not None:
+            work()
+            # It would keep a message, or a connection, alive until the next one comes.
+            del work
+            with self._lock:
+                self._idle += 1
+        # For the next thread.
+        self._work.put(None)
+
+    def shutdown(self, wait: bool = False, *, cancel_futures: bool = False) -> None:
+        """Take nothing more. The functions that were submitted still run; nobody waits for them."""
+        with self._lock:
+            if not self._is_closed:
+                self._is_closed = True
+                self._work.put(None)
+
+
 class Calls:
     """Calls functions of the user, plain ones in at most `threads` threads."""
 
     def __init__(self, name: str, threads: int = 1) -> None:
         self._name = name
         self._threads = threads
-        self._pool: concurrent.futures.ThreadPoolExecutor | None = None
+        self._pool: Threads | None = None
         self._under_way: set[asyncio.Task[None]] = set()
+        self._told: Counter[str] = Counter()
 
     async def call(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call a function, and wait for its result."""
@@ -77,28 +147,40 @@ class Calls:
     async def call_in_thread(self, function: Callable[..., Any], *args: Any) -> Any:
         """Call a plain function in a thread; what it returns is not waited for."""
         if self._pool is None:
-            self._pool = concurrent.futures.ThreadPoolExecutor(self._threads, f"flintmq-{self._name}")
+            self._pool = Threads(f"flintmq-{self._name}", self._threads)
         return await asyncio.get_running_loop().run_in_executor(self._pool, _in_thread, function, args)
 
     def tell(self, what: str, function: Callable[..., Any] | None, *args: Any) -> None:
-        """Call a function without waiting for it; what it raises is logged."""
-        if function is not None:
-            task = asyncio.get_running_loop().create_task(self._tell(what, function, args), name=f"flintmq {what}")
-            self._under_way.add(task)
-            task.add_done_callback(self._under_way.discard)
+        """Call a function without waiting for it; what it raises is logged.
+
+        A function that is slower than its events misses some: those beyond a hundred calls under way.
+        """
+        if function is None:
+            return
+        if self._told[what] >= _MOST_UNDER_WAY:
+            logger.warning("%s: %s is too slow: not called with %s", self._name, what, args)
+            return
+        self._told[what] += 1
+        task = asyncio.get_running_loop().create_task(self._tell(what, function, args), name=f"flintmq {what}")
+        self._under_way.add(task)
+        task.add_done_callback(self._under_way.discard)
 
     async def _tell(self, what: str, function: Callable[..., Any], args: tuple[Any, ...]) -> None:
         try:
             await self.call(function, *args)
         except Exception:
             logger.exception("%s: %s failed", self._name, what)
+        finally:
+            self._told[what] -= 1
 
     async def close(self) -> None:
         """Take back the threads. What is under way there ends by itself, what is on the event loop is cancelled."""
         if self._pool is not None:
             self._pool.shutdown(wait=False)
-        if self._under_way:
+        # The caller may be one of them.
+        others = self._under_way - {asyncio.current_task()}
+        if others:
             # Callbacks about the end itself should have been heard.
-            _, late = await asyncio.wait(self._under_way, timeout=1.0)
+            _, late = await asyncio.wait(others, timeout=1.0)
             for task in late:
                 task.cancel()

@@ -235,7 +235,8 @@ class Message(kernel.Delivery, Generic[T]):
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if kind is None:
-            self.finish()
+            if not self.kept:
+                self.finish()
         elif issubclass(kind, Exception):
             self.requeue()
         else:

@@ -8,21 +8,19 @@ sockets are its Connections'. Handlers run in a fixed number of tasks, not in on
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
 import signal
-import threading
 from collections import deque
-from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Sequence
 from types import TracebackType
 from typing import Any, Generic, Unpack, overload
 
 from flintmq.addresses import split
-from flintmq.client import codecs, tracing
+from flintmq.client import codecs, signals, tracing
+from flintmq.client.batch import Batch, Stats
 from flintmq.client.brokers import Brokers
 from flintmq.client.callbacks import Calls, check, is_asynchronous, result_of
-from flintmq.client.clock import Clock, Timer, limit
+from flintmq.client.clock import Clock, Timer, limit, sleep
 from flintmq.client.connection import Connection, Message, T, addresses
 from flintmq.client.flow import Flow
 from flintmq.client.options import ConsumerOptions, ConsumerSettings, parse
@@ -41,48 +39,10 @@ _SLICE_MESSAGES = 1000
 _UNDECODABLE_ATTEMPTS = 5
 #: How long handlers may take to end after they were cancelled; those that do not are left to themselves.
 _CANCEL_SECONDS = 2.0
+#: The pause before a handler task that has died is replaced.
+_REVIVE_SECONDS = 1.0
 #: How long `close` waits for brokers to confirm that they send no more, once nothing is left to answer.
 _CONFIRM_SECONDS = 5.0
-
-
-@dataclass
-class Stats:
-    """Counts since the start."""
-
-    received: int = 0
-    finished: int = 0
-    requeued: int = 0
-    #: Over `max_attempts`.
-    given_up: int = 0
-    #: Timed out before a handler was free; the broker delivers them again.
-    expired: int = 0
-    #: Bodies that were not of the consumer's `type`; each delivery counts.
-    undecodable: int = 0
-
-
-class Batch(list[Message[T]]):
-    """Messages that are answered together. As a context manager it is a single message to its block."""
-
-    __slots__ = ()
-
-    def finish(self) -> None:
-        """All are done."""
-        for message in self:
-            message.finish()
-
-    def requeue(self, delay: float | None = None, *, backoff: bool = True) -> None:
-        """Give back those that are not answered yet."""
-        for message in self:
-            message.requeue(delay, backoff=backoff)
-
-    def __enter__(self) -> Batch[T]:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        for message in self:
-            message.__exit__(kind, error, trace)
 
 
 class Consumer(Generic[T]):
@@ -174,14 +134,20 @@ class Consumer(Generic[T]):
         self._slice_left = 0
         # Handlers.
         self._workers: list[asyncio.Task[None]] = []
+        self._watch: asyncio.Task[None] | None = None
         self._busy = 0
+        self._giving_up: dict[asyncio.Task[None], Message[T]] = {}
         self._handler_calls = Calls(f"{topic}-{channel}", own.concurrency)
+        # Each has a thread of its own for plain functions: a slow on_error must not hold up an on_give_up.
+        self._give_up_calls = Calls(f"CONSUMER({self._name})-give-up")
         self._calls = Calls(f"CONSUMER({self._name})")
         self._touch_timer: Timer | None = None
         # The end.
         self._started = False
         self._stopping = False
         self._closed = False
+        self._closing: asyncio.Future[None] | None = None
+        self._ending = False
         self._changed = asyncio.Event()
         # Gives ctrl-C back its meaning.
         self._interrupt: Callable[[], None] | None = None
@@ -201,7 +167,6 @@ class Consumer(Generic[T]):
         """Begin. Brokers that cannot be reached are tried again until the end; `on_error` and the log hear of it."""
         if self._started:
             raise ClosedError("a consumer runs once")
-        self._started = True
         self._loop = asyncio.get_running_loop()
         own = self._options
         self._clock: Clock = own.clock or self._loop
@@ -218,42 +183,35 @@ class Consumer(Generic[T]):
             low_rdy_timeout=own.low_rdy_timeout,
             rdy_redistribute_interval=own.rdy_redistribute_interval,
         )
-        if self._handler is not None:
-            work = self._handler_coroutine(self._handler)
-            self._workers = [
-                self._loop.create_task(self._work(work), name=f"flintmq handler {number} of {self._name}")
-                for number in range(own.concurrency)
-            ]
+        work = None if self._handler is None else self._handler_coroutine(self._handler)
         self._brokers = Brokers(
             f"CONSUMER({self._name})",
             self,
             self._settings,
             self._clock,
             fixed=self._fixed,
-            look=(lambda: self._lookupds.producers(self.topic)) if self._lookupds.urls else None,
+            look=(lambda found: self._lookupds.producers(self.topic, found)) if self._lookupds.urls else None,
             poll_interval=own.lookupd_poll_interval,
             poll_jitter=own.lookupd_poll_jitter,
             on_open=self._opened,
             on_error=lambda address, error: self._calls.tell("on_error", own.on_error, address, error),
             subscribe=(self.topic, self.channel),
         )
+        if work is not None:
+            self._workers = [self._worker(work, number) for number in range(own.concurrency)]
+            self._watch = self._loop.create_task(self._keep_workers(work), name=f"flintmq handlers of {self._name}")
+        # Not before all of it is there: after a start that failed there is nothing to close.
+        self._started = True
 
     async def run(self, stop_on: Sequence[signal.Signals] = (signal.SIGTERM, signal.SIGINT)) -> None:
         """Handle messages until `stop` is called or one of these signals comes; then end in order."""
         if self._handler is None:
             raise OptionError("run needs a handler")
-        loop = asyncio.get_running_loop()
-        caught = stop_on if threading.current_thread() is threading.main_thread() else ()
-        for number in caught:
-            loop.add_signal_handler(number, self.stop)
-        try:
+        with signals.calling_on(stop_on, self.stop):
             async with self:
                 while not self._stopping:
                     self._changed.clear()
                     await self._changed.wait()
-        finally:
-            for number in caught:
-                loop.remove_signal_handler(number)
 
     def stop(self) -> None:
         """Take nothing more. What is here is still handed out; then the iteration, or `run`, ends."""
@@ -267,9 +225,26 @@ class Consumer(Generic[T]):
         self._something_changed()
 
     async def close(self) -> None:
-        """Stop, wait for the handlers (at most `stop_timeout`), give back what was not answered, disconnect."""
-        if self._closed or not self._started:
+        """Stop, wait for the handlers (at most `stop_timeout`), give back what was not answered, disconnect.
+
+        A second call waits for the first. A handler cannot close its own consumer, which would wait for it: `stop` is
+        what it may call.
+        """
+        if not self._started:
             return
+        task = asyncio.current_task()
+        if task in self._workers or task in self._giving_up:
+            raise RuntimeError("close() in a handler would wait for this very handler: call stop() there")
+        if self._closing is not None:
+            await asyncio.shield(self._closing)
+            return
+        self._closing = self._loop.create_future()
+        try:
+            await self._close()
+        finally:
+            self._closing.set_result(None)
+
+    async def _close(self) -> None:
         self._closed = True
         self.stop()
         try:
@@ -283,10 +258,12 @@ class Consumer(Generic[T]):
             self._abandon()
             if self._interrupt is not None:
                 self._interrupt()
-            await self._lookupds.close()
-            await self._handler_calls.close()
-            await self._calls.close()
-            self._something_changed()
+            try:
+                await self._lookupds.close()
+                for calls in (self._handler_calls, self._give_up_calls, self._calls):
+                    await calls.close()
+            finally:
+                self._something_changed()
 
     async def _drain(self) -> None:
         """Until the brokers have confirmed and, where handlers work, all is answered; or the time is over."""
@@ -301,9 +278,9 @@ class Consumer(Generic[T]):
         is_answered = False
         try:
             while not time_over:
-                if self._handler is None:
+                if all(worker.done() for worker in self._workers):
                     # Nobody will take what is here: back with it, now and as long as more comes.
-                    self._give_back()
+                    self._give_back(self._giving_up.values())
                 left = self._seconds_of_work()
                 if not left:
                     if all(connection.drained for connection in self._connections):
@@ -321,7 +298,7 @@ class Consumer(Generic[T]):
 
     def _seconds_of_work(self) -> float:
         """Return how long there may be something to wait for: a handler, or a message that can still be answered."""
-        if self._busy or self._queue:
+        if self._busy or self._queue or self._giving_up:
             return float("inf")
         # Messages past their deadline are the brokers' again, answered or not.
         deadlines = [message.deadline for connection in self._connections for message in connection.unanswered]
@@ -338,32 +315,37 @@ class Consumer(Generic[T]):
                 timer.cancel()
 
     async def _end_workers(self) -> None:
-        if self._touch_timer is not None:
-            self._touch_timer.cancel()
-        for worker in self._workers:
-            worker.cancel()
-        if self._workers:
+        if tasks := self._cancel_workers():
             # Theirs too: a handler that was cancelled has given its message back by then.
-            _, late = await asyncio.wait(self._workers, timeout=_CANCEL_SECONDS)
+            _, late = await asyncio.wait(tasks, timeout=_CANCEL_SECONDS)
             if late:
                 logger.error("CONSUMER(%s): %d handlers go on although they were cancelled", self._name, len(late))
 
-    def _abandon(self) -> None:
-        """End what is left at once: after a `close` that was cancelled."""
+    def _cancel_workers(self) -> list[asyncio.Task[None]]:
+        """Cancel the handlers; return those that have not ended yet."""
         if self._touch_timer is not None:
             self._touch_timer.cancel()
+        # From now on a cancellation of a worker is ours.
+        self._ending = True
+        tasks = [task for task in (self._watch, *self._workers, *self._giving_up) if task and not task.done()]
+        for task in tasks:
+            task.cancel()
+        return tasks
+
+    def _abandon(self) -> None:
+        """End what is left at once: after a `close` that was cancelled."""
         self._brokers.abandon()
-        for worker in self._workers:
-            worker.cancel()
+        self._cancel_workers()
         self._give_back()
         for connection in list(self._connections):
             connection.flush()
             connection.fail(ClosedError(f"{connection.address}: closed"))
 
-    def _give_back(self) -> None:
+    def _give_back(self, kept: Iterable[Message[T]] = ()) -> None:
         self._queue.clear()
+        keep = set(kept)
         for connection in self._connections:
-            for message in sorted(connection.unanswered, key=lambda message: message.id):
+            for message in sorted(connection.unanswered - keep, key=lambda message: message.id):
                 message.requeue(0, backoff=False)
 
     def _something_changed(self) -> None:
@@ -425,34 +407,13 @@ class Consumer(Generic[T]):
     def __aiter__(self) -> AsyncIterator[Message[T]]:
         if self._handler is not None:
             raise OptionError("a consumer with a handler cannot be iterated over")
-        self._stop_on_interrupt()
+        if self._interrupt is None:
+            self._interrupt = signals.call_on_interrupt(self.stop)
         return self
 
-    def _stop_on_interrupt(self) -> None:
-        """Let ctrl-C end the iteration, where it would otherwise cancel this very task; the second is as ever."""
-        if self._interrupt is not None or threading.current_thread() is not threading.main_thread():
-            return
-        before = signal.getsignal(signal.SIGINT)
-        if not (
-            isinstance(before, functools.partial)
-            and isinstance(getattr(before.func, "__self__", None), asyncio.Runner)
-            and before.keywords.get("main_task") is asyncio.current_task()
-        ):
-            return
-        loop = asyncio.get_running_loop()
-
-        def restore() -> None:
-            if signal.getsignal(signal.SIGINT) is interrupt:
-                signal.signal(signal.SIGINT, before)
-
-        def interrupt(number: int, frame: object) -> None:
-            restore()
-            loop.call_soon_threadsafe(self.stop)
-
-        signal.signal(signal.SIGINT, interrupt)
-        self._interrupt = restore
-
     async def __anext__(self) -> Message[T]:
+        if self._handler is not None:
+            raise OptionError("a consumer with a handler cannot be asked for messages")
         if not self._started:
             raise ClosedError("start the consumer first: async with Consumer(…) as consumer")
         message = await self._next()
@@ -510,7 +471,21 @@ class Consumer(Generic[T]):
                 batch.append(await self.get(max(0.0, end - self._time())))
             except (TimeoutError, ClosedError):
                 break
+            except BaseException:
+                # Cancelled: nobody will have this batch.
+                self._put_back(batch)
+                raise
         return batch
+
+    def _put_back(self, messages: Sequence[Message[T]]) -> None:
+        """Hand out again what nobody has got in the end."""
+        if not self._started:
+            return
+        found = [message for message in messages if not message.answered and message.source in self._connections]
+        self._queue.extendleft(reversed(found))
+        if self._closed:
+            self._changed.set()
+        self._wake(len(found))
 
     async def _give_way(self) -> None:
         """Let others have the event loop: our own reader, for one."""
@@ -580,27 +555,53 @@ class Consumer(Generic[T]):
             else:
                 message.requeue()
             return False
+        except BaseException:
+            message.requeue(0, backoff=False)
+            raise
         return True
 
     def _decode(self, body: bytes) -> T:
         kind: type[T] | None = self._type
         assert kind is not None
-        return codecs.decode(self._options.codec, body, kind)
+        try:
+            return codecs.decode(self._options.codec, body, kind)
+        except (Exception, KeyboardInterrupt, SystemExit):
+            raise
+        except BaseException as exc:
+            # A library that is written in Rust panics with one.
+            raise DecodeError(f"no {getattr(kind, '__name__', kind)}: {type(exc).__name__}: {exc}") from exc
 
     async def _give_up(self, message: Message[T]) -> None:
+        """Give a message up, and wait for that. Whoever cancels the wait does not cancel the rest."""
         self.stats.given_up += 1
+        function = self._on_give_up
+        if function is None:
+            logger.warning(
+                "CONSUMER(%s): giving up on message %s after %d attempts (max_attempts): it is finished",
+                self._name,
+                message.id.decode(errors="replace"),
+                message.attempts - 1,
+            )
+            message.finish()
+            return
+        task = self._loop.create_task(self._call_give_up(function, message), name=f"flintmq give-up of {self._name}")
+        self._giving_up[task] = message
+        task.add_done_callback(self._gave_up)
+        await asyncio.wait([task])
+
+    def _gave_up(self, task: asyncio.Task[None]) -> None:
+        del self._giving_up[task]
+        if not task.cancelled():
+            # The end of the program, which the event loop has heard of.
+            task.exception()
+        if self._stopping:
+            self._changed.set()
+
+    async def _call_give_up(self, function: Callable[[Message[T]], Any], message: Message[T]) -> None:
         try:
-            if self._on_give_up is None:
-                logger.warning(
-                    "CONSUMER(%s): giving up on message %s after %d attempts",
-                    self._name,
-                    message.id.decode(errors="replace"),
-                    message.attempts - 1,
-                )
-            else:
-                await self._calls.call(self._on_give_up, message)
+            await self._give_up_calls.call(function, message)
         except BaseException as exc:
-            if _ends_the_task(exc):
+            if self._ends_a_task(exc):
                 message.requeue(0, backoff=False)
                 raise
             logger.exception("CONSUMER(%s): on_give_up failed; the message is requeued", self._name)
@@ -621,15 +622,45 @@ class Consumer(Generic[T]):
 
         return tracing.traced_handler(in_thread, self.topic, self.channel)
 
+    def _worker(self, handler: Callable[[Message[T]], Awaitable[Any]], number: int) -> asyncio.Task[None]:
+        return self._loop.create_task(self._work(handler), name=f"flintmq handler {number} of {self._name}")
+
+    async def _keep_workers(self, handler: Callable[[Message[T]], Awaitable[Any]]) -> None:
+        """Replace workers that have died. Only the end of the program, caught by somebody, should do that to one."""
+        while alive := [worker for worker in self._workers if not worker.done()]:
+            await asyncio.wait(alive, return_when=asyncio.FIRST_COMPLETED)
+            dead = [worker for worker in alive if worker.done() and (worker.cancelled() or worker.exception())]
+            if not dead:
+                continue
+            for worker in dead:
+                error = None if worker.cancelled() else worker.exception()
+                logger.error("CONSUMER(%s): %s has died", self._name, worker.get_name(), exc_info=error)
+            await sleep(self._clock, _REVIVE_SECONDS)
+            for worker in dead:
+                number = self._workers.index(worker)
+                self._workers[number] = self._worker(handler, number)
+
     async def _work(self, handler: Callable[[Message[T]], Awaitable[Any]]) -> None:
-        while (message := await self._next()) is not None:
+        task = asyncio.current_task()
+        assert task is not None
+        while True:
+            try:
+                message = await self._next()
+            except asyncio.CancelledError as exc:
+                if self._ends_a_task(exc):
+                    raise
+                # A handler that has returned is cancelled too late, by a timer of its own.
+                await self._uncancel(task)
+                continue
+            if message is None:
+                return
             self._busy += 1
             try:
                 returned = await handler(message)
                 if returned is not None:
                     await result_of(returned)
             except BaseException as exc:
-                if _ends_the_task(exc):
+                if self._ends_a_task(exc):
                     message.requeue(0, backoff=False)
                     raise
                 id = message.id.decode(errors="replace")
@@ -642,6 +673,39 @@ class Consumer(Generic[T]):
                 self._busy -= 1
                 if self._stopping:
                     self._changed.set()
+            if task.cancelling():
+                await self._uncancel(task)
+
+    async def _uncancel(self, task: asyncio.Task[None]) -> None:
+        """Forget that a handler has cancelled the task it runs in; the next message has nothing to do with it."""
+        if self._is_ending:
+            return
+        while task.uncancel():
+            pass
+        try:
+            # One that has not arrived yet would come at the next wait, which may be the next handler's.
+            await asyncio.sleep(0)
+        except asyncio.CancelledError:
+            if self._is_ending:
+                raise
+            while task.cancelling():
+                task.uncancel()
+
+    @property
+    def _is_ending(self) -> bool:
+        """Whether a cancellation of a handler's task is meant for the task, and not for what the handler does.
+
+        It is where we cancel it ourselves, and where an event loop ends, which cancels all of its tasks: so also the
+        one that watches over the workers, which no handler can get hold of.
+        """
+        watch = self._watch
+        return self._ending or (watch is not None and (watch.done() or watch.cancelling() > 0))
+
+    def _ends_a_task(self, error: BaseException) -> bool:
+        """Return whether an error of the user's code is none: the program ends, or we end the task around it."""
+        if isinstance(error, KeyboardInterrupt | SystemExit):
+            return True
+        return isinstance(error, asyncio.CancelledError) and self._is_ending
 
     def _touch_all(self) -> None:
         """Automatic touch: nothing that we hold times out before the broker's own limit."""
@@ -669,7 +733,7 @@ class Consumer(Generic[T]):
         if connection.counts_down:
             self.flow.received(connection, len(messages))
         self._queue.extend(messages)
-        if self._closed and self._handler is None:
+        if self._closed:
             self._changed.set()
         self._wake(len(messages))
 
@@ -732,11 +796,3 @@ class Consumer(Generic[T]):
             self.flow.add(connection)
             if self._options.auto_touch:
                 self._touch_sooner()
-
-
-def _ends_the_task(error: BaseException) -> bool:
-    """Return whether an error of the user's code is none: the program ends, or the task around it was cancelled."""
-    if isinstance(error, KeyboardInterrupt | SystemExit):
-        return True
-    task = asyncio.current_task()
-    return isinstance(error, asyncio.CancelledError) and task is not None and task.cancelling() > 0

@@ -193,6 +193,21 @@ class ConsumerSettings(ClientSettings):
             raise OptionError("concurrency must be at least 1")
         if not 0 <= self.max_attempts <= 65535:
             raise OptionError("max_attempts must be 0 (no limit) to 65535")
+        for name in (
+            "max_in_flight",
+            "default_requeue_delay",
+            "max_requeue_delay",
+            "max_backoff_duration",
+            "backoff_multiplier",
+            "low_rdy_idle_timeout",
+            "low_rdy_timeout",
+            "stop_timeout",
+        ):
+            value = getattr(self, name)
+            if value is not None and not value >= 0:
+                raise OptionError(f"{name} must not be below 0")
+        if not self.rdy_redistribute_interval > 0:
+            raise OptionError("rdy_redistribute_interval must be above 0")
         check(self.on_heartbeat, "on_heartbeat")
 
 

@@ -15,7 +15,7 @@ import asyncio
 import contextlib
 import re
 from collections import deque
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
 from types import TracebackType
 from typing import Any, Unpack, cast
@@ -250,8 +250,8 @@ class Producer:
             on_error=lambda address, error: self._calls.tell("on_error", own.on_error, address, error),
         )
 
-    async def _look(self) -> Answer[list[Node]]:
-        return await self._lookupds.nodes()
+    async def _look(self, found: Callable[[list[Node]], None]) -> Answer[list[Node]]:
+        return await self._lookupds.nodes(found)
 
     async def flush(self) -> None:
         """Wait until every publish so far has ended, well or not."""

@@ -7,15 +7,16 @@ down: the question fails only if nobody answered. Nothing is kept between questi
 from __future__ import annotations
 
 import asyncio
+import logging
 from collections.abc import Awaitable, Callable, Sequence
 from types import TracebackType
-from typing import TYPE_CHECKING, Generic, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 
 import msgspec
 
-from flintmq.addresses import http_url, join
-from flintmq.errors import ClusterError
+from flintmq.addresses import http_url, join, split
+from flintmq.errors import ClusterError, OptionError
 
 if TYPE_CHECKING:
     import ssl
@@ -23,6 +24,8 @@ if TYPE_CHECKING:
     import aiohttp
 
 __all__ = ["Answer", "Lookupds", "Node", "lookupd_url"]
+
+logger = logging.getLogger(__name__)
 
 #: More than this is no answer of a lookupd.
 _ANSWER_BYTES = 64 << 20
@@ -54,8 +57,8 @@ class Node(msgspec.Struct, frozen=True):
 
 
 class _Producers(msgspec.Struct):
-    producers: list[Node] | None = None
-    channels: list[str] | None = None
+    #: Each is read for itself, so that one that is odd does not hide the others.
+    producers: list[dict[str, Any]] | None = None
 
 
 class Answer(msgspec.Struct, Generic[_T]):
@@ -98,16 +101,27 @@ class Lookupds:
             await self._session.close()
             self._session = None
 
-    async def producers(self, topic: str) -> Answer[list[Node]]:
-        """The nsqds that have a topic. One that a lookupd has not heard of has none: no failure."""
-        return await self._ask_all(lambda url: self._nodes(url, "lookup", topic=topic))
+    async def producers(self, topic: str, found: Callable[[list[Node]], None] | None = None) -> Answer[list[Node]]:
+        """The nsqds that have a topic. One that a lookupd has not heard of has none: no failure.
 
-    async def nodes(self) -> Answer[list[Node]]:
-        """Every nsqd."""
-        return await self._ask_all(lambda url: self._nodes(url, "nodes"))
+        `found` is called with the nsqds of each lookupd as soon as it has answered: another one may take its time.
+        """
+        return await self._ask_all(lambda url: self._nodes(url, "lookup", topic=topic), found)
 
-    async def _ask_all(self, ask: Callable[[str], Awaitable[list[Node]]]) -> Answer[list[Node]]:
-        answers = await asyncio.gather(*map(ask, self.urls), return_exceptions=True)
+    async def nodes(self, found: Callable[[list[Node]], None] | None = None) -> Answer[list[Node]]:
+        """Every nsqd; `found` as above."""
+        return await self._ask_all(lambda url: self._nodes(url, "nodes"), found)
+
+    async def _ask_all(
+        self, ask: Callable[[str], Awaitable[list[Node]]], found_early: Callable[[list[Node]], None] | None
+    ) -> Answer[list[Node]]:
+        async def ask_one(url: str) -> list[Node]:
+            nodes = await ask(url)
+            if found_early is not None:
+                found_early(nodes)
+            return nodes
+
+        answers = await asyncio.gather(*map(ask_one, self.urls), return_exceptions=True)
         found: dict[str, Node] = {}
         failures: dict[str, str] = {}
         for url, answer in zip(self.urls, answers, strict=True):
@@ -130,9 +144,16 @@ class Lookupds:
             answer = msgspec.json.decode(body, type=dict[str, msgspec.Raw])
             # Before 1.0 the answer came in an envelope.
             data = answer["data"] if "data" in answer and "status_code" in answer else body
-            return msgspec.json.decode(data, type=_Producers).producers or []
+            described = msgspec.json.decode(data, type=_Producers).producers or []
         except msgspec.MsgspecError as exc:
             raise ClusterError(f"an answer that is not a lookupd's ({exc})", {}) from exc
+        nodes = []
+        for about in described:
+            try:
+                nodes.append(_node(about))
+            except (ValueError, OptionError) as exc:
+                logger.warning("nsqlookupd %s: an nsqd that cannot be one is passed over: %s", url, exc)
+        return nodes
 
     async def _get(self, url: str) -> bytes:
         # Imported here: who names his brokers himself needs no HTTP.
@@ -152,6 +173,15 @@ class Lookupds:
                 return body
         except (aiohttp.ClientError, OSError) as exc:
             raise ClusterError(str(exc) or type(exc).__name__, {}) from exc
+
+
+def _node(about: dict[str, Any]) -> Node:
+    """Return what a lookupd says about an nsqd. ValueError or OptionError if nobody could connect to that."""
+    # Go writes null for a list without entries.
+    node = msgspec.convert({name: value for name, value in about.items() if value is not None}, Node)
+    # Not a path: that would be a socket of this machine.
+    split(node.tcp_address, unix=False)
+    return node
 
 
 async def _whole(response: aiohttp.ClientResponse) -> bytes:

@@ -223,11 +223,13 @@ class Server:
         self, raw: aio.BaseRequest, transport: asyncio.Transport, answer: Answer, pieces: Pieces
     ) -> aio.StreamResponse:
         try:
-            if raw.version < (1, 1):
+            has_length = "Content-Length" in answer.headers
+            if raw.version < (1, 1) and not has_length:
                 # It could not tell an answer that was cut off from a whole one.
                 return _response(Answer(b"505 HTTP Version Not Supported", TEXT, 505, close=True))
             response = _response(answer)
-            response.enable_chunked_encoding()
+            if not has_length:
+                response.enable_chunked_encoding()
             await response.prepare(raw)
             async for piece in pieces:
                 async with asyncio.timeout(PIECE_SECONDS * (1 + len(piece) / (1 << 20))):

@@ -96,7 +96,8 @@ class Answer:
     #: The connection ends with this answer.
     close: bool = False
     #: Instead of the body: what comes, piece by piece, as fast as the client takes it. If it ends with an error the
-    #: connection is cut, so that nobody takes the beginning for the whole.
+    #: connection is cut, so that nobody takes the beginning for the whole. HTTP/1.0 can have it only if a header
+    #: `Content-Length` says how long it is.
     pieces: Pieces | None = None
 
 

@@ -15,7 +15,7 @@ import contextlib
 import logging
 import socket
 import time
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import AsyncGenerator, Callable, Hashable, Iterator
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, cast
 
@@ -311,14 +311,14 @@ class Lookupd:
             for node in self.registry.nodes():
                 yield len(node["topics"]), web.json_bytes(node)
 
-        return web.Answer(b'{"producers":[' + await _slowly(pieces()) + b"]}", web.JSON)
+        return await _slowly(b'{"producers":[', pieces(), b"]}")
 
     async def _debug(self, request: web.Request) -> web.Answer:
         def pieces() -> Iterator[tuple[int, bytes]]:
-            for name, records in self.registry.dump():
-                yield len(records), web.json_bytes(name) + b":" + web.json_bytes(records)
+            for name, records in self.registry.dump_steps():
+                yield len(records), web.json_bytes(name) + b":" + web.json_bytes(records) if records else b""
 
-        return web.Answer(b"{" + await _slowly(pieces()) + b"}", web.JSON)
+        return await _slowly(b"{", pieces(), b"}")
 
     async def _metrics(self, request: web.Request) -> web.Answer:
         registry = self.registry
@@ -651,17 +651,38 @@ def _limited() -> Iterator[None]:
         raise HttpError(503, "TOO_MANY_REGISTRATIONS") from exc
 
 
-async def _slowly(pieces: Iterator[tuple[int, bytes]]) -> bytes:
-    """The pieces of a list, put together with pauses; each comes with the number of entries it cost to make."""
+async def _slowly(head: bytes, pieces: Iterator[tuple[int, bytes]], tail: bytes) -> web.Answer:
+    """Return a list as an answer, put together with pauses; each piece comes with the number of entries it cost.
+
+    A long one is sent in blocks, too: to copy tens of megabytes in one go takes as long as to make them.
+    """
+    blocks: list[bytes] = []
     made: list[bytes] = []
     cost = 0
     for entries, piece in pieces:
-        made.append(piece)
+        if piece:
+            made.append(piece)
         cost += 1 + entries
         if cost > SLICE:
+            if made:
+                blocks.append(b",".join(made))
+                made.clear()
             cost = 0
             await asyncio.sleep(0)
-    return b",".join(made)
+    if made:
+        blocks.append(b",".join(made))
+    if len(blocks) < 2:
+        return web.Answer(head + b"".join(blocks) + tail, web.JSON)
+    length = len(head) + sum(map(len, blocks)) + len(blocks) - 1 + len(tail)
+
+    async def send() -> AsyncGenerator[bytes, None]:
+        yield head
+        for number, block in enumerate(blocks):
+            yield b"," + block if number else block
+            await asyncio.sleep(0)
+        yield tail
+
+    return web.Answer(content_type=web.JSON, headers={"Content-Length": str(length)}, pieces=send())
 
 
 def _keep_alive(sock: socket.socket | None) -> None:

@@ -372,15 +372,18 @@ class Registry:
 
     def dump(self) -> Iterator[tuple[str, list[dict[str, Any]]]]:
         """Every name somebody has, as ``category:key:subkey``, and who has it; also the dead and the hidden."""
+        return (entry for entry in self.dump_steps() if entry[1])
+
+    def dump_steps(self) -> Iterator[tuple[str, list[dict[str, Any]]]]:
+        """As `dump`, in short steps: names that nobody has come too, with an empty list."""
         for topic in list(self.topics.values()):
+            yield "", []
             for name, holders in list(topic.channels.items()):
-                if records := [_record(producer, None) for producer in holders if producer.has(topic, name)]:
-                    yield f"channel:{topic.name}:{name}", records
-        if self.producers:
-            yield "client::", [_record(producer, None) for producer in self.producers.values()]
+                held = [_record(producer, None) for producer in holders if producer.has(topic, name)]
+                yield f"channel:{topic.name}:{name}", held
+        yield "client::", [_record(producer, None) for producer in self.producers.values()]
         for topic in list(self.topics.values()):
-            if records := [_record(p, mark) for p, mark in topic.producers.items() if p.has(topic)]:
-                yield f"topic:{topic.name}:", records
+            yield f"topic:{topic.name}:", [_record(p, mark) for p, mark in topic.producers.items() if p.has(topic)]
 
     def _is_active(self, producer: Producer) -> bool:
         return self._now() - producer.seen <= self._inactive_timeout

@@ -19,15 +19,17 @@ if TYPE_CHECKING:
     from flintmq.testing.nodes import NsqBroker as NsqBroker
     from flintmq.testing.nodes import NsqCluster as NsqCluster
     from flintmq.testing.nodes import NsqLookupd as NsqLookupd
+    from flintmq.testing.options import NsqdKeywords as NsqdKeywords
+    from flintmq.testing.options import NsqlookupdKeywords as NsqlookupdKeywords
 
-__all__ = ["MovableClock", "NsqBroker", "NsqCluster", "NsqLookupd"]
+__all__ = ["MovableClock", "NsqBroker", "NsqCluster", "NsqLookupd", "NsqdKeywords", "NsqlookupdKeywords"]
 
 
 def __getattr__(name: str) -> Any:
     if name in __all__:
-        from flintmq.testing import nodes
+        from flintmq.testing import nodes, options
 
-        return getattr(nodes, name)
+        return getattr(options if name.endswith("Keywords") else nodes, name)
     raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
 
 

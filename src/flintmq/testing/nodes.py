@@ -21,7 +21,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Coroutine, Sequence
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self, TypeVar, overload
+from typing import Any, Self, TypeVar, Unpack, overload
 
 from flintmq import addresses
 from flintmq.addresses import HeldPort
@@ -31,9 +31,10 @@ from flintmq.broker.storage.disk import Disk, SystemClock
 from flintmq.client.codecs import Body, decode
 from flintmq.client.consumer import Consumer
 from flintmq.client.producer import Producer
-from flintmq.errors import ClosedError, OptionError
+from flintmq.errors import ClosedError
 from flintmq.lookup.daemon import Lookupd
-from flintmq.options import MILLISECOND, NsqdOptions, NsqlookupdOptions, Options, option_table
+from flintmq.options import MILLISECOND, NsqdOptions, NsqlookupdOptions
+from flintmq.testing.options import NsqdKeywords, NsqlookupdKeywords, read
 
 __all__ = ["MovableClock", "NsqBroker", "NsqCluster", "NsqLookupd"]
 
@@ -209,10 +210,19 @@ class _EventLoop:
             raise
 
     def call(self, function: Callable[[], T]) -> T:
-        async def work() -> T:
-            return function()
+        ended: list[BaseException] = []
 
-        return self.run(work())
+        async def work() -> list[T]:
+            try:
+                return [function()]
+            except (KeyboardInterrupt, SystemExit) as exc:
+                # It is the caller's end, not the event loop's.
+                ended.append(exc)
+                return []
+
+        for result in self.run(work()):
+            return result
+        raise ended[0]
 
     async def join(self, work: Coroutine[Any, Any, T]) -> T:
         """The same as `run`, for whoever has an event loop himself."""
@@ -309,7 +319,7 @@ class NsqBroker(_Node):
             broker.crash()
             broker.restart()
 
-    Keywords are nsqd's options, as in its config file. Without a ``data_path`` it makes one, which goes with it.
+    Keywords are nsqd's options; times are texts with a unit. Without a ``data_path`` it makes one, which goes with it.
     """
 
     def __init__(
@@ -318,10 +328,10 @@ class NsqBroker(_Node):
         *,
         clock: MovableClock | None = None,
         loop: _EventLoop | None = None,
-        **options: Any,
+        **options: Unpack[NsqdKeywords],
     ) -> None:
         # Before anything is taken that would have to be given back.
-        options = _read(NsqdOptions, options)
+        given = read(NsqdOptions, options)
         super().__init__(loop)
         self.clock = clock or MovableClock()
         self.clock.follow(self._clock_moved)
@@ -336,7 +346,7 @@ class NsqBroker(_Node):
             "broadcast_address": "127.0.0.1",
             "queue_scan_interval": _SCAN_INTERVAL,
         }
-        self._options = NsqdOptions(**{**ours, **options, "data_path": str(self.data_path)})
+        self._options = NsqdOptions(**{**ours, **given, "data_path": str(self.data_path)})
         self._broker: Broker | None = None
         self._full = False
 
@@ -458,6 +468,9 @@ class NsqBroker(_Node):
             while len(bodies) < count:
                 with await anext(consumer) as message:
                     bodies.append(message.body)
+                    # Before it is finished: else the broker sends one that nobody wants here, and gets it back behind
+                    # the others.
+                    consumer.max_in_flight = count - len(bodies)
 
         async with Consumer(topic, channel, nsqd=self.address, max_in_flight=count, max_attempts=0) as consumer:
             consuming = asyncio.create_task(consume())
@@ -535,11 +548,11 @@ class NsqLookupd(_Node):
     It keeps nothing: after a restart it knows what the nsqds tell it anew. Keywords are its options.
     """
 
-    def __init__(self, *, loop: _EventLoop | None = None, **options: Any) -> None:
-        options = _read(NsqlookupdOptions, options)
+    def __init__(self, *, loop: _EventLoop | None = None, **options: Unpack[NsqlookupdKeywords]) -> None:
+        given = read(NsqlookupdOptions, options)
         super().__init__(loop)
         ours = {"tcp_address": self._port(), "http_address": self._port(), "broadcast_address": "127.0.0.1"}
-        self._options = NsqlookupdOptions(**{**ours, **options})
+        self._options = NsqlookupdOptions(**{**ours, **given})
         self._lookupd: Lookupd | None = None
 
     def start(self) -> None:
@@ -586,18 +599,25 @@ class NsqCluster(_Managed):
     """Several nsqds, registered with nsqlookupds, on one clock. Keywords are options of the nsqds."""
 
     def __init__(
-        self, brokers: int = 2, lookupds: int = 1, *, clock: MovableClock | None = None, **options: Any
+        self,
+        brokers: int = 2,
+        lookupds: int = 1,
+        *,
+        clock: MovableClock | None = None,
+        **options: Unpack[NsqdKeywords],
     ) -> None:
         if own := _NODE_OPTIONS & options.keys():
             raise TypeError(f"each nsqd of a cluster has its own: {', '.join(sorted(own))}")
-        _read(NsqdOptions, options)
+        read(NsqdOptions, options)
         self.clock = clock or MovableClock()
         self._loop = _EventLoop()
         self.lookupds = [NsqLookupd(loop=self._loop) for _ in range(lookupds)]
-        registers_with = tuple(lookupd.address for lookupd in self.lookupds)
+        common: dict[str, Any] = {
+            **options,
+            "nsqlookupd_tcp_addresses": tuple(lookupd.address for lookupd in self.lookupds),
+        }
         self.brokers = [
-            NsqBroker(clock=self.clock, loop=self._loop, id=number, nsqlookupd_tcp_addresses=registers_with, **options)
-            for number in range(brokers)
+            NsqBroker(clock=self.clock, loop=self._loop, **{**common, "id": number}) for number in range(brokers)
         ]
 
     def start(self) -> None:
@@ -641,24 +661,6 @@ class NsqCluster(_Managed):
                     of_topic = "" if topic is None else f" for {topic}"
                     return f"nsqd {broker.address} is not registered with nsqlookupd {lookupd.address}{of_topic}"
         return ""
-
-
-def _read(options_class: type[Options], given: dict[str, Any]) -> dict[str, Any]:
-    """Options as in a config file, where a duration is a text such as ``1s``. OptionError or TypeError for bad ones."""
-    kinds = {entry.key: entry.kind for entry in option_table(options_class).values()}
-    values: dict[str, Any] = {}
-    for name, value in given.items():
-        if name not in kinds:
-            raise TypeError(f"{options_class.program} has no option {name}")
-        try:
-            values[name] = kinds[name].from_text(value) if isinstance(value, str) else value
-        except ValueError as exc:
-            raise OptionError(f"{name}: {exc}") from exc
-        if name in ("tcp_address", "http_address") and values[name].endswith(":0"):
-            # It would be another one after a restart.
-            raise OptionError(f"{name}: to have a free port, leave it out")
-    options_class(**values).validate()
-    return values
 
 
 async def _stop(broker: Broker) -> None:
