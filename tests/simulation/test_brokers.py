@@ -14,7 +14,7 @@ from .brokers import run_script, run_seed, script_of, shrink
 from .ledger import Ledger
 from .world import World
 
-SEEDS = 80
+SEEDS = 64
 SHARES = 16
 STEPS = 200
 ROOT = Path(__file__).resolve().parents[2]
