@@ -416,8 +416,8 @@ class Talk:
             if not answered:
                 answered = True
                 client.close()
-                # Never at once: a node that is down would be asked without end.
-                self._run.world.after(0.0001 if status else 0.05, lambda: self._next((status, data)))
+                # Never at once: a node that is down, or full, would be asked without end.
+                self._run.world.after(0.0001 if status == 200 else 0.05, lambda: self._next((status, data)))
 
         client.ask(method, target, body, arrived)
         self._run.world.after(self._patience, lambda: arrived(0, b""))

@@ -125,7 +125,6 @@ class Nsqd(_Node):
         self.stopping = False
         for sock in self._silent:
             # The machine is back, and knows nothing of these connections.
-            sock.link.half_open = False
             if not sock.closed:
                 sock._reset()
         self._silent.clear()

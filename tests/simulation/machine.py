@@ -134,8 +134,10 @@ class Machine(SimSystem):
         for slot, (what, _) in list(self._open.items()):
             if isinstance(what, (Socket, Listener)) and not what.closed:
                 if silently and isinstance(what, Socket):
-                    what.link.half_open = True
-                what._close()
+                    # What is on its way to others still arrives.
+                    what.closed = what.silent = True
+                else:
+                    what._close()
             self._forget(self._base + slot)
         self._open.clear()
 

@@ -64,6 +64,8 @@ class Socket:
         self.eof = False
         self.error = 0
         self.closed = False
+        #: Its machine is gone: nobody answers, not even that it is closed.
+        self.silent = False
         #: Bytes that the other side has not taken yet.
         self.outstanding = 0
         #: Called when something came, for peers that are no event loop; not while `paused`.
@@ -231,7 +233,7 @@ class Socket:
     def _receive(self, data: bytes) -> None:
         if self.closed:
             # Nobody is there any more: the sender is told.
-            if self.peer is not None:
+            if self.peer is not None and not self.silent:
                 self._later(Socket._reset)
             return
         if self.error or self.eof:
