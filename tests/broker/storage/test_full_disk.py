@@ -12,7 +12,8 @@ from conftest import StartBroker
 from flintmq.broker import upkeep
 from flintmq.broker.storage.disk import Buffer
 from flintmq.errors import StartError, StorageError
-from support.fakes import Client, CrampedDisk, quiet, until
+from support.fakes import Client, CrampedDisk, pub, quiet, until
+from support.simdisk import SimDisk, settled
 
 
 @pytest.mark.parametrize("size", [100, 3_000, 300_000])
@@ -116,3 +117,20 @@ async def test_nsqd_dat_is_tried_again(
     broker.topic("new")
     await until(lambda: b'"new"' in (broker.path / "nsqd.dat").read_bytes())
     assert caplog.text.count("cannot write nsqd.dat") == 3
+
+
+async def test_a_start_leaves_room_for_its_snapshot_however_full_the_disk_is(
+    start_broker: StartBroker, tmp_path: Path
+) -> None:
+    disk = SimDisk(tmp_path)
+    broker = await start_broker(disk=disk)
+    client = Client(broker)
+    client.send(pub("t", b"one"))
+    await settled(broker)
+    for room in range(0, 3_000, 100):
+        # What the old journal had ahead is given back: with a little more it is as much as the new one wants.
+        after = disk.after_kill()
+        after.capacity = after.used + room
+        started = await start_broker(disk=after)
+        assert list(started.topics) == ["t"]
+        await started.stop()
