@@ -161,3 +161,20 @@ async def test_a_full_disk_is_not_filled_with_lines_about_it(
     clock.advance(1)
     assert await lines(20) == 1
     disk.pages = None
+
+
+async def test_a_start_leaves_room_for_its_snapshot_however_full_the_disk_is(
+    start_broker: StartBroker, tmp_path: Path
+) -> None:
+    disk = SimDisk(tmp_path)
+    broker = await start_broker(disk=disk)
+    client = Client(broker)
+    client.send(pub("t", b"one"))
+    await settled(broker)
+    for room in range(0, 3_000, 100):
+        # What the old journal had ahead is given back: with a little more it is as much as the new one wants.
+        after = disk.after_kill()
+        after.capacity = after.used + room
+        started = await start_broker(disk=after)
+        assert list(started.topics) == ["t"]
+        await started.stop()

@@ -19,8 +19,10 @@ Files have their space allocated ahead, so that finishing messages can free a fu
 
 from __future__ import annotations
 
+import errno
 import functools
 import logging
+import os
 from array import array
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -77,6 +79,8 @@ ROLL_AT = 8 << 20
 _SPACE = ROLL_AT + (1 << 20)
 #: Less is not allocated ahead.
 _LEAST_SPACE = 64 << 10
+#: Bytes that a start leaves free when it allocates ahead: it has a snapshot to write, and topics have files to begin.
+_SPARE = 4 << 20
 #: Nanoseconds until a new file is tried again that could not be begun; doubled each time, up to the other one.
 FIRST_ROLL_DELAY = 1_000_000_000
 LONGEST_ROLL_DELAY = 64_000_000_000
@@ -303,6 +307,8 @@ class Journal:
         space = _SPACE
         while True:
             try:
+                if space > _LEAST_SPACE and self._disk.free(self._folder) < space + _SPARE:
+                    raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
                 self._fd, self._salt = self._begin(name, space)
                 break
             except OSError as exc:
