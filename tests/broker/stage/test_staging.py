@@ -578,9 +578,18 @@ async def test_producers_attempts_and_what_is_known_of_them_have_a_limit(
         with pytest.raises(Refused, match="E_STAGE_FULL 3 attempts"):
             await second.begin(1, 0, "b")
         # What is there goes on, and makes room.
+        monkeypatch.setattr(staging_module, "MOST_CHUNKS", 2)
         await first.put(1, 0, "a", 0, [b"x"])
         prepared = await first.prepare(1, 0, [("a", 1, 1)])
         await second.begin(1, 0, "b")
+        await second.put(1, 0, "a", 0, [b"x"])
+        with pytest.raises(Refused, match="E_STAGE_FULL 2 chunks"):
+            await second.put(1, 0, "b", 0, [b"y"])
+        # Once more the same is no other one.
+        await second.put(1, 0, "a", 0, [b"x"])
+        await second.prepare(1, 0, [])
+        await first.begin(1, 1, "a")
+        await first.put(1, 1, "a", 0, [b"z"])
         monkeypatch.setattr(staging_module, "STATE_BYTES", 200)
         with pytest.raises(Refused, match="E_STAGE_FULL the transactions of 2 producers"):
             await first.decide(1, 0, {"n": prepared["set"]})
