@@ -126,6 +126,7 @@ class Producer:
             await asyncio.shield(self._saving)
 
     async def _save(self) -> None:
+        await self._staging.vacant(self.folder)
         changes = self._changes
         self.state.trim()
         self.state.time = self._broker.clock.wall()

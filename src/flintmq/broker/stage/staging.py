@@ -68,13 +68,13 @@ class Staging:
         # Attempts, and chunks, at the last count, and those that came since.
         self._attempts_begun = 0
         self._chunks_put = 0
-        # Folders of forgotten producers that are being deleted.
-        self._removing: set[Path] = set()
         # Topics that unfinished sets have rows for; keys that are held for a set.
         self._topics: set[str] = set()
         self._held: dict[tuple[str, int], list[Keys]] = {}
         # Is the folder's own entry on the device?
         self._entered = False
+        # Folders of producers that were forgotten, until they are gone.
+        self._leaving: set[Path] = set()
         self._writes = asyncio.Semaphore(WRITES_AT_ONCE)
         self._waiting: list[asyncio.Future[None]] = []
         # Counters.
@@ -341,8 +341,6 @@ class Staging:
         producer = self.producers.get(name)
         if producer is None:
             folder = self._root / blake2b(name.encode(), digest_size=16).hexdigest()
-            if folder in self._removing:
-                raise StageError(503, "E_STAGE_CLOSED", f"producer {name} is being forgotten: ask again")
             if len(self.producers) >= MOST_PRODUCERS:
                 raise StageError(
                     507,
@@ -376,9 +374,8 @@ class Staging:
         del self.producers[producer.name]
         self.count_state(producer, 0)
         if not self.broker.disk.closing:
-            folder = producer.folder
-            self._removing.add(folder)
-            self.submit(partial(self._remove, folder), partial(self._removed, folder))
+            self._leaving.add(producer.folder)
+            self.submit(partial(self._remove, producer.folder), partial(self._removed, producer.folder))
 
     def _remove(self, folder: Path) -> None:
         disk = self.broker.disk
@@ -388,9 +385,14 @@ class Staging:
             disk.remove_folder(folder)
 
     def _removed(self, folder: Path, _: None, error: BaseException | None) -> None:
-        self._removing.discard(folder)
+        self._leaving.discard(folder)
+        self.tell()
         if error is not None:
             logger.error("STAGE: a folder cannot be deleted - %s", error)
+
+    async def vacant(self, folder: Path) -> None:
+        """Return when nothing of an earlier producer of this name is being deleted any more."""
+        await self.until(lambda: folder not in self._leaving)
 
     def _sweep(self) -> None:
         clock, timeout = self.broker.clock, self.broker.options.stage_timeout
