@@ -8,6 +8,7 @@ import threading
 from collections import Counter
 from functools import partial
 from pathlib import Path
+from threading import Event
 from typing import Any
 
 import msgspec
@@ -20,7 +21,7 @@ from flintmq.broker.delivery.commit import SLICED_FROM
 from flintmq.broker.stage import apply as apply_module
 from flintmq.broker.stage import staging as staging_module
 from flintmq.errors import StageError
-from support.fakes import Client, FakeClock, quiet, until
+from support.fakes import Client, CountingDisk, FakeClock, quiet, until
 from support.http_client import HttpClient
 from support.simdisk import SimDisk
 from support.stage_client import Refused, StageClient, stored
@@ -29,6 +30,17 @@ from support.stage_client import Refused, StageClient, stored
 @pytest.fixture
 async def broker(start_broker: StartBroker) -> Broker:
     return await start_broker(http_address="127.0.0.1:0")
+
+
+class HeldDisk(CountingDisk):
+    """Deletes no folder while it is held."""
+
+    held: Event | None = None
+
+    def remove_folder(self, path: Path) -> None:
+        if self.held is not None:
+            self.held.wait(10)
+        super().remove_folder(path)
 
 
 CHUNKS = [[b"one", b"two"], [b"three"], [b"four" * 1000, b"five", b"one"]]
@@ -621,6 +633,24 @@ async def test_producers_of_one_write_are_forgotten_when_they_are_too_many(
     assert set(broker.stage.producers) == {*left, "write-0"}
 
 
+async def test_a_producer_that_is_begun_anew_outlives_the_end_of_its_former_self(
+    start_broker: StartBroker, tmp_path: Path
+) -> None:
+    """Its folder is deleted in a thread: the new state must not be deleted with it."""
+    disk = HeldDisk()
+    broker = await start_broker(http_address="127.0.0.1:0", disk=disk)
+    async with StageClient.connect(broker, "q") as client:
+        await client.commit(0, CHUNKS, "job-1")
+        disk.held = Event()
+        broker.stage._forget(broker.stage.producers["q"])
+        opening = asyncio.create_task(client.open(0))
+        await until(lambda: "q" in broker.stage.producers)
+        assert not opening.done()
+        disk.held.set()
+        assert (await opening)["epoch"] == 1
+    assert len(list(tmp_path.glob("flintmq/stage/*/state"))) == 1
+
+
 async def test_producers_attempts_and_what_is_known_of_them_have_a_limit(
     broker: Broker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -639,9 +669,18 @@ async def test_producers_attempts_and_what_is_known_of_them_have_a_limit(
         with pytest.raises(Refused, match="E_STAGE_FULL 3 attempts"):
             await second.begin(1, 0, "b")
         # What is there goes on, and makes room.
+        monkeypatch.setattr(staging_module, "MOST_CHUNKS", 2)
         await first.put(1, 0, "a", 0, [b"x"])
         prepared = await first.prepare(1, 0, [("a", 1, 1)])
         await second.begin(1, 0, "b")
+        await second.put(1, 0, "a", 0, [b"x"])
+        with pytest.raises(Refused, match="E_STAGE_FULL 2 chunks"):
+            await second.put(1, 0, "b", 0, [b"y"])
+        # Once more the same is no other one.
+        await second.put(1, 0, "a", 0, [b"x"])
+        await second.prepare(1, 0, [])
+        await first.begin(1, 1, "a")
+        await first.put(1, 1, "a", 0, [b"z"])
         monkeypatch.setattr(staging_module, "STATE_BYTES", 200)
         with pytest.raises(Refused, match="E_STAGE_FULL the transactions of 2 producers"):
             await first.decide(1, 0, {"n": prepared["set"]})

@@ -18,6 +18,7 @@ import logging
 from collections.abc import Iterable, Iterator
 from functools import partial
 from hashlib import blake2b
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -104,6 +105,10 @@ class Producer:
     def idle(self) -> bool:
         """Nothing is staged, prepared, being applied or unfinished."""
         return not (self.attempts or self.sealed or self.applies or self.state.unfinished or self._turn.locked())
+
+    def staged(self) -> Iterator[Attempt]:
+        """All attempts whose rows are in files."""
+        return chain(self.attempts.values(), *self.sealed.values())
 
     # --- The state's file ------------------------------------------------------------------------------------------
 

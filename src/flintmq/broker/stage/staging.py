@@ -47,9 +47,11 @@ KEEP_SINGLE = 600 * 1_000_000_000
 #: Producers that are forgotten at once, and seconds until the next ones are.
 FORGET_AT_ONCE = 500
 FORGET_AGAIN = 1.0
-#: Producers that are known, attempts that are being staged, and bytes of all states: beyond that new ones are refused.
+#: Producers that are known, attempts that are being staged, chunks that are not applied yet, and bytes of all states:
+#: beyond that new ones are refused.
 MOST_PRODUCERS = 20_000
 MOST_ATTEMPTS = 100_000
+MOST_CHUNKS = 1_000_000
 STATE_BYTES = 256 << 20
 
 
@@ -64,9 +66,11 @@ class Staging:
         # Staged bytes: in files, and of chunks that are being written.
         self.bytes = 0
         self._reserved = 0
-        # Bytes of the producers' states; attempts that were begun since they were last counted, and those.
+        # Bytes of the producers' states.
         self._state_bytes = 0
+        # Attempts, and chunks, at the last count, and those that came since.
         self._attempts_begun = 0
+        self._chunks_put = 0
         # Topics that unfinished sets have rows for; keys that are held for a set.
         self._topics: set[str] = set()
         self._held: dict[tuple[str, int], list[Keys]] = {}
@@ -257,6 +261,16 @@ class Staging:
             )
         if broker.refusing:
             raise StageError(507, "E_STAGE_FULL", f"{broker.refusing}: try again later")
+        if self._chunks_put >= MOST_CHUNKS:
+            self._chunks_put = sum(len(attempt.chunks) for one in self.producers.values() for attempt in one.staged())
+            if self._chunks_put >= MOST_CHUNKS:
+                raise StageError(
+                    507,
+                    "E_STAGE_FULL",
+                    f"{self._chunks_put} chunks are staged, as many as are possible: put more rows into each, or try "
+                    "again when others have committed",
+                )
+        self._chunks_put += 1
         self._reserved += size
 
     def unreserve(self, size: int) -> None:
