@@ -30,6 +30,8 @@ FlintError
 
 from __future__ import annotations
 
+from typing import Any
+
 __all__ = [
     "AuthError",
     "BackupError",
@@ -65,6 +67,14 @@ class FlintError(Exception):
 
     #: Would the same call have a chance later?
     retriable = False
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        # Exceptions are unpickled by a call with `args`, which are not those of our constructors.
+        return _restore, (type(self), self.args), self.__dict__
+
+
+def _restore(kind: type[FlintError], args: tuple[Any, ...]) -> FlintError:
+    return kind.__new__(kind, *args)
 
 
 class ProtocolError(FlintError):
