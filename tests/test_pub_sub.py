@@ -316,3 +316,29 @@ def test_a_rate_saves_no_idle_time_up(nsq_broker: NsqBroker) -> None:
     assert time.monotonic() - begin > 1.2
     assert process.stderr is not None
     process.stderr.close()
+
+
+def test_messages_on_the_command_line_need_no_standard_input(nsq_broker: NsqBroker) -> None:
+    command = ["sh", "-c", '"$@" 0<&-', "sh", sys.executable, "-m", "flintmq", "pub", "t", "--nsqd", nsq_broker.address]
+    done = subprocess.run([*command, "hello"], capture_output=True, timeout=PATIENCE)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert nsq_broker.take("t") == [b"hello"]
+    done = subprocess.run(command, capture_output=True, timeout=PATIENCE)
+    assert done.returncode == 1 and b"standard input is closed" in done.stderr and b"Traceback" not in done.stderr
+
+
+def test_a_line_without_an_end_does_not_fill_the_memory(nsq_broker: NsqBroker, tmp_path: Path) -> None:
+    file = tmp_path / "lines"
+    with file.open("wb") as lines:
+        lines.write(b"first\nsecond\n")
+        lines.truncate(1 << 30)  # with holes: it takes no room
+    program = (
+        "import resource, sys; from flintmq.cli import main;"
+        "status = main(sys.argv[1:]); print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024);"
+        "sys.exit(status)"
+    )
+    command = [sys.executable, "-c", program, "pub", "t", "--file", str(file), "--nsqd", nsq_broker.address]
+    done = subprocess.run(command, capture_output=True, timeout=PATIENCE)
+    assert done.returncode == 1 and b"line 3 is longer than 64 MiB" in done.stderr
+    assert nsq_broker.take("t", 2) == [b"first", b"second"]
+    assert int(done.stdout.split()[-1]) < 200, "MiB"

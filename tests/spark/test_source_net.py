@@ -55,6 +55,12 @@ def test_messages_pass_all_layers(start_node, certificates, kind, deflate, tls):
     assert bool(consumer.flintmq) == (kind == "flintmq")
 
 
+def test_the_http_port_is_recognized(start_node):
+    node = start_node("flintmq")
+    with pytest.raises(ConnectError, match="is that the HTTP port of a broker"):
+        Connection(node.http, network(node.http))
+
+
 def test_a_certificate_that_nobody_vouches_for_is_refused(start_node, certificates):
     node = start_node("flintmq", f"--tls-cert={certificates.cert}", f"--tls-key={certificates.key}")
     with pytest.raises(ConnectError, match="certificate verify failed"):

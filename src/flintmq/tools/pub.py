@@ -18,7 +18,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Iterator, Sequenc
 
 import msgspec
 
-from flintmq.errors import ProtocolError
+from flintmq.errors import OptionError, ProtocolError
 from flintmq.options import MILLISECOND, parse_duration
 from flintmq.protocol import wire
 from flintmq.tools import Link, link_flags, run
@@ -34,6 +34,8 @@ _BATCH_MESSAGES = 500
 _MESSAGES_UNDER_WAY = 8 * _BATCH_MESSAGES
 _BYTES_UNDER_WAY = 8 * _BATCH_BYTES
 _CHUNK_BYTES = 256 * 1024
+# A longer line is refused before it fills the memory; a broker takes 1 MiB by default.
+_LONGEST_LINE = 64 << 20
 # With --rate: how far sending may lag behind and be made up for.
 _CATCH_UP_SECONDS = 0.1
 
@@ -92,9 +94,13 @@ async def _publish(publisher: _Publisher, arguments: argparse.Namespace) -> int:
         if arguments.file:
             # Opened before connecting: a wrong name should not look like a missing broker.
             descriptor = stack.enter_context(open(arguments.file, "rb", buffering=0)).fileno()  # noqa: ASYNC230
+        elif arguments.message:
+            descriptor = -1
         else:
+            if sys.stdin is None:
+                raise OptionError("standard input is closed: give messages as arguments, or --file")
             descriptor = sys.stdin.fileno()
-            if not arguments.message and os.isatty(descriptor):
+            if os.isatty(descriptor):
                 sys.stderr.write("reading messages from the terminal, one per line; end with ctrl-D\n")
         publisher.link = link = await Link.open(arguments)
         try:
@@ -111,13 +117,23 @@ async def _publish(publisher: _Publisher, arguments: argparse.Namespace) -> int:
 
 async def _publish_lines(publisher: _Publisher, descriptor: int, report: Callable[[int], None]) -> None:
     rest: list[bytes] = []  # the pieces of a line whose end has not come yet
+    size = 0  # of them
+    number = 1  # of the line
     async for chunk, is_last_for_now in _chunks(descriptor):
         report(len(chunk))
         *lines, tail = chunk.split(b"\n")
         if lines:
-            lines[0] = b"".join(rest) + lines[0]
+            rest.append(lines[0])
+            lines[0] = b"".join(rest)
             rest = []
+            size = 0
+            number += len(lines)
         rest.append(tail)
+        size += len(tail)
+        if size > _LONGEST_LINE:
+            await publisher.send_all(line for line in lines if line)
+            await publisher.settle()
+            raise OptionError(f"line {number} is longer than {_LONGEST_LINE >> 20} MiB: no broker takes such a message")
         await publisher.send_all(line for line in lines if line)
         if is_last_for_now:
             # The next line may be minutes away: do not keep what the broker says about these until then.

@@ -33,6 +33,8 @@ _ANSWER_BYTES = 64 << 20
 _RECEIVE_BYTES = 256 << 10
 _RESPONSE, _ERROR, _MESSAGE = 0, 1, 2
 _HEARTBEAT = b"_heartbeat_"
+#: The size of a frame that begins with the letters HTTP.
+_HTTP = 0x48545450
 
 
 def http_url(address: str) -> str:
@@ -151,6 +153,8 @@ class Connection:
         while True:
             if len(self._received) >= 4:
                 (size,) = struct.unpack_from(">I", self._received)
+                if size == _HTTP:
+                    raise ProtocolError("E_INVALID", "an HTTP server answers there: is that the HTTP port of a broker?")
                 if not 4 <= size <= _ANSWER_BYTES:
                     raise ProtocolError("E_INVALID", f"a frame of {size} bytes")
                 if len(self._received) >= 4 + size:
