@@ -45,6 +45,8 @@ def split(address: str, *, listening: bool = False, unix: bool = True) -> Addres
     An address to listen on may have an empty host (every address) and port 0 (any free one). Without ``unix`` only
     ``host:port`` will do.
     """
+    if not isinstance(address, str):
+        raise OptionError(f"{address!r} is not an address: it is a {type(address).__name__}, not a str")
     host, colon, port = address.rpartition(":")
     if unix and address and ("/" in address or (listening and not colon)):
         if "\0" in address:

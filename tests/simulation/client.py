@@ -74,6 +74,8 @@ class Run:
             broker.max_body = 500_000
             broker.version = rng.choice(["1.3.0"] * 9 + ["0.2.30"])
             broker.max_rdy = rng.choice([1, 3, 2500])
+            broker.says_limit = rng.random() < 0.5
+            broker.node = rng.choice(["", f"node {broker.number}"])
             self.network.delays[broker.address[0]] = rng.choice([0.0002, 0.0002, 0.02, 0.1])
             broker.finished_hook = self._finished
             broker.timed_out_hook = self._timed_out
@@ -345,6 +347,7 @@ class Run:
             "linger": self.rng.choice([0, 0, 0.02]),
             "retry_unknown": self.retry_unknown,
             "max_pending_bytes": self.pending_limit,
+            "codec": _BrokenCodec(),
         }
         while True:
             producer = Producer(**options)
@@ -382,6 +385,9 @@ class Run:
         kind = self.rng.choice(["small", "small", "small", "small", "large", "many", "defer"])
         if self.rng.random() < 0.06:
             kind = "too large"
+        elif self.rng.random() < 0.1:
+            await self._publish_wrongly(producer)
+            return
         size = {"large": 70_000, "too large": 150_000}.get(kind, self.rng.randint(0, 300))
         bodies = [b"%d.%d.0:fine" % (task, number) + b" " * size]
         if kind == "many":
@@ -413,6 +419,22 @@ class Run:
                 self.world.violated(f"a publish ({kind}) took {took:.1f} s, timeout {self.publish_timeout}")
             if kind != "defer" or outcome == "stored":
                 self.outcomes[number] = (outcome, bodies)
+
+    async def _publish_wrongly(self, producer: Any) -> None:
+        """A call that can only fail; nobody else may notice."""
+        wrong: list[Callable[[], Any]] = [
+            lambda: producer.publish(b"made", b"wrong"),
+            lambda: producer.publish("made", b"wrong", key=b"k"),
+            lambda: producer.publish_many(b"made", [b"wrong", b"wrong"]),
+            lambda: producer.publish("made", {"text": 1}),
+            lambda: producer.defer("made", {"raise": 1}, 0.1),
+            lambda: producer.publish_many("made", [b"wrong", {"odd": 1}]),
+        ]
+        try:
+            await self.rng.choice(wrong)()
+        except (TypeError, LookupError, Odd, ClosedError):
+            return
+        self.world.violated("a publish that cannot be has succeeded")
 
     def check_publishes(self) -> None:
         stored: dict[bytes, int] = {}
@@ -678,11 +700,13 @@ class Run:
     def _check_refusals(self, producer: Producer) -> None:
         """Refused publishes hold up nobody."""
         slowest = 0.0
+        # Those that wait for room are refused one after the other, each at the price of a connection.
+        together = self.rng.choice([1, 30]) if self.pending_limit > 30 * 150_000 else 1
 
         async def refused() -> None:
             for _ in range(10):
-                with contextlib.suppress(FlintError):
-                    await producer.publish("probe", bytes(150_000))
+                calls = (producer.publish("probe", bytes(150_000)) for _ in range(together))
+                await asyncio.gather(*calls, return_exceptions=True)
                 await asyncio.sleep(0.5)
 
         async def good() -> None:
@@ -864,6 +888,20 @@ class Run:
             task.cancel()
         with contextlib.suppress(AssertionError):
             world.run_for(61)
+
+
+class _BrokenCodec:
+    """A codec of the user's that fails in the way the value says."""
+
+    def encode(self, value: Any, /) -> Any:
+        if "raise" in value:
+            raise LookupError("no schema")
+        if "odd" in value:
+            raise Odd
+        return "text"
+
+    def decode(self, body: bytes, kind: Any, /) -> Any:
+        raise LookupError("no schema")
 
 
 def _failing() -> concurrent.futures.Future[None]:

@@ -174,6 +174,10 @@ class Nsqd:
         self.max_rdy = 2500
         self.max_msg_size = 1 << 20
         self.max_body = 5 << 20
+        #: Whether it says how large a message may be where it refuses one, as NSQ's nsqd does.
+        self.says_limit = True
+        #: Its name as a node of flintmq; NSQ's nsqd has none, and may store a part of an MPUB that fails.
+        self.node = ""
         # What it does wrong at the moment.
         self.mute = False
         self.unanswering = False
@@ -182,6 +186,7 @@ class Nsqd:
         self.log: dict[bytes, list[bytes]] = {}
         self.channels: dict[tuple[bytes, bytes], _Channel] = {}
         self.sessions: list[Session] = []
+        self.accepted = 0
         self.lookupds: list[Lookupd] = []
         self.timed_out: list[tuple[Session, bytes]] = []
         self.finished_hook: Callable[[bytes], object] = lambda body: None
@@ -221,6 +226,7 @@ class Nsqd:
 
     def _accept(self, sock: Socket) -> None:
         session = Session(self, sock)
+        self.accepted += 1
         self.sessions.append(session)
         self.opened_hook(session)
 
@@ -255,11 +261,13 @@ class Nsqd:
         session.heartbeat = about.get("heartbeat_interval", 30000) / 1000
         if about.get("msg_timeout"):
             session.msg_timeout = about["msg_timeout"] / 1000
-        answer = {
+        answer: dict[str, object] = {
             "version": self.version,
             "max_rdy_count": self.max_rdy,
             "msg_timeout": round(session.msg_timeout * 1000),
         }
+        if self.node and about.get("flintmq"):
+            answer["flintmq"] = {"node": self.node, "keys": False}
         session.send(0, json.dumps(answer).encode())
         session.beat()
 
@@ -289,8 +297,10 @@ class Nsqd:
                 size = int.from_bytes(body[at : at + 4], "big")
                 bodies.append(body[at + 4 : at + 4 + size])
                 at += 4 + size
-        if any(len(each) > self.max_msg_size for each in bodies):
-            session.refuse(b"E_BAD_MESSAGE %b message too big" % name)
+        largest = max(map(len, bodies))
+        if largest > self.max_msg_size:
+            limit = b" %d > %d" % (largest, self.max_msg_size) if self.says_limit else b""
+            session.refuse(b"E_BAD_MESSAGE %b message too big%b" % (name, limit))
             return
         if self.full:
             session.refuse(b"E_%b_FAILED %b failed disk is full" % (name, name))

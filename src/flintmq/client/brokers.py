@@ -13,10 +13,11 @@ import logging
 import random
 from collections.abc import Awaitable, Callable, Iterable, Sequence
 
+from flintmq.addresses import split
 from flintmq.client.clock import Clock, Timer, sleep
 from flintmq.client.connection import Connection, Owner, Settings
 from flintmq.cluster.lookupds import Answer, Node
-from flintmq.errors import ConnectError, FlintError, ProtocolError
+from flintmq.errors import ConnectError, FlintError, OptionError, ProtocolError
 
 __all__ = ["Brokers", "Keeper"]
 
@@ -32,6 +33,8 @@ _MISSING_SECONDS = 60.0
 _FORGET_SECONDS = 300.0
 #: How often a broker is dialled at least while a start waits for it.
 _START_DIAL_SECONDS = 1.0
+#: How often the same failure of the same broker is logged as a warning at most.
+_REPEAT_SECONDS = 60.0
 #: How long tasks may take to end after they were cancelled.
 _CANCEL_SECONDS = 2.0
 
@@ -69,9 +72,10 @@ class Keeper:
         self._now = asyncio.Event()
         self.task = asyncio.get_running_loop().create_task(self._run(), name=f"flintmq connection to {address}")
 
-    def dial_now(self) -> None:
-        """End the pause between two tries."""
-        self._failures = 0
+    def dial_now(self, *, forgive: bool = True) -> None:
+        """End the pause between two tries. The next pauses are short again, unless `forgive` is false."""
+        if forgive:
+            self._failures = 0
         self._now.set()
 
     async def _run(self) -> None:
@@ -81,12 +85,25 @@ class Keeper:
                     self.address, self._settings, self._clock, self._owner, self._subscribe
                 )
             except FlintError as exc:
-                self.error = exc
-                self._failures += 1
-                self._on_failure(self.address, exc)
-                await self._pause(self._settings.reconnect_delay * 2.0 ** min(self._failures - 1, 64))
+                await self._failed(exc)
+            except KeyboardInterrupt:
+                raise
+            except BaseException as exc:
+                # From a `connect` of the user's, unless somebody ends this task.
+                task = asyncio.current_task()
+                if isinstance(exc, asyncio.CancelledError) and task is not None and task.cancelling():
+                    raise
+                error = ConnectError(f"{self.address}: {type(exc).__name__} {exc}".rstrip())
+                error.__cause__ = exc
+                await self._failed(error)
             else:
                 await self._hold(connection)
+
+    async def _failed(self, error: FlintError) -> None:
+        self.error = error
+        self._failures += 1
+        self._on_failure(self.address, error)
+        await self._pause(self._settings.reconnect_delay * 2.0 ** min(self._failures - 1, 64))
 
     async def _hold(self, connection: Connection) -> None:
         """Be there until a connection is lost."""
@@ -94,14 +111,21 @@ class Keeper:
         self._failures = 0
         self.connection = connection
         self.error = None
-        self._on_open(connection)
+        try:
+            self._on_open(connection)
+        except Exception as exc:
+            # Whatever it is, the broker must be dialled again.
+            logger.exception("connection to %s failed", self.address)
+            connection.fail(ConnectError(f"{self.address}: {exc!r}"))
         await asyncio.shield(connection.lost)
         self.connection = None
         self.error = connection.reason
         self.seen = self.lost_at = self._clock.time()
         # A broker closes the connection after it has refused one command: that is no reason to keep others waiting.
-        # But one that does so all the time is not dialled all the time.
-        if not isinstance(connection.reason, ProtocolError) or self.lost_at - opened < self._settings.reconnect_delay:
+        # But one that does so all the time, and answers nothing else, is not dialled all the time.
+        is_refusal = isinstance(connection.reason, ProtocolError)
+        is_old = self.lost_at - opened >= self._settings.reconnect_delay
+        if not is_refusal or not (is_old or connection.is_wanted):
             await self._pause(self._settings.reconnect_delay)
 
     async def _pause(self, seconds: float) -> None:
@@ -152,6 +176,8 @@ class Brokers:
         #: What the lookupds said last, if it was nothing good; empty before the first answer.
         self._lookup_error: FlintError | None = None
         self._forbidden = False
+        #: What was logged about each address last, when, and whether a broker refused a command with it.
+        self._logged: dict[str, tuple[str, float, bool]] = {}
         #: Set whenever there is news of a connection.
         self._news = asyncio.Event()
         for address in fixed:
@@ -166,6 +192,7 @@ class Brokers:
         Brokers that are not up yet are waited for; those that are up and refuse us would do so again.
         """
         over = False
+        has_said = False
         dialling: Timer
 
         def give_up() -> None:
@@ -174,10 +201,10 @@ class Brokers:
             self._news.set()
 
         def dial() -> None:
-            # Somebody waits: no growing pauses.
+            # Somebody waits: no pause grows beyond this.
             nonlocal dialling
             for keeper in self._keepers.values():
-                keeper.dial_now()
+                keeper.dial_now(forgive=False)
             dialling = self._clock.call_later(_START_DIAL_SECONDS, dial)
 
         timer = self._clock.call_later(seconds, give_up)
@@ -186,6 +213,9 @@ class Brokers:
             while not self._is_connected:
                 if over or self._is_hopeless():
                     raise ConnectError(self.why_none())
+                if not has_said and any(keeper.error for keeper in self._keepers.values()):
+                    has_said = True
+                    logger.warning("%s: waiting up to %g s for a broker", self._name, seconds)
                 self._news.clear()
                 await self._news.wait()
         finally:
@@ -202,10 +232,14 @@ class Brokers:
 
     def why_none(self) -> str:
         """Return why there is no connection, for an error's text."""
-        reasons = [str(keeper.error) for keeper in self._keepers.values() if keeper.error]
+        errors = {address: keeper.error for address, keeper in self._keepers.items() if keeper.error}
+        # A refusal is in the broker's own words, without its address.
+        is_refused = {address for address, error in errors.items() if isinstance(error, ProtocolError)}
+        reasons = [f"{address}: {error}" if address in is_refused else str(error) for address, error in errors.items()]
         if self._lookup_error is not None:
             reasons.append(str(self._lookup_error))
-        return "no broker can be reached: " + ("; ".join(reasons) or "the lookupds know of none")
+        what = "no broker is connected" if is_refused else "no broker can be reached"
+        return f"{what}: " + ("; ".join(reasons) or "the lookupds know of none")
 
     def add(self, address: str) -> None:
         """Add one that was named by the user: it is dialled until the end."""
@@ -266,11 +300,19 @@ class Brokers:
 
     def _opened(self, connection: Connection) -> None:
         logger.info("%s: connected to %s", self._name, connection.address)
+        # The next loss is news again. A refusal says nothing of the connection.
+        if not self._logged.get(connection.address, ("", 0.0, True))[2]:
+            del self._logged[connection.address]
         self._news.set()
         self._on_open(connection)
 
     def _failed(self, address: str, error: Exception) -> None:
-        logger.warning("%s: %s", self._name, error)
+        text, now = str(error), self._clock.time()
+        said, when, _ = self._logged.get(address, ("", 0.0, False))
+        is_repeated = text == said and now - when < _REPEAT_SECONDS
+        if not is_repeated:
+            self._logged[address] = (text, now, isinstance(error, ProtocolError))
+        logger.log(logging.DEBUG if is_repeated else logging.WARNING, "%s: %s", self._name, text)
         self._news.set()
         self._on_error(address, error)
 
@@ -326,7 +368,13 @@ class Brokers:
             return
         now = self._clock.time()
         for address in found:
-            self._keep(address)
+            try:
+                # Only a path of this machine would be taken for a unix socket.
+                split(address, unix=False)
+            except OptionError as exc:
+                self._failed(address, ConnectError(f"a lookupd names a broker at {exc}"))
+            else:
+                self._keep(address)
         forgotten: list[Keeper] = []
         for address, keeper in list(self._keepers.items()):
             if address in found:
@@ -342,6 +390,7 @@ class Brokers:
                     keeper.seen = now
                 elif address not in self._fixed and keeper.connection is None and now - keeper.seen >= _FORGET_SECONDS:
                     del self._keepers[address]
+                    self._logged.pop(address, None)
                     forgotten.append(keeper)
         await self._end(keeper.task for keeper in forgotten)
 

@@ -47,8 +47,9 @@ _HANDSHAKE_BYTES = 1 << 20
 #: How long a polite goodbye may take before the socket is simply closed.
 _GOODBYE_SECONDS = 5.0
 #: A broker that sends so many times RDY is broken, and would fill our memory. More than once RDY is possible: what
-#: timed out there and is still worked on here comes again.
+#: timed out there and is still worked on here comes again. Small messages may be more, up to the second.
 _SURPLUS = 10
+_SMALL_SURPLUS = 1000
 #: A frame may take longer than `read_timeout` if at least so many bytes of it come in a second.
 _SLOWEST_FRAME = 1024
 #: A longer delay is the same to any broker; a much longer one would overflow there, and be none.
@@ -280,8 +281,9 @@ class Connection(asyncio.Protocol):
         #: CLS was sent; the broker has confirmed it.
         self.closing = False
         self.drained = False
-        #: Why it ended.
+        #: Why it ended; and whether somebody waits for the next one, and had an answer on this one.
         self.reason: Exception | None = None
+        self.is_wanted = False
         self._settings = settings
         self._clock = clock
         self._steady: Clock = getattr(clock, "steady", clock)
@@ -302,8 +304,9 @@ class Connection(asyncio.Protocol):
         self._fins: list[bytes] = []
         self._ready_out: int | None = None
         self._flush_due = False
-        # Beyond this the broker does not keep to RDY.
-        self._most_unanswered = 1000
+        # Beyond this the broker does not keep to RDY: messages of any size, and those that are small together.
+        self._most_unanswered = _SURPLUS
+        self._most_small = _SMALL_SURPLUS
         # Silence.
         self._last_received = self._steady.time()
         # Bytes of a frame that is not whole yet, and when the one before it was.
@@ -502,7 +505,7 @@ class Connection(asyncio.Protocol):
         if messages:
             self.last_message = now
             self.unanswered.update(messages)
-            if len(self.unanswered) > self._most_unanswered and not self._forget_expired():
+            if len(self.unanswered) > self._most_unanswered and self._is_too_much():
                 self.fail(ProtocolError("E_INVALID", "many more messages than were asked for"))
                 return
             self._owner._messages_came(self, messages)
@@ -518,11 +521,16 @@ class Connection(asyncio.Protocol):
             else:
                 self._owner._response_came(self, payload)
 
-    def _forget_expired(self) -> bool:
-        """Drop messages that nobody answered in time. Return whether the rest is what the broker may have sent."""
-        now = self._clock.time()
-        self.unanswered = {message for message in self.unanswered if message.deadline > now}
-        return len(self.unanswered) <= self._most_unanswered
+    def _is_too_much(self) -> bool:
+        """Return whether the broker has sent more than it may, without those that nobody answered in time."""
+        if len(self.unanswered) > self._most_small:
+            now = self._clock.time()
+            self.unanswered = {message for message in self.unanswered if message.deadline > now}
+            if len(self.unanswered) > self._most_small:
+                return True
+        if len(self.unanswered) <= self._most_unanswered:
+            return False
+        return sum(len(message.body) for message in self.unanswered) > self._settings.max_frame_size
 
     def _refused(self, error: ProtocolError) -> None:
         if self.reason is not None:
@@ -662,6 +670,7 @@ class Connection(asyncio.Protocol):
         """Tell the broker how many messages may be under way to us at a time."""
         self.ready = self.credit = count
         self._most_unanswered = max(self._most_unanswered, _SURPLUS * count)
+        self._most_small = max(self._most_small, self._most_unanswered)
         if not self.closing:
             self._ready_out = count
             self._schedule()
@@ -754,10 +763,15 @@ async def connect(
 
 
 def addresses(given: str | Iterable[str] | None) -> list[str]:
-    """One address or several, each once, in the order given."""
+    """One address or several, each once, in the order given. OptionError for what is no text."""
     if given is None:
         return []
-    return list(dict.fromkeys([given] if isinstance(given, str) else given))
+    several = given if isinstance(given, Iterable) and not isinstance(given, str | bytes | bytearray) else [given]
+    found = list(dict.fromkeys(several))
+    for address in found:
+        if not isinstance(address, str):
+            raise OptionError(f"{address!r} is not an address: it is a {type(address).__name__}, not a str")
+    return found
 
 
 # --- Small things ---------------------------------------------------------------------------------------------------

@@ -13,9 +13,11 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import re
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from hashlib import blake2b
+from threading import get_ident
 from types import TracebackType
 from typing import Any, Unpack, cast
 
@@ -54,8 +56,10 @@ _HOPELESS = frozenset({"E_BAD_TOPIC", "E_BAD_MESSAGE", "E_BAD_BODY", "E_INVALID"
 _ONE_IS_BAD = frozenset({"E_BAD_MESSAGE", "E_BAD_BODY"})
 #: The broker cannot take it now; another may.
 _TRY_ANOTHER = frozenset({"E_PUB_FAILED", "E_DPUB_FAILED"})
-#: The same for what has a key. It also says that nothing is stored there under the key.
-_TRY_ANOTHER_WITH_KEY = _TRY_ANOTHER | {"E_MPUB_FAILED"}
+#: The same of an MPUB. NSQ's own nsqd may have stored a part of it by then; ours stores all of it or nothing.
+_NONE_OR_SOME = "E_MPUB_FAILED"
+#: ``E_BAD_MESSAGE MPUB message too big 2000 > 1024``, with the limit at the end.
+_TOO_BIG = re.compile(r"message too big(?: [0-9]+ > ([0-9]{1,18}))?")
 
 
 class _Command:
@@ -69,6 +73,7 @@ class _Command:
         "home",
         "in_doubt",
         "key",
+        "refusal",
         "refused_by",
         "sent_at",
         "settled",
@@ -95,6 +100,8 @@ class _Command:
         self.timer: Timer | None = None
         self.deadline = 0.0
         self.refused_by: set[str] = set()
+        #: What the last broker said that could not take it.
+        self.refusal: PublishError | None = None
 
     def encode(self) -> bytes:
         topic = self.topic.encode()
@@ -106,9 +113,14 @@ class _Command:
             return wire.encode_command(b"PUB", topic, *more, body=self.bodies[0])
         return wire.encode_mpub(topic, self.bodies, key)
 
+    @property
+    def is_divisible(self) -> bool:
+        """Return whether each message has somebody of its own who waits for it."""
+        return len(self.futures) == len(self.bodies)
+
     def forget_cancelled(self) -> bool:
         """Leave out what nobody waits for any more. Whether anything is left."""
-        if len(self.futures) == len(self.bodies):
+        if self.is_divisible:
             pairs = [pair for pair in zip(self.bodies, self.futures, strict=True) if not pair[1].done()]
             self.bodies = [body for body, _ in pairs]
             self.futures = [future for _, future in pairs]
@@ -126,6 +138,17 @@ class _Command:
                     future.set_result(None)
                 else:
                     future.set_exception(error)
+
+
+def _size_limit(error: ProtocolError, refused: _Command) -> int | None:
+    """How large a message may be, if a broker has refused one for its size; None for any other reason."""
+    match = _TOO_BIG.search(error.text) if error.code == "E_BAD_MESSAGE" else None
+    if match is None:
+        return None
+    if match[1]:
+        return int(match[1])
+    # Not said: no larger one would be taken either.
+    return len(refused.bodies[0]) - 1 if len(refused.bodies) == 1 else None
 
 
 class _Outlet:
@@ -200,10 +223,20 @@ class Producer:
 
         A broker that is not up yet is waited for; one that is lost later is dialled again by itself.
         """
+        self._begin()
+        try:
+            await self._brokers.first(self._timeout)
+        except BaseException:
+            await self.close()
+            raise
+
+    def _begin(self) -> None:
+        """Dial, and wait for nobody: a publish waits for a broker itself."""
         if self._started:
             raise ClosedError("a producer runs once")
         self._started = True
         self._loop = asyncio.get_running_loop()
+        self._thread = get_ident()
         own = self._options
         self._clock: Clock = own.clock or self._loop
         self._brokers = Brokers(
@@ -218,17 +251,14 @@ class Producer:
             on_open=self._opened,
             on_error=lambda address, error: self._calls.tell("on_error", own.on_error, address, error),
         )
-        try:
-            await self._brokers.first(self._timeout)
-        except BaseException:
-            await self.close()
-            raise
 
     async def _look(self) -> Answer[list[Node]]:
         return await self._lookupds.nodes()
 
     async def flush(self) -> None:
         """Wait until every publish so far has ended, well or not."""
+        if self._started:
+            self._check_loop()
         self._send_gathered()
         await self._idle.wait()
 
@@ -236,6 +266,7 @@ class Producer:
         """Wait for what was published (each has its timeout), then disconnect."""
         if self._closed or not self._started:
             return
+        self._check_loop()
         self._closed = True
         self._make_room()
         try:
@@ -300,6 +331,8 @@ class Producer:
 
     async def publish_many(self, topic: str, bodies: Sequence[Body], *, key: str | None = None) -> None:
         """Publish messages together, in one command: all are stored or none. One `key` stands for all of them."""
+        if isinstance(bodies, bytes | bytearray | memoryview | str | Mapping):
+            raise TypeError(f"publish_many takes a list of messages, not {type(bodies).__name__}")
         if not bodies:
             return
         encoded = cast(list[bytes], list(bodies))
@@ -330,8 +363,17 @@ class Producer:
             raise ClosedError("the producer is not open: async with Producer(…) as producer")
         if not body:
             raise OptionError("a message cannot be empty")
-        if topic not in self._gathering and not wire.valid_name(topic):
+        if topic in self._gathering and get_ident() == self._thread:
+            return  # all was checked for the first of this turn
+        self._check_loop()
+        if not isinstance(topic, str):
+            raise TypeError(f"a topic is a str, not {type(topic).__name__}")
+        if not wire.valid_name(topic):
             raise OptionError(f'"{topic}" is not a topic name')
+
+    def _check_loop(self) -> None:
+        if asyncio.get_running_loop() is not self._loop:
+            raise RuntimeError("the producer belongs to another event loop: for several threads there is flintmq.sync")
 
     def _gather(self, topic: str, body: bytes) -> asyncio.Future[None]:
         command = self._gathering.get(topic)
@@ -372,10 +414,21 @@ class Producer:
     async def _publish_command(
         self, topic: str, bodies: list[bytes], size: int, delay: int | None, key: str | None
     ) -> None:
+        if key is not None and not isinstance(key, str):
+            raise TypeError(f"a key is a str, not {type(key).__name__}")
         if key is not None and not wire.valid_key(key):
             raise OptionError(f"{key!r} is not a key: 1 to 128 printable ASCII characters without space")
         if self._pending_bytes >= self._max_pending_bytes or self._waiting_for_room:
             await self._room()
+        if self._spans is not None:
+            with self._spans(topic, len(bodies)):
+                await self._queue_command(topic, bodies, size, delay, key)
+        else:
+            await self._queue_command(topic, bodies, size, delay, key)
+
+    def _queue_command(
+        self, topic: str, bodies: list[bytes], size: int, delay: int | None, key: str | None
+    ) -> asyncio.Future[None]:
         if topic in self._gathering:
             # What was published before goes before.
             self._send(self._gathering.pop(topic))
@@ -388,11 +441,7 @@ class Producer:
         self._idle.clear()
         self._pending_bytes += command.size
         self._send(command)
-        if self._spans is not None:
-            with self._spans(topic, len(bodies)):
-                await future
-        else:
-            await future
+        return future
 
     async def _room(self) -> None:
         """Too much is unanswered: wait, or a slow broker would fill our memory. ConnectError after `timeout`."""
@@ -448,10 +497,17 @@ class Producer:
             command.sent_at = None
             self._backlog.append(command)
             return
+        try:
+            data = command.encode()
+        except Exception as exc:
+            # It is not sent, so it must not have a place among those that are answered.
+            self._settle(command, exc)
+            self._release(command)
+            return
         command.sent_at = now
         outlet.unanswered.append(command)
         outlet.bytes += size
-        outlet.connection.write(command.encode())
+        outlet.connection.write(data)
 
     def _pick(self, command: _Command) -> _Outlet | None:
         """The open connection with the least to do."""
@@ -502,8 +558,10 @@ class Producer:
 
     def _time_over(self, command: _Command) -> None:
         if command.sent_at is None:
-            self._backlog.remove(command)
-            self._settle(command, ConnectError(f"not sent within {self._timeout:g} s: {self._brokers.why_none()}"))
+            with contextlib.suppress(ValueError):
+                self._backlog.remove(command)
+            text = f"not sent within {self._timeout:g} s: {self._brokers.why_none()}"
+            self._settle(command, command.refusal or ConnectError(text))
             self._release(command)
             return
         # Its place in the queue of answers stays: the answer may still come, and belongs to nobody else. Its bytes
@@ -536,6 +594,10 @@ class Producer:
         if not outlet.unanswered or not error.fatal:
             return  # it says nothing of a publish; a fatal one is reported with the connection's end
         outlet.refused = True
+        refusal = PublishError(str(error), code=error.code, retriable=error.code not in _HOPELESS)
+        limit = _size_limit(error, outlet.unanswered[0])
+        if limit is not None and self._leave_out_large(outlet, limit, refusal):
+            return
         command = outlet.unanswered.popleft()
         outlet.bytes -= command.size
         if command.settled:
@@ -544,18 +606,70 @@ class Producer:
         if error.code in _ONE_IS_BAD and len(command.futures) > 1:
             self._take_apart(command, outlet)
             return
-        command.refused_by.add(connection.address)
-        if command.key and error.code in _TRY_ANOTHER_WITH_KEY:
+        is_busy = error.code in _TRY_ANOTHER or error.code == _NONE_OR_SOME
+        if command.key and is_busy:
+            # It also says that nothing is stored there under the key.
             command.in_doubt = False
             command.home = ""
+        is_none = error.code in _TRY_ANOTHER or bool(command.key or connection.node)
+        self._refuse(command, connection, refusal, may_try_another=is_busy and is_none)
+        if is_busy:
+            self._refuse_topic(outlet, command.topic, refusal)
+
+    def _refuse(
+        self, command: _Command, connection: Connection, refusal: PublishError, *, may_try_another: bool
+    ) -> None:
+        command.refused_by.add(connection.address)
+        command.refusal = refusal
         others = {outlet.connection.address for outlet in self._outlets.values()}
-        may_try = error.code in (_TRY_ANOTHER_WITH_KEY if command.key else _TRY_ANOTHER)
-        if may_try and others - command.refused_by:
+        if may_try_another and others - command.refused_by:
             self._send(command)
-            return
-        refusal = PublishError(str(error), code=error.code, retriable=error.code not in _HOPELESS)
-        self._settle(command, refusal)
-        self._release(command)
+        else:
+            self._settle(command, refusal)
+            self._release(command)
+
+    def _refuse_topic(self, outlet: _Outlet, topic: str, refusal: PublishError) -> None:
+        """The broker takes nothing for a topic now: commands behind the refused one need not be refused one by one.
+
+        Each refusal costs a connection. They were not looked at, so that another broker may take them.
+        """
+        kept: deque[_Command] = deque()
+        behind, outlet.unanswered = outlet.unanswered, kept
+        for command in behind:
+            if command.topic != topic or command.settled or command.key or command.in_doubt:
+                kept.append(command)
+            else:
+                outlet.bytes -= command.size
+                self._refuse(command, outlet.connection, refusal, may_try_another=True)
+
+    def _leave_out_large(self, outlet: _Outlet, limit: int, refusal: PublishError) -> bool:
+        """The broker has said how large a message may be: refuse all larger ones that were sent to it.
+
+        The others go out again when the connection has ended. False if no message of the refused command is too large.
+        """
+        first = outlet.unanswered[0]
+        if not first.settled and not any(len(body) > limit for body in first.bodies):
+            return False
+        for command in outlet.unanswered:
+            if command.settled or not any(len(body) > limit for body in command.bodies):
+                continue
+            refused = command
+            if command.is_divisible:
+                pairs = list(zip(command.bodies, command.futures, strict=True))
+                refused = _Command(command.topic)
+                refused.in_doubt = command.in_doubt
+                refused.futures = [future for body, future in pairs if len(body) > limit]
+                refused.size = sum(len(body) for body, _ in pairs if len(body) > limit)
+                command.bodies = [body for body, _ in pairs if len(body) <= limit]
+                command.futures = [future for body, future in pairs if len(body) <= limit]
+                command.size -= refused.size
+                self._pending += 1
+            outlet.bytes -= refused.size
+            self._settle(refused, refusal)
+            self._release(refused)
+            if not command.futures:
+                self._settle(command)
+        return True
 
     def _take_apart(self, command: _Command, outlet: _Outlet) -> None:
         """One of the calls that we joined was refused, and all others with it: send each alone to find out which.
@@ -604,13 +718,15 @@ class Producer:
             # Before what was published meanwhile.
             self._backlog.extendleft(reversed(again))
             self._send_backlog()
+        # Each refusal brings us on. Without a pause it is only tried while somebody waits for that.
+        connection.is_wanted = outlet.refused and bool(self._backlog or self._gathering or self._waiting_for_room)
         if not self._closed:
             self._brokers.lost(connection, reason)
 
     def _send_backlog(self) -> None:
-        backlog, self._backlog = self._backlog, deque()
-        for command in backlog:
-            self._send(command)
+        # One by one: those that still find no broker go to the end, which keeps their order.
+        for _ in range(len(self._backlog)):
+            self._send(self._backlog.popleft())
 
     def _opened(self, connection: Connection) -> None:
         self._outlets[connection] = _Outlet(connection)
