@@ -237,3 +237,132 @@ async def test_the_rest_comes_before_the_end(fake: FakeNsqd) -> None:
         assert sizes == [2]
         with pytest.raises(OptionError):
             await anext(consumer.batches(0, wait=1))
+
+
+# --- Types that cannot be read, and those of pydantic
+
+
+class Other(msgspec.Struct):
+    text: str
+
+
+class Plain:
+    """Nothing that anybody could read."""
+
+
+class HoldsPlain(msgspec.Struct):
+    plain: Plain
+
+
+class MayHoldPlain(msgspec.Struct):
+    item: str
+    plain: Plain | None = None
+
+
+class Tree(msgspec.Struct):
+    branches: list[Tree]
+    parent: Tree | None
+
+
+class Unfinished(msgspec.Struct):
+    item: Nowhere  # type: ignore[name-defined]  # noqa: F821
+
+
+@pytest.mark.parametrize("codec", [None, MessagePack()])
+@pytest.mark.parametrize(
+    "kind", ["Order", 5, Plain, list[Plain], HoldsPlain, Struct | Other, Dataclass | Struct, Unfinished]
+)
+def test_a_type_that_no_message_can_have_is_refused_at_the_start(kind: Any, codec: Any) -> None:
+    for made in (Consumer, sync.Consumer):
+        with pytest.raises(OptionError, match="no message can be read as type="):
+            made("t", "c", nsqd="127.0.0.1:1", type=kind, codec=codec)
+
+
+@pytest.mark.parametrize(
+    "kind", [Struct | None, list[Struct], dict, list, object, int, str, Any, MayHoldPlain, Tree, dict[str, Struct]]
+)
+def test_every_other_type_is_taken(kind: Any) -> None:
+    Consumer("t", "c", nsqd="127.0.0.1:1", type=kind)
+    # Nobody knows what a codec of somebody's own can read.
+    Consumer("t", "c", nsqd="127.0.0.1:1", type=Plain, codec=Reversed())
+
+
+def test_a_codec_of_ones_own_may_refuse_types_too() -> None:
+    class Picky(Reversed):
+        def check(self, kind: Any, /) -> None:
+            raise LookupError("no schema")
+
+    with pytest.raises(OptionError, match="no schema"):
+        Consumer("t", "c", nsqd="127.0.0.1:1", type=Struct, codec=Picky())
+
+
+def pydantic_cases() -> list[tuple[Any, Any]]:
+    """Values, and types by which they are read."""
+    pydantic = pytest.importorskip("pydantic")
+    pytest.importorskip("pydantic.dataclasses")
+
+    class Aliased(pydantic.BaseModel):
+        sender: str = pydantic.Field(alias="from")
+
+    class WrittenOtherwise(pydantic.BaseModel):
+        sender: str = pydantic.Field(serialization_alias="from")
+
+    class ReadInTwoWays(pydantic.BaseModel):
+        sender: str = pydantic.Field(validation_alias=pydantic.AliasChoices("from", "sender"))
+
+    class Numbered(pydantic.BaseModel):
+        n: int
+
+    class Named(pydantic.BaseModel):
+        name: str
+
+    class Nested(pydantic.BaseModel):
+        inner: Aliased
+
+    @pydantic.dataclasses.dataclass
+    class Checked:
+        n: int = pydantic.Field(gt=0)
+
+    holder = dataclasses.make_dataclass("Holder", [("model", Numbered)])
+    return [
+        (Aliased(**{"from": "me"}), Aliased),
+        (WrittenOtherwise(sender="me"), WrittenOtherwise),
+        (ReadInTwoWays(**{"from": "me"}), ReadInTwoWays),
+        (Nested(inner=Aliased(**{"from": "me"})), Nested),
+        (Numbered(n=1), Numbered | Named),
+        (Named(name="x"), Numbered | Named),
+        ([Numbered(n=1), Numbered(n=2)], list[Numbered]),
+        ({"a": Aliased(**{"from": "me"})}, dict[str, Aliased]),
+        (Checked(n=5), Checked),
+        (holder(Numbered(n=1)), holder),
+    ]
+
+
+@pytest.mark.parametrize("codec", [None, MessagePack()])
+def test_what_pydantic_knows_comes_back(codec: Any) -> None:
+    for value, kind in pydantic_cases():
+        Consumer("t", "c", nsqd="127.0.0.1:1", type=kind, codec=codec)
+        assert decode(codec, encode(codec, value), kind) == value, kind
+
+
+@pytest.mark.parametrize("codec", [None, MessagePack()])
+def test_a_dataclass_of_pydantics_is_validated(codec: Any) -> None:
+    [checked] = [kind for _, kind in pydantic_cases() if getattr(kind, "__name__", "") == "Checked"]
+    with pytest.raises(DecodeError, match="greater than 0"):
+        decode(codec, encode(codec, {"n": -5}), checked)
+
+
+def test_a_model_goes_over_the_wire_by_its_aliases() -> None:
+    value = pydantic_cases()[0][0]
+    assert encode(None, value) == b'{"from":"me"}'
+    assert encode(None, [value]) == b'[{"from":"me"}]'
+
+
+@pytest.mark.parametrize("result", ["text", None, bytearray(b"x"), 5])
+def test_what_a_codec_makes_is_bytes(result: Any) -> None:
+    class Wrong(Reversed):
+        def encode(self, value: Any, /) -> Any:
+            return result
+
+    with pytest.raises(TypeError, match=f"Wrong.encode returned {type(result).__name__}, not bytes"):
+        encode(Wrong(), {"a": 1})
