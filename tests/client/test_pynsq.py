@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import importlib.util
 import signal
 import subprocess
@@ -105,7 +106,7 @@ async def test_neither_answer_nor_result_is_logged_and_left_to_time_out(
     made.set_max_in_flight(0)
     await until(lambda: connection.ready == 0)
     assert made._consumer is not None
-    made._consumer._stop_timeout = 0.01
+    made._consumer._options = dataclasses.replace(made._consumer._options, stop_timeout=0.01)
     made.close()
     await until(lambda: connection.is_over)
 
@@ -750,3 +751,113 @@ def test_programs_of_pynsq_run_unchanged(nsq_broker: NsqBroker, name: str) -> No
     assert done.returncode == 0, done.stderr
     assert "b'" in done.stdout, done.stderr
     assert "Traceback" not in done.stderr
+
+
+# --- What goes wrong is said
+
+
+async def test_a_message_that_is_none_is_an_assertion_at_the_call(fake: FakeNsqd) -> None:
+    writer = nsq.Writer([fake.address])
+    for body in ("a text", 7, None, {"a": 1}):
+        for call in (
+            lambda body=body: writer.pub("t", body),
+            lambda body=body: writer.mpub("t", [b"x", body]),
+            lambda body=body: writer.dpub("t", 5, body),
+        ):
+            with pytest.raises(AssertionError, match="a message must be bytes"):
+                call()
+    with pytest.raises(AssertionError, match="a topic must be"):
+        writer.pub(None, b"x")  # type: ignore[arg-type]
+    # pynsq takes bytes.
+    await writer.pub(b"t", bytearray(b"x"))
+    assert [command[:2] for command in fake.last.said(b"PUB")] == [(b"PUB", b"t")]
+    with pytest.raises(nsq.Error, match="not a topic name"):
+        await writer.pub(b"\xff", b"x")
+    writer.close()
+    await writer._closing
+
+
+async def test_a_callback_that_fails_is_logged(fake: FakeNsqd, caplog: pytest.LogCaptureFixture) -> None:
+    def callback(conn: Any, data: Any) -> None:
+        raise ZeroDivisionError("in a callback")
+
+    writer = nsq.Writer([fake.address])
+    await writer.pub("t", b"x", callback)
+    assert "in a callback" in caplog.text
+    writer.close()
+    await writer._closing
+
+
+@pytest.mark.parametrize("count", [1, 1000])
+async def test_a_writer_that_was_never_connected_is_closed_at_once(count: int) -> None:
+    told: list[Any] = []
+    writer = nsq.Writer(["127.0.0.1:1"])
+    body = bytes(100_000)
+    for _ in range(count):
+        writer.pub("t", body, lambda conn, data: told.append(data))
+    async with asyncio.timeout(20):
+        # Those for which there is no more room are told so.
+        await until(lambda: count == 1 or told)
+        writer.close()
+        await writer._closing
+    assert len(told) == count and all(isinstance(data, nsq.Error) for data in told)
+    refused = [data for data in told if "wait for a connection" in str(data)]
+    assert len(refused) == max(0, count - (64 << 20) // 102_048 - 1)
+
+
+@pytest.mark.parametrize(("arguments", "reason"), [({"topic": "bad topic!"}, "not a topic name"), ({}, "handler")])
+async def test_a_reader_that_cannot_start_says_so_and_can_be_closed(
+    arguments: dict[str, Any], reason: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    handler = (lambda message: True) if arguments else None
+    options: dict[str, Any] = {"topic": "t", "channel": "c", "nsqd_tcp_addresses": ["127.0.0.1:1"], **arguments}
+    made = nsq.Reader(message_handler=handler, **options)
+    await until(lambda: "cannot start" in caplog.text)
+    assert reason in caplog.text
+    made.close()
+    await made._closing
+
+
+STUCK = """
+    import signal, os, threading
+    from flintmq.compat import pynsq as nsq
+
+    class Slow(nsq.Writer):
+        async def _stop(self):
+            print("stopping", flush=True)
+            await __import__("asyncio").sleep(1000)
+
+    KIND
+    try:
+        nsq.run()
+    finally:
+        print("ended", flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("kind", "signals", "expected"),
+    [
+        ("nsq.Reader('bad topic!', 'c', print, nsqd_tcp_addresses=['127.0.0.1:1'])", 0, ["ended"]),
+        ("Slow(['127.0.0.1:1'])", 2, ["stopping", "ended"]),
+    ],
+    ids=["a Reader that cannot start", "a second signal"],
+)
+def test_run_ends(kind: str, signals: int, expected: list[str]) -> None:
+    program = textwrap.dedent(STUCK).replace("KIND", kind)
+    process = subprocess.Popen([sys.executable, "-uc", program], stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    lines: list[str] = []
+    assert process.stderr is not None and process.stdout is not None
+    with process.stdout, process.stderr:
+        if signals:
+            # What it dials is not there; by then its signals are handled.
+            assert b"127.0.0.1:1" in process.stderr.readline()
+            process.send_signal(signal.SIGTERM)
+            lines.append(process.stdout.readline().decode().strip())
+            process.send_signal(signal.SIGTERM)
+        lines += process.stdout.read().decode().split()
+        said = process.stderr.read().decode()
+    assert process.wait(60) == (0 if signals else 1), said
+    assert lines == expected
+    if not signals:
+        assert "OptionError" in said and "bad topic!" in said

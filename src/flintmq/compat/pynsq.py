@@ -41,6 +41,7 @@ from flintmq.compat.pynsq_conn import (
     join_address,
     mpub,
     nop,
+    on_failed_start,
     pub,
     ready,
     requeue,
@@ -90,6 +91,9 @@ logger = logging.getLogger(__name__)
 
 #: How often `Reader.disabled` is asked.
 _DISABLED_POLL_SECONDS = 5.0
+#: Bytes of publishes that may wait while a Writer has no connection, and what each takes besides its messages.
+_WAITING_BYTES = 64 << 20
+_PUBLISH_BYTES = 2048
 
 Callback = Callable[[Any, Any], object]
 
@@ -234,7 +238,8 @@ class Reader(_Client):
         self._watch = asyncio.get_running_loop().create_task(self._watch_disabled())
 
     async def _stop(self) -> None:
-        await self._task
+        # Why it could not start was said before.
+        await asyncio.wait([self._task])
         if self._watch is not None:
             self._watch.cancel()
         if self._consumer is not None:
@@ -397,8 +402,8 @@ class Writer(_Client):
         self.reconnect_interval = reconnect_interval
         self.name = name or self.nsqd_tcp_addresses[0]
         self._producer: client.Producer | None = None
-        self._connected: asyncio.Future[client.Producer] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
+        self._waiting_bytes = 0
         super().__init__(kwargs)
 
     @property
@@ -406,32 +411,35 @@ class Writer(_Client):
         return self._producer
 
     def _start(self) -> None:
-        self._connected = asyncio.get_running_loop().create_future()
+        self._producer = client.Producer(
+            self.nsqd_tcp_addresses, max_reconnect_delay=self.reconnect_interval, **self._settings
+        )
+        self._producer._begin()
         super()._start()
 
     async def _run(self) -> None:
-        assert self._connected is not None
+        """Wait for the first connection, which is dialled more often than later ones."""
+        assert self._producer is not None
+        said = ""
         while True:
-            producer = client.Producer(
-                self.nsqd_tcp_addresses, max_reconnect_delay=self.reconnect_interval, **self._settings
-            )
             try:
-                await producer.start()
-            except ConnectError as exc:
-                logger.warning("[%s] %s", self.name, exc)
-                await asyncio.sleep(min(1.0, self.reconnect_interval))
-            else:
-                self._producer = producer
-                for address in self.nsqd_tcp_addresses:
-                    producer.add_nsqd(address)  # those that came meanwhile
-                self._connected.set_result(producer)
+                await self._producer._brokers.first(self._producer._timeout)
                 return
+            except ConnectError as exc:
+                if str(exc) != said:
+                    said = str(exc)
+                    logger.warning("[%s] %s", self.name, said)
+                await asyncio.sleep(min(1.0, self.reconnect_interval))
 
     async def _stop(self) -> None:
-        if self._producer is None:
-            self._task.cancel()
-        else:
-            await self._producer.close()
+        if self._producer is not None:
+            closing = asyncio.ensure_future(self._producer.close())
+            if not self._task.done():
+                # It was never connected, so that nothing is to be waited for.
+                self._task.cancel()
+                await asyncio.sleep(0)
+                self._producer._abandon()
+            await closing
         await asyncio.gather(*self._tasks, return_exceptions=True)
 
     def connect_to_nsqd(self, host: str, port: int) -> Peer | None:
@@ -444,47 +452,76 @@ class Writer(_Client):
             self._producer.add_nsqd(address)
         return Peer(address)
 
-    def pub(self, topic: str, msg: bytes, callback: Callback | None = None) -> asyncio.Task[None]:
-        return self._publish("pub", lambda producer: producer.publish(topic, bytes(msg)), callback)
+    def pub(self, topic: str | bytes, msg: bytes, callback: Callback | None = None) -> asyncio.Task[None]:
+        name, [body] = _text(topic), _bodies([msg])
+        return self._publish("pub", len(body), lambda producer: producer.publish(name, body), callback)
 
-    def mpub(self, topic: str, msg: bytes | Iterable[bytes], callback: Callback | None = None) -> asyncio.Task[None]:
-        bodies = [msg] if isinstance(msg, bytes | bytearray | memoryview) else list(msg)
-        return self._publish("mpub", lambda producer: producer.publish_many(topic, list(map(bytes, bodies))), callback)
+    def mpub(
+        self, topic: str | bytes, msg: bytes | Iterable[bytes], callback: Callback | None = None
+    ) -> asyncio.Task[None]:
+        name, bodies = _text(topic), _bodies([msg] if isinstance(msg, bytes | bytearray | memoryview) else msg)
+        size = sum(map(len, bodies))
+        return self._publish("mpub", size, lambda producer: producer.publish_many(name, bodies), callback)
 
-    def dpub(self, topic: str, delay_ms: int, msg: bytes, callback: Callback | None = None) -> asyncio.Task[None]:
+    def dpub(
+        self, topic: str | bytes, delay_ms: int, msg: bytes, callback: Callback | None = None
+    ) -> asyncio.Task[None]:
         assert isinstance(delay_ms, int), "dpub delay_ms must be an integer"
-        return self._publish("dpub", lambda producer: producer.defer(topic, bytes(msg), delay_ms / 1000), callback)
+        name, [body] = _text(topic), _bodies([msg])
+        return self._publish("dpub", len(body), lambda producer: producer.defer(name, body, delay_ms / 1000), callback)
 
     def _publish(
-        self, command: str, publish: Callable[[client.Producer], Awaitable[None]], callback: Callback | None
+        self, command: str, size: int, publish: Callable[[client.Producer], Awaitable[None]], callback: Callback | None
     ) -> asyncio.Task[None]:
-        task = asyncio.get_running_loop().create_task(self._published(command, publish, callback))
+        self._start_if_waiting()
+        assert self._producer is not None
+        is_too_much = self._waiting_bytes > _WAITING_BYTES and not self._producer.connections
+        task = asyncio.get_running_loop().create_task(
+            self._published(command, _refuse_waiting if is_too_much else publish, callback)
+        )
+        size += _PUBLISH_BYTES
+        self._waiting_bytes += size
         self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
-        # Whoever gave a callback is told by it and need not look at the future.
-        task.add_done_callback(lambda task: task.cancelled() or task.exception())
+        task.add_done_callback(lambda task: self._forget(task, size))
         return task
+
+    def _forget(self, task: asyncio.Task[None], size: int) -> None:
+        self._tasks.discard(task)
+        self._waiting_bytes -= size
+        # Whoever gave a callback is told by it and need not look at the future.
+        if not task.cancelled():
+            task.exception()
 
     async def _published(
         self, command: str, publish: Callable[[client.Producer], Awaitable[None]], callback: Callback | None
     ) -> None:
-        assert self._connected is not None
+        assert self._producer is not None
         data: bytes | Error = b"OK"
         try:
-            await publish(await asyncio.shield(self._connected))
+            await publish(self._producer)
         except PublishUnknownError as exc:
             data = ConnectionClosedError(str(exc))
         except ConnectError as exc:
             data = SendError("no open connections", exc)
         except FlintError as exc:
             data = Error(str(exc))
+        except Exception as exc:
+            logger.exception("[%s] failed to %s", self.name, command)
+            data = Error(repr(exc))
         if callback is not None:
-            connections = self._producer.connections if self._producer else []
-            callback(Peer(connections[0]) if connections else None, data)
+            connections = self._producer.connections
+            try:
+                callback(Peer(connections[0]) if connections else None, data)
+            except Exception:
+                logger.exception("[%s] the callback of %s failed", self.name, command)
         elif isinstance(data, Error):
             logger.error("[%s] failed to %s: %s", self.name, command, data)
         if isinstance(data, Error):
             raise data
+
+
+async def _refuse_waiting(producer: client.Producer) -> None:
+    raise ConnectError(f"more than {_WAITING_BYTES >> 20} MiB wait for a connection")
 
 
 class LegacyReader:
@@ -538,16 +575,48 @@ def run() -> None:
 async def _main() -> None:
     loop = asyncio.get_running_loop()
     stop = asyncio.Event()
+    hurry = asyncio.Event()
+    failures: list[BaseException] = []
+
+    def signalled() -> None:
+        # The second time nothing is waited for any more.
+        (hurry if stop.is_set() else stop).set()
+
+    def failed(error: BaseException) -> None:
+        failures.append(error)
+        stop.set()
+
     for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, stop.set)
-    for each in list(waiting):
-        each._start_if_waiting()
-    await stop.wait()
-    logger.info("stopping")
-    await asyncio.gather(*(each._stop() for each in list(running)))
-    running.clear()
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.remove_signal_handler(number)
+        loop.add_signal_handler(number, signalled)
+    on_failed_start.append(failed)
+    try:
+        for each in list(waiting):
+            each._start_if_waiting()
+        await stop.wait()
+        logger.info("stopping")
+        await _stop_all(hurry)
+    finally:
+        on_failed_start.remove(failed)
+        running.clear()
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.remove_signal_handler(number)
+    if failures:
+        raise failures[0]
+
+
+async def _stop_all(hurry: asyncio.Event) -> None:
+    """Stop in order; at once when there is no more time."""
+    stopping = {asyncio.ensure_future(each._stop()) for each in list(running)}
+    hurried = asyncio.ensure_future(hurry.wait())
+    waiting_for: set[asyncio.Future[Any]] = set(stopping)
+    while waiting_for and not hurry.is_set():
+        done, _ = await asyncio.wait({*waiting_for, hurried}, return_when=asyncio.FIRST_COMPLETED)
+        waiting_for -= done
+    for task in [*waiting_for, hurried]:
+        task.cancel()
+    for result in await asyncio.gather(*stopping, return_exceptions=True):
+        if isinstance(result, Exception):
+            logger.error("stopping failed", exc_info=result)
 
 
 # --- Small things ---------------------------------------------------------------------------------------------------
@@ -557,6 +626,18 @@ def _listed(given: str | Iterable[str] | None) -> list[str]:
     if given is None:
         return []
     return [given] if isinstance(given, str) else list(given)
+
+
+def _text(topic: str | bytes) -> str:
+    assert isinstance(topic, str | bytes), f"a topic must be str or bytes, not {type(topic).__name__}"
+    return topic if isinstance(topic, str) else topic.decode(errors="replace")
+
+
+def _bodies(given: Iterable[Any]) -> list[bytes]:
+    bodies = list(given)
+    for body in bodies:
+        assert isinstance(body, bytes | bytearray | memoryview), f"a message must be bytes, not {type(body).__name__}"
+    return list(map(bytes, bodies))
 
 
 def _two_slopes(longest: float) -> Callable[[int], float]:

@@ -163,6 +163,14 @@ class Runner:
     def _start(self) -> None:
         running.add(self)
         self._task = asyncio.get_running_loop().create_task(self._run())
+        self._task.add_done_callback(self._look_at_start)
+
+    def _look_at_start(self, task: asyncio.Task[None]) -> None:
+        """Say that it cannot work, and let `run` end."""
+        if not task.cancelled() and (error := task.exception()):
+            logger.error("[%s] cannot start: %s", getattr(self, "name", self), str(error) or type(error).__name__)
+            for tell in on_failed_start:
+                tell(error)
 
     async def _run(self) -> None:
         raise NotImplementedError
@@ -184,6 +192,8 @@ def tornado_loop() -> Any:
 #: Made before there was an event loop.
 waiting: list[Runner] = []
 running: set[Runner] = set()
+#: Called with what keeps a Reader or Writer from working at all.
+on_failed_start: list[Callable[[BaseException], None]] = []
 
 
 # --- Options of a connection ----------------------------------------------------------------------------------------
