@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import importlib.util
 import signal
 import subprocess
@@ -105,7 +106,7 @@ async def test_neither_answer_nor_result_is_logged_and_left_to_time_out(
     made.set_max_in_flight(0)
     await until(lambda: connection.ready == 0)
     assert made._consumer is not None
-    made._consumer._stop_timeout = 0.01
+    made._consumer._options = dataclasses.replace(made._consumer._options, stop_timeout=0.01)
     made.close()
     await until(lambda: connection.is_over)
 

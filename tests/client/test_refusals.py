@@ -170,6 +170,12 @@ def test_an_address_is_a_text(address: Any, option: str) -> None:
         Producer("127.0.0.1:4150").add_nsqd(b"127.0.0.1:4150")  # type: ignore[arg-type]
 
 
+@pytest.mark.parametrize("names", [(b"t", "c"), ("t", b"c"), (None, "c"), ("t", 5)])
+def test_the_names_of_a_consumer_are_texts(names: tuple[Any, Any]) -> None:
+    with pytest.raises(OptionError, match=r"is not a (topic|channel) name"):
+        Consumer(*names, nsqd="127.0.0.1:4150")
+
+
 # --- Refusals
 
 

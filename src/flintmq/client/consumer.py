@@ -99,9 +99,9 @@ class Consumer(Generic[T]):
         With a `type`, bodies are read as JSON, or by the `codec`, and ``message.value`` is of that type. All other
         options are described in `flintmq.client.options.ConsumerOptions`.
         """
-        if not wire.valid_name(topic):
+        if not isinstance(topic, str) or not wire.valid_name(topic):
             raise OptionError(f'"{topic}" is not a topic name')
-        if not wire.valid_name(channel):
+        if not isinstance(channel, str) or not wire.valid_name(channel):
             raise OptionError(f'"{channel}" is not a channel name')
         check(handler, "handler")
         check(on_give_up, "on_give_up")

@@ -17,6 +17,7 @@ import re
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from hashlib import blake2b
+from threading import get_ident
 from types import TracebackType
 from typing import Any, Unpack, cast
 
@@ -235,6 +236,7 @@ class Producer:
             raise ClosedError("a producer runs once")
         self._started = True
         self._loop = asyncio.get_running_loop()
+        self._thread = get_ident()
         own = self._options
         self._clock: Clock = own.clock or self._loop
         self._brokers = Brokers(
@@ -359,12 +361,14 @@ class Producer:
     def _check(self, topic: str, body: bytes) -> None:
         if not self._started or self._closed:
             raise ClosedError("the producer is not open: async with Producer(…) as producer")
+        if not body:
+            raise OptionError("a message cannot be empty")
+        if topic in self._gathering and get_ident() == self._thread:
+            return  # all was checked for the first of this turn
         self._check_loop()
         if not isinstance(topic, str):
             raise TypeError(f"a topic is a str, not {type(topic).__name__}")
-        if not body:
-            raise OptionError("a message cannot be empty")
-        if topic not in self._gathering and not wire.valid_name(topic):
+        if not wire.valid_name(topic):
             raise OptionError(f'"{topic}" is not a topic name')
 
     def _check_loop(self) -> None:

@@ -420,12 +420,15 @@ class Writer(_Client):
     async def _run(self) -> None:
         """Wait for the first connection, which is dialled more often than later ones."""
         assert self._producer is not None
+        said = ""
         while True:
             try:
                 await self._producer._brokers.first(self._producer._timeout)
                 return
             except ConnectError as exc:
-                logger.warning("[%s] %s", self.name, exc)
+                if str(exc) != said:
+                    said = str(exc)
+                    logger.warning("[%s] %s", self.name, said)
                 await asyncio.sleep(min(1.0, self.reconnect_interval))
 
     async def _stop(self) -> None:
