@@ -507,6 +507,25 @@ def test_threads_run_all_that_was_submitted_and_no_more_than_so_many() -> None:
         threads.submit(int)
 
 
+def test_threads_that_the_system_does_not_give_are_done_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    threads = Threads("test", 2)
+    with monkeypatch.context() as without:
+        without.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError, match="can't start"):
+            threads.submit(int)
+    gate = threading.Event()
+    first = threads.submit(gate.wait, 30)
+    with monkeypatch.context() as without:
+        without.setattr(threading.Thread, "start", refuse)
+        second = threads.submit(int, "2")
+    gate.set()
+    assert (first.result(30), second.result(30)) == (True, 2)
+    threads.shutdown()
+
+
 # --- Programs
 
 
