@@ -553,7 +553,7 @@ def test_a_handler_that_blocks_for_ever_does_not_keep_the_program() -> None:
         broker.publish("t", b"x")
         with _program(program, broker.address) as process:
             try:
-                output, _ = process.communicate(timeout=60)
+                output, _ = process.communicate(timeout=30)
             finally:
                 process.kill()
     assert (output, process.returncode) == ("the end\n", 0)
