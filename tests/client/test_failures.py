@@ -245,7 +245,9 @@ async def _inner_cancel() -> None:
 
 
 @pytest.mark.parametrize("error", [asyncio.CancelledError, Odd, GeneratorExit, "inner cancel"])
-def test_a_handler_that_lets_anything_out_has_its_message_requeued(sim: Sim, error: Any) -> None:
+def test_a_handler_that_lets_anything_out_has_its_message_requeued(
+    sim: Sim, error: Any, caplog: pytest.LogCaptureFixture
+) -> None:
     nsqd = sim.nsqd()
     seen: list[int] = []
 
@@ -261,6 +263,7 @@ def test_a_handler_that_lets_anything_out_has_its_message_requeued(sim: Sim, err
         async with Consumer("t", "c", nsqd=nsqd.name, handler=handler, **options):
             nsqd.store(b"t", b"x")
             await until(lambda: seen == [1, 2], 5)
+        assert "has died" not in caplog.text
 
     sim.run(main())
 

@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from flintmq import NodeClient
 from flintmq.client import Consumer, Message
 from flintmq.client.callbacks import Threads
 from flintmq.errors import DecodeError, OptionError
@@ -506,6 +507,25 @@ def test_threads_run_all_that_was_submitted_and_no_more_than_so_many() -> None:
         threads.submit(int)
 
 
+def test_threads_that_the_system_does_not_give_are_done_without(monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(thread: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    threads = Threads("test", 2)
+    with monkeypatch.context() as without:
+        without.setattr(threading.Thread, "start", refuse)
+        with pytest.raises(RuntimeError, match="can't start"):
+            threads.submit(int)
+    gate = threading.Event()
+    first = threads.submit(gate.wait, 30)
+    with monkeypatch.context() as without:
+        without.setattr(threading.Thread, "start", refuse)
+        second = threads.submit(int, "2")
+    gate.set()
+    assert (first.result(30), second.result(30)) == (True, 2)
+    threads.shutdown()
+
+
 # --- Programs
 
 
@@ -533,7 +553,7 @@ def test_a_handler_that_blocks_for_ever_does_not_keep_the_program() -> None:
         broker.publish("t", b"x")
         with _program(program, broker.address) as process:
             try:
-                output, _ = process.communicate(timeout=60)
+                output, _ = process.communicate(timeout=30)
             finally:
                 process.kill()
     assert (output, process.returncode) == ("the end\n", 0)
@@ -594,3 +614,24 @@ async def test_a_signal_handler_that_somebody_set_meanwhile_stays() -> None:
             assert signal.getsignal(signal.SIGUSR2) is theirs
         finally:
             signal.signal(signal.SIGUSR2, before)
+
+
+@pytest.mark.parametrize(("max_attempts", "becomes_one"), [(5, False), (0, True)])
+async def test_dead_letters_need_a_consumer_without_a_lower_limit_of_its_own(
+    max_attempts: int, becomes_one: bool, caplog: pytest.LogCaptureFixture
+) -> None:
+    """As docs/dead-letters.md says: a message that the consumer gives up is finished, and never dies."""
+    with NsqBroker() as broker:
+        async with NodeClient(broker.http_address) as node:
+            await node.create_topic("t")
+            await node.create_channel("t", "c")
+            await node.set_channel_settings("t", "c", {"max-attempts": 7})
+        options: dict[str, Any] = {"default_requeue_delay": 0, "max_backoff_duration": 0, "max_attempts": max_attempts}
+        async with Consumer("t", "c", nsqd=broker.address, handler=_fails, **options) as consumer:
+            broker.publish("t", b"x")
+            await until(lambda: broker.has("t.c.dead") or consumer.stats.given_up)
+            await broker.until_empty("t", "c")
+        assert broker.has("t.c.dead") is becomes_one
+        assert ("after 5 attempts (max_attempts): it is finished" in caplog.text) is not becomes_one
+        if becomes_one:
+            assert await asyncio.to_thread(broker.take, "t.c.dead") == [b"x"]

@@ -100,13 +100,23 @@ class Threads(ThreadPoolExecutor):
         with self._lock:
             if self._is_closed:
                 raise RuntimeError("the threads were taken back")
-            self._work.put(work)
             if self._idle:
                 self._idle -= 1
             elif self._started < self._most:
-                self._started += 1
-                threading.Thread(target=self._serve, name=f"{self._name}_{self._started - 1}", daemon=True).start()
+                self._start_one()
+            self._work.put(work)
         return future
+
+    def _start_one(self) -> None:
+        thread = threading.Thread(target=self._serve, name=f"{self._name}_{self._started}", daemon=True)
+        try:
+            thread.start()
+        except RuntimeError:
+            # The system has no more. The threads that there are will do.
+            if not self._started:
+                raise
+        else:
+            self._started += 1
 
     def _serve(self) -> None:
         while (work := self._work.get()) is not None:
