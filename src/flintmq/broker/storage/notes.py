@@ -381,6 +381,9 @@ class State:
     boot: bytes = b""
 
     def apply_done(self, channel: int, pairs: array[int]) -> None:
+        """These pairs (first, stop) are finished. ValueError if they are not whole."""
+        if len(pairs) % 2:
+            raise ValueError(f"{len(pairs)} numbers are no whole pairs")
         state = self.channels.get(channel)
         if state is not None:
             state.finish_all(pairs)
@@ -392,6 +395,9 @@ class State:
             topic.was_frozen = topic.frozen is not None
 
     def apply_back(self, channel: int, rows: array[int]) -> None:
+        """Take up rows (seq, attempts, due on the clock, due on the wall). ValueError if they are not whole."""
+        if len(rows) % 4:
+            raise ValueError(f"{len(rows)} numbers are no whole rows of 4")
         state = self.channels.get(channel)
         if state is not None:
             for i in range(0, len(rows), 4):
