@@ -76,6 +76,8 @@ class Topic:
         self.log = self._new_log(folder, base)
         #: Messages for one channel only, and copies of old ones; made when there are any.
         self.side: Log | None = None
+        #: Where the side log begins at the earliest: nothing before it is used for a message from now on.
+        self.side_base = SIDE
         self.mover = Mover(self)
         #: What stays in files for others than channels.
         self.readers = Readers(self)
@@ -543,12 +545,15 @@ class Topic:
             if self.folder is not None:
                 folder = self.folder / "side"
                 self.broker.disk.make_folder(folder)
-            self.side = self._new_log(folder, SIDE)
+            self.side_base = max(self.side_base, SIDE + self.broker.first_number())
+            if not self.ephemeral:
+                self.broker.journal.note("side", self.incarnation, self.side_base)
+            self.side = self._new_log(folder, self.side_base)
         return self.side
 
     @property
     def side_end(self) -> int:
-        return self.side.end if self.side is not None else SIDE
+        return self.side.end if self.side is not None else self.side_base
 
     # --- Channels --------------------------------------------------------------------------------------------------
 
