@@ -1,4 +1,4 @@
-"""A batch is there whole or not at all: when the broker is killed in the middle of it, or has no memory for the rest."""
+"""A batch is there whole or not at all: when the broker is killed in the middle, or has no memory for the rest."""
 
 from __future__ import annotations
 
