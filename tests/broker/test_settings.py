@@ -804,6 +804,34 @@ async def test_longest_delays_are_the_topic_s_and_the_channel_s(live: tuple[Brok
     assert len(consumer.messages) == 2
 
 
+async def test_a_requeue_cannot_be_longer_than_the_journal_can_say(
+    start_broker: StartBroker, live: tuple[Broker, Config], clock: FakeClock
+) -> None:
+    """Nor where an older version has let in a longer one."""
+    broker, _ = live
+    longest = "1193h2m47.295s"
+    with pytest.raises(OptionError, match=f"max-defer: must be at most {longest}"):
+        broker.settings.change(("t", "c"), {"max-defer": "1193h2m48s"})
+    broker.topic("t").channel("c")
+    too_long = 2_500_000 * 3600 * SECOND
+    broker.journal.note("settings", broker.topics["t"].incarnation, "c", {"max-defer": too_long})
+    broker.journal.flush()
+    broker.kill()
+    broker = await start_broker()
+    consumer = Client(broker)
+    await consumer.subscribe("t", "c", 1)
+    await Client(broker).publish("t", b"x")
+    await until(lambda: consumer.messages)
+    consumer.requeue(consumer.messages[0], too_long // SECOND)
+    await quiet(broker)
+    assert consumer.errors == []
+    await broker.stop()
+    broker = await start_broker()
+    channel = broker.topics["t"].channels["c"]
+    assert (channel.depth, len(channel.deferred)) == (0, 1)
+    assert CHANNEL_SETTINGS["max-defer"].shown(channel.settings.max_defer) == longest
+
+
 class SyncCounter(CountingDisk):
     def __init__(self) -> None:
         super().__init__()

@@ -3,13 +3,15 @@
 ``make`` only reads the data path and asks nothing of the broker. What it copies must fit together although the broker
 goes on meanwhile, so it works in this order:
 
-    1  Every segment is opened. From here on the broker may free what it likes: an open file stays readable. Keys that
-       outlived their segments are copied.
+    1  Every segment is opened. From here on the broker may free what it likes: an open file stays readable. What is
+       known of staged transactions is copied, and keys that outlived their segments.
     2  The journal is copied, up to its last whole batch. This is the moment the backup is of: what was finished
        later is not finished in it, topics and channels that were made later are not in it.
-    3  The segments are copied, those included that were begun meanwhile, but no number that the journal had not
-       reserved. They are newer than the journal, which is what a power loss may leave too, so that the first start
-       on the copy is at worst the one after an unclean stop.
+    3  The sizes of all segments are taken, those included that were begun meanwhile. If a staged transaction was
+       decided since step 1, its rows may be in them: then all begins again.
+    4  The segments are copied up to these sizes, but no number that the journal had not reserved. They are newer than
+       the journal, which is what a power loss may leave too, so that the first start on the copy is at worst the one
+       after an unclean stop.
 
 A publish is in its file before it is answered (unless durability is ``memory``), and messages are finished in the
 journal before their file goes. So whatever was answered before step 1 is in the backup, finished or to be delivered.
@@ -41,11 +43,12 @@ from flintmq.broker import takeover
 from flintmq.broker.data_path import FORMAT, LOST, RECOVERED, RESTORING
 from flintmq.broker.delivery.topic import RESERVE
 from flintmq.broker.stage.rows import Attempt
-from flintmq.broker.stage.state import APPLIED, STATE, encode_state, read_state
+from flintmq.broker.stage.state import APPLIED, PREPARED, STATE, encode_state, read_state
+from flintmq.broker.stage.state import State as StageState
 from flintmq.broker.storage.disk import Disk, SystemClock
 from flintmq.broker.storage.ids import NODE_IDS
 from flintmq.broker.storage.journal import FILE_HEADER as JOURNAL_HEADER
-from flintmq.broker.storage.journal import NEVER, Journal, State, read_batches, read_head
+from flintmq.broker.storage.journal import NEVER, SIDE, Journal, State, read_batches, read_head
 from flintmq.broker.storage.segment import (
     FILE_HEADER,
     RECORD_HEADER,
@@ -127,23 +130,25 @@ def make(data_path: Path, target: Path, progress: Progress = _nothing) -> Manife
         if not _lock(partial, stack):
             raise BackupError(f"another backup to {target} is being made")
         stack.callback(shutil.rmtree, partial, ignore_errors=True)
+        why = ""
         for _ in range(_TRIES):
             _clear(partial)
             copy = _Copy(data_path / "flintmq", partial, node, progress)
             try:
                 manifest = copy.run()
-            except _BeginAgain:
+            except _BeginAgain as exc:
+                why = str(exc)
                 continue
             _write_manifest(partial, manifest)
             _sync_tree(partial)
             os.rename(partial, target)
             _sync_folder(target.parent)
             return manifest
-    raise BackupError(f"the broker of {data_path} was started again and again: try later")
+    raise BackupError(f"{why} in {data_path} again and again: try later")
 
 
 class _BeginAgain(Exception):
-    """What was copied does not fit together, because the broker was started meanwhile."""
+    """What was copied does not fit together, because this happened meanwhile."""
 
 
 class _Copy:
@@ -156,24 +161,30 @@ class _Copy:
         self._pins: dict[str, int] = {}
         self._done = self._total = 0
         self._node_ids = b""
+        # Of each producer, the staged transactions that were decided.
+        self._decided: dict[str, set[int]] = {}
+        #: How much of each segment there was when the transactions were looked at again.
+        self._sizes: dict[str, int] = {}
         self.manifest = Manifest(_VERSION, __version__, time.time(), node, 0, 0, [], [], [])
 
     def run(self) -> Manifest:
         try:
             self._pin(self._segments())
             self._copy_about()
-            # Before the logs: what it calls applied is in them.
+            # Before the logs: what it calls applied is in them. Before the journal: their numbers are reserved in it.
             self._copy_stage()
             self._copy_keys()
             journals = self._copy_journal()
             state = _replay(self.target / DATA / "journal")
+            self._measure()
+            self._check_stage()
             self._copy_topics(state)
             if state.clean and self._newest_journal() != journals:
                 # The journal says where each log ends, and they go on beyond it now.
-                raise _BeginAgain
+                raise _BeginAgain("the broker was started")
             if self._read_node_ids() != self._node_ids:
                 # The broker was started with another node id: some of what was copied has it.
-                raise _BeginAgain
+                raise _BeginAgain("the broker was started")
             return self.manifest
         finally:
             for fd in self._pins.values():
@@ -252,6 +263,7 @@ class _Copy:
         state = read_state(self._disk, self._root / folder)
         if state is None:
             return True
+        self._decided[folder] = _decided(state)
         with ExitStack() as opened:
             rows: list[tuple[str, int]] = []
             for txn, found in state.sets.items():
@@ -273,6 +285,32 @@ class _Copy:
             with _Output(self, f"{folder}/{STATE}") as out:
                 out.write(encode_state(state))
         return True
+
+    def _measure(self) -> None:
+        """See how far each segment goes by now."""
+        segments = self._segments()
+        self._pin(segments)
+        for path in self._pins.keys() | set(segments):
+            try:
+                self._sizes[path] = os.fstat(self._pins[path]).st_size if path in self._pins else self._size(path)
+            except FileNotFoundError:
+                # It is finished.
+                continue
+
+    def _size(self, path: str) -> int:
+        return (self._root / path).stat().st_size
+
+    def _check_stage(self) -> None:
+        """Do the segments hold rows of a transaction that is not decided in the copy of what is known of them?
+
+        There they would be staged, decided and published once more.
+        """
+        folders = {f"stage/{name}" for name in _names(self._root / "stage")}
+        for folder in folders | self._decided.keys():
+            state = read_state(self._disk, self._root / folder)
+            known = self._decided.get(folder)
+            if known is not None if state is None else _decided(state) - (known or set()):
+                raise _BeginAgain("staged transactions were decided, or forgotten,")
 
     def _copy_keys(self) -> None:
         """The files with the keys of segments that are gone. What goes from here on is held, and has its own."""
@@ -334,9 +372,8 @@ class _Copy:
     def _copy_topics(self, state: State) -> None:
         ceilings = {f"{topic.name}@{topic.incarnation}": topic.ceiling for topic in state.topics.values()}
         # A topic that the journal did not know yet came later than the backup.
-        paths = [path for path in self._pins.keys() | set(self._segments()) if path.split("/")[1] in ceilings]
-        self._pin(sorted(paths))
-        self._total = sum(os.fstat(fd).st_size for path, fd in self._pins.items() if path in paths)
+        paths = [path for path in self._sizes if path.split("/")[1] in ceilings]
+        self._total = sum(self._sizes[path] for path in paths)
         self._progress(0, self._total)
         # Those that are not held first: they are the ones that may go.
         for path in sorted(paths, key=lambda path: (path in self._pins, path)):
@@ -365,7 +402,8 @@ class _Copy:
 
     def _try_segment(self, path: str, fd: int, limit: int) -> tuple[int, list[str], bool]:
         source = self._root / path
-        size = os.fstat(fd).st_size
+        # A write that failed may have cut it back.
+        size = min(self._sizes[path], os.fstat(fd).st_size)
         head = self._disk.read(fd, FILE_HEADER + RECORD_HEADER, 0)
         if len(head) < FILE_HEADER:
             # It is being made: nothing is in it yet.
@@ -449,6 +487,12 @@ def _walk(disk: Disk, fd: int, salt: int, stop: int) -> Iterator[tuple[bytes, En
         # Not even one record: it is larger than what was read, or something damaged is.
         step = _STEP if done else 2 * step
         at += done
+
+
+def _decided(state: StageState) -> set[int]:
+    """The staged transactions that are decided: their rows may be in the logs."""
+    applied = {txn for txn, found in state.sets.items() if found.state != PREPARED}
+    return applied | state.decisions.keys() | ({state.applied} if state.applied >= 0 else set())
 
 
 def _whole_part(path: Path, fd: int) -> bytes:
@@ -586,7 +630,7 @@ def restore(source: Path, data_path: Path, *, same_node: bool = False, progress:
         restoring.mkdir(mode=0o700)
         with _removed_on_error(restoring):
             _copy_back(source, restoring, manifest, progress)
-            _go_on_beyond(restoring / "journal", manifest.made)
+            _go_on_beyond(restoring, manifest.made)
             if not same_node:
                 _give_identity(restoring)
             _sync_tree(restoring)
@@ -612,17 +656,23 @@ def _copy_back(source: Path, restoring: Path, manifest: Manifest, progress: Prog
         progress(done, manifest.bytes)
 
 
-def _go_on_beyond(folder: Path, made: float) -> None:
+def _go_on_beyond(root: Path, made: float) -> None:
     """Reserve, for each topic, more numbers than the original can have used since the backup was made.
 
     Its messages have ids and places in the log that consumers and readers have seen: here they must mean nothing else.
     """
-    journal = _journal(folder)
+    journal = _journal(root / "journal")
     state = journal.recover()
     journal.start(state)
     used = RESERVE + round(max(0.0, time.time() - made) * _NUMBERS_PER_SECOND)
     for topic in state.topics.values():
         journal.note("ceiling", topic.incarnation, topic.ceiling + used)
+        # Its side log may have gone on beyond what the journal knew, or have been begun since, where time had got to.
+        side = max(topic.side_next, SIDE + time.time_ns() // 1000)
+        for name in _names(root / f"topics/{topic.name}@{topic.incarnation}/side"):
+            if name.endswith(".seg"):
+                side = max(side, int(name.removesuffix(".seg"), 16))
+        journal.note("side", topic.incarnation, topic.side_end, side + used)
     journal.sync_now()
     journal.close()
 

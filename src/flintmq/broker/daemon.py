@@ -513,7 +513,7 @@ class Broker:
             raise ValueError(f"not a topic name: {name!r}")
         incarnation = self._numbers.incarnation()
         # Seqs must never repeat: not those of a topic of this name that was deleted, not those lost in a crash.
-        base = max(self.clock.wall() // 1000, self._numbers.floor)
+        base = self.first_number()
         folder = None
         topic_is_ephemeral = name.endswith("#ephemeral")
         if not topic_is_ephemeral:
@@ -548,6 +548,10 @@ class Broker:
             self.creation.check_channel(topic, name)
         return topic.channel(name)
 
+    def first_number(self) -> int:
+        """Where a new log begins: beyond all numbers of logs that are gone."""
+        return max(self.clock.wall() // 1000, self._numbers.floor)
+
     def existing_topic(self, name: str) -> Topic:
         topic = self.topics.get(name)
         if topic is None:
@@ -565,7 +569,7 @@ class Broker:
         self.turns.forget(topic)
         for verb in ("PUB", "MPUB"):
             self._lanes.pop((topic, verb), None)
-        floor = self._numbers.raise_floor(max(topic.ceiling, topic.log.end))
+        floor = self._numbers.raise_floor(max(topic.ceiling, topic.log.end, topic.side_end - SIDE))
         if not topic.ephemeral:
             position = self.journal.note("untopic", topic.incarnation, floor)
             # Its files go only when it is certain that it is gone.
@@ -677,6 +681,8 @@ class Broker:
         yield from topic.readers.notes()
         if topic.side is not None:
             yield ("side", topic.incarnation, topic.side.durable)
+        elif topic.side_end > SIDE:
+            yield ("side", topic.incarnation, topic.side_end)
         for channel in list(topic.channels.values()):
             if channel.ephemeral or channel.exiting:
                 continue

@@ -106,6 +106,7 @@ class Opening:
             # Entries that used these numbers may be among those that are gone.
             for topic in state.topics.values():
                 topic.ceiling += RESERVE
+                topic.side_next = max(topic.side_next, SIDE + self._broker.clock.wall() // 1000) + RESERVE
 
     def _is_topic(self, name: str) -> bool:
         """Is it the folder of a topic with at least one segment?"""
@@ -154,10 +155,11 @@ class Opening:
         topic.ceiling = state.ceiling
         topic.paused = state.paused
         topic.readers.restore(state.readers)
+        topic.side_base = state.side_next
         if disk.exists(folder / "side"):
             topic.side = topic._new_log(folder / "side", SIDE)
             topic.side.recover(state.side_end, None)
-            topic.side.resume_at(state.side_end)
+            topic.side.resume_at(state.side_next)
         self._broker.topics[topic.name] = topic
         return topic
 

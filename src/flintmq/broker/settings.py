@@ -188,7 +188,9 @@ class ChannelSettings:
     msg_timeout: int = _setting(
         DURATION, "time a consumer has to finish a message, unless it asks for another", option="msg_timeout", minimum=1
     )
-    max_defer: int = _setting(DURATION, "longest delay of a requeued message", option="max_req_timeout")
+    max_defer: int = _setting(
+        DURATION, "longest delay of a requeued message", option="max_req_timeout", maximum=LONGEST_DEFER
+    )
     delivery_rate: int = _setting(
         INT, "most messages a second that it delivers; 0: no limit", option="max_delivery_rate"
     )
@@ -361,6 +363,20 @@ def _checked(names: Names, found: Mapping[str, Any], options: NsqdOptions) -> Va
             longest = DURATION.to_text(options.max_msg_timeout)
             raise OptionError(f"{key}: must be at most {longest}, which is --max-msg-timeout")
     return values
+
+
+def _within_limits(names: Names, values: Values) -> Values:
+    """Values as the journal has them. An older version may have let in what is too much for this one."""
+    table = _table_of(names)
+    found = dict(values)
+    for key, value in values.items():
+        if key in table and isinstance(value, int) and value > table[key].maximum:
+            found[key] = table[key].maximum
+            most = table[key].shown(found[key])
+            logger.warning(
+                "SETTINGS(%s): %s was more than the most that is allowed, it is %s now", "/".join(names), key, most
+            )
+    return found
 
 
 # --- All together -----------------------------------------------------------------------------------------------------
@@ -545,7 +561,7 @@ class Settings:
             unknown = values.keys() - _table_of(names).keys()
             if unknown:
                 logger.warning("SETTINGS(%s): of another version, not used: %s", "/".join(names), ", ".join(unknown))
-            self._live.put(names, values)
+            self._live.put(names, _within_limits(names, values))
 
     def notes(self, topic: Topic | None = None) -> Iterator[tuple[Any, ...]]:
         """For a snapshot: what was set live for this topic and its channels, or for patterns of topics."""

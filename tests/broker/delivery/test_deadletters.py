@@ -24,7 +24,7 @@ from flintmq.broker.delivery.topic import Topic
 from flintmq.broker.http.peek import cursor_of, peek_topic
 from flintmq.broker.observe import prometheus
 from flintmq.broker.storage import journal as journal_module
-from flintmq.broker.storage.journal import NEVER, SIDE
+from flintmq.broker.storage.journal import NEVER
 from flintmq.protocol.seqs import SEQ_MASK
 from flintmq.protocol.wire import Message, valid_name
 from support.fakes import SECOND, Client, FakeClock, pass_time, quiet, until
@@ -776,7 +776,7 @@ async def test_thousands_come_back_a_slice_at_a_time(start_broker: StartBroker) 
     channel.redrive = redrive = Redrive(channel, source, NEVER, 0)
     before = 0
     while redrive.running:
-        end = channel.topic.side_end - SIDE
+        end = channel.topic.side_end - channel.topic.side_base
         assert end - before <= SLICE
         before = end
         await asyncio.sleep(0)

@@ -21,13 +21,14 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule, run_state_machine_as_test
-from test_deadletters import contents, limit, moved
+from test_deadletters import body, contents, limit, moved, outstanding
 
 from flintmq.broker.daemon import Broker
 from flintmq.broker.delivery.channel import Channel
 from flintmq.broker.delivery.redrive import REDRIVE, Redrive
 from flintmq.broker.storage import journal as journal_module
 from flintmq.broker.storage import syncer as syncer_module
+from flintmq.broker.storage.journal import SIDE
 from flintmq.protocol.wire import Message
 from support.fakes import SECOND, Client, CountingDisk, FakeClock, pass_time, quiet, until
 
@@ -196,6 +197,33 @@ class DeadLetterMachine(RuleBasedStateMachine):
         self.run(begin())
         if wait:
             self.settle()
+
+    @rule(which=st.integers(0, 1 << 16), seconds=st.sampled_from([0, 5, 40]))
+    def defer_one(self, which: int, seconds: int) -> None:
+        """Whatever state it is in; one that was brought back and not delivered yet, too."""
+        found = sorted(outstanding(self.channel), reverse=True)
+        if found:
+            assert self.channel.reschedule(found[which % len(found)], seconds * SECOND)
+        self.settle()
+
+    @rule()
+    def seek(self) -> None:
+        """To the last message of the log: those before it are dropped, and what was brought back stays."""
+        self.publish(1, 1)
+
+        async def go() -> set[bytes]:
+            last = self.broker.topics["t"].log.end - 1
+            await moved(self.broker)
+            dropped = [seq for seq in outstanding(self.channel) if seq < SIDE and seq != last]
+            bodies = {await body(self.broker.topics["t"], seq) for seq in dropped}
+            self.channel.seek(last)
+            await quiet(self.broker)
+            return bodies
+
+        dropped = self.run(go())
+        self.alive -= dropped
+        self.going |= dropped
+        self.settle()
 
     @rule()
     def housekeeping(self) -> None:

@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 from conftest import StartBroker
 
+from flintmq.broker import backup
 from flintmq.broker.daemon import Broker
-from support.fakes import Client, FakeClock, quiet, until
+from support.fakes import Client, FakeClock, pass_time, quiet, until
 from support.http_client import HttpClient
 
 REDRIVE = "/channel/redrive?topic=t&channel=c"
@@ -110,3 +112,98 @@ async def test_a_redrive_whose_source_is_gone_after_a_restart_is_reported(start_
     again = await start_broker(http_address="127.0.0.1:0")
     progress = await ask(again, "GET", REDRIVE)
     assert (progress["running"], progress["moved"], progress["error"]) == (False, 2, "a channel was deleted")
+
+
+async def test_a_redriven_message_that_was_deferred_keeps_its_time_and_its_file_through_a_seek(
+    start_broker: StartBroker, clock: FakeClock
+) -> None:
+    broker = await start_broker(http_address="127.0.0.1:0", max_bytes_per_file=3_000, mem_queue_size=10)
+    channel, _ = broker.topic("t").channel("c")
+    channel.settings = replace(channel.settings, max_attempts=1)
+    broker.topics["t"].settings = replace(broker.topics["t"].settings, retain_bytes=1 << 40)
+    bodies = [b"%d " % number + bytes(900) for number in range(20)]
+    await Client(broker).publish_many("t", bodies)
+    consumer = Client(broker)
+    await consumer.subscribe("t", "c", 20)
+    await until(lambda: len(consumer.messages) == 20)
+    for message in consumer.messages:
+        consumer.requeue(message)
+    await until(lambda: "t.c.dead" in broker.topics and not channel.leaving)
+    consumer.hang_up()
+    await ask(broker, "POST", REDRIVE)
+    await until(lambda: channel.side.total == 20)
+    first = channel.side.first
+    async with HttpClient.connect(broker.http_address) as http:
+        about = f"topic=t&channel=c&id={broker.topics['t'].ids.text(first).decode()}"
+        assert (await http.post(f"/message/defer?{about}&delay=60000", b"")).status == 200
+        assert (await http.post("/channel/seek?topic=t&channel=c&to=earliest", b"")).status == 200
+        await quiet(broker)
+        assert (channel.depth, len(channel.deferred)) == (39, 1)
+    # All the others are finished, and the files of the side log go as far as they can.
+    other = Client(broker)
+    await other.subscribe("t", "c", 100)
+    await until(lambda: len(other.messages) == 39)
+    other.finish(*other.messages)
+    other.take()
+    for _ in range(3):
+        await quiet(broker)
+        broker.upkeep.sync()
+    await pass_time(broker, clock, 61)
+    await until(lambda: other.messages)
+    assert [message.body for message in other.messages] == [bodies[0]]
+
+
+async def ids_of(broker: Broker, *bodies: bytes) -> list[bytes]:
+    """Let messages die and bring them back: their ids then."""
+    channel, _ = broker.topic("t").channel("c")
+    channel.settings = replace(channel.settings, max_attempts=1)
+    consumer = Client(broker)
+    await consumer.subscribe("t", "c", len(bodies))
+    await Client(broker).publish_many("t", list(bodies))
+    await until(lambda: len(consumer.messages) == len(bodies))
+    for message in consumer.messages:
+        consumer.requeue(message)
+    consumer.take()
+    await until(lambda: not channel.in_flight_count and not channel.leaving)
+    await quiet(broker)
+    await ask(broker, "POST", REDRIVE)
+    await until(lambda: len(consumer.messages) == len(bodies))
+    messages = consumer.messages
+    consumer.finish(*messages)
+    await quiet(broker)
+    broker.journal.flush()
+    consumer.hang_up()
+    return [message.id for message in messages]
+
+
+async def test_ids_of_redriven_messages_are_not_used_again_by_a_topic_of_the_same_name(
+    start_broker: StartBroker, clock: FakeClock
+) -> None:
+    broker = await start_broker(http_address="127.0.0.1:0")
+    first = await ids_of(broker, b"one", b"two")
+    for name in ("t", "t.c.dead"):
+        broker.delete_topic(name)
+    await quiet(broker)
+    # Even if the clock goes back.
+    clock.step_wall(-3_600)
+    second = await ids_of(broker, b"three", b"four")
+    await broker.stop()
+    broker = await start_broker(http_address="127.0.0.1:0")
+    third = await ids_of(broker, b"five")
+    assert len({*first, *second, *third}) == 5
+
+
+@pytest.mark.parametrize("same_node", [False, True])
+async def test_ids_of_redriven_messages_are_not_used_again_by_a_restored_copy(
+    start_broker: StartBroker, tmp_path: Path, same_node: bool
+) -> None:
+    (tmp_path / "data").mkdir()
+    broker = await start_broker(http_address="127.0.0.1:0", data_path=tmp_path / "data", id=7)
+    used = await ids_of(broker, b"one")
+    backup.make(tmp_path / "data", tmp_path / "copy")
+    used += await ids_of(broker, b"two", b"three")
+    await broker.stop()
+    backup.restore(tmp_path / "copy", tmp_path / "new", same_node=same_node)
+    broker = await start_broker(http_address="127.0.0.1:0", data_path=tmp_path / "new", id=7)
+    used += await ids_of(broker, b"four", b"five")
+    assert len(set(used)) == 5

@@ -687,3 +687,44 @@ async def test_producers_attempts_and_what_is_known_of_them_have_a_limit(
         await second.ask("DELETE", "/stage?producer=two")
         await first.ask("DELETE", "/stage?producer=one")
         await third.open(0)
+
+
+@pytest.mark.parametrize("same_node", [False, True])
+async def test_a_backup_during_an_apply_does_not_double_its_rows(
+    start_broker: StartBroker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, same_node: bool
+) -> None:
+    """The set is decided and applied right after the backup has read that it is not."""
+    options = {"http_address": "127.0.0.1:0"}
+    (tmp_path / "data").mkdir()
+    broker = await start_broker(data_path=tmp_path / "data", **options)
+    broker.topic("t").channel("c")
+    loop = asyncio.get_running_loop()
+    tries: list[int] = []
+    copy_keys = backup._Copy._copy_keys
+
+    async with StageClient.connect(broker) as client:
+        await client.open(0)
+        prepared = await client.prepare(1, 0, [await client.stage(1, 0, "a", CHUNKS)])
+
+        async def finish() -> None:
+            await client.decide(1, 0, {"n": prepared["set"]})
+            await client.apply(0, prepared["set"])
+            await client.done(0)
+
+        def held_up(copy: backup._Copy) -> None:
+            if not tries:
+                asyncio.run_coroutine_threadsafe(finish(), loop).result(30)
+            tries.append(1)
+            copy_keys(copy)
+
+        monkeypatch.setattr(backup._Copy, "_copy_keys", held_up)
+        await loop.run_in_executor(None, backup.make, tmp_path / "data", tmp_path / "copy")
+    assert len(tries) == 2
+    await broker.stop()
+    backup.restore(tmp_path / "copy", tmp_path / "new", same_node=same_node)
+    broker = await start_broker(data_path=tmp_path / "new", **options)
+    async with StageClient.connect(broker) as client:
+        opened = await client.open(0, job="job-2")
+        if opened["decided"] is None:
+            await client.commit(0, CHUNKS, "job-2")
+    assert broker.topics["t"].channels["c"].depth == ROWS.total()

@@ -23,6 +23,7 @@ import pytest
 from flintmq.broker.stage import producer as producer_module
 from flintmq.broker.stage.state import Decision
 from flintmq.broker.storage import journal as journal_module
+from flintmq.broker.storage import log as log_module
 from flintmq.errors import StageError
 from support.fakes import FakeClock
 from support.garbage import collect_if_grown
@@ -214,3 +215,13 @@ async def test_power_loss_neither_loses_nor_doubles(tmp_path: Path, durability: 
 @pytest.mark.timeout(1800)
 async def test_kill_neither_loses_nor_doubles(tmp_path: Path) -> None:
     await try_every_call(tmp_path, 2, lambda disk, _: disk.after_kill(), 3)
+
+
+@pytest.mark.timeout(1800)
+async def test_kill_neither_loses_nor_doubles_what_goes_to_topics_in_memory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With so little memory that chunks of many records leave it while they are applied."""
+    monkeypatch.setattr(log_module, "RECORD_BYTES", 1_000)
+    options = {"durability": "memory", "mem_queue_size": 3, "mem_queue_bytes": 4_000}
+    await try_every_call(tmp_path, 2, lambda disk, _: disk.after_kill(), 29, **options)

@@ -16,14 +16,15 @@ from typing import Any
 
 import google_crc32c
 import pytest
+from conftest import StartBroker
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flintmq.broker.storage import journal as journal_module
 from flintmq.broker.storage.journal import ANOTHER_BOOT, NEVER, SIDE, ChannelState, Journal, State
 from flintmq.broker.storage.notes import NOTES
-from flintmq.errors import FormatError, StorageError
-from support.fakes import FakeClock
+from flintmq.errors import FormatError, StartError, StorageError
+from support.fakes import Client, FakeClock
 from support.simdisk import SimDisk
 
 ROOT = Path("/data")
@@ -581,3 +582,18 @@ def test_a_journal_that_cannot_roll_tries_again_less_and_less_often(
     teller.journal.flush()
     teller.run()
     assert teller.journal.size < 500
+
+
+async def test_rows_that_are_not_whole_are_damage_with_the_file_s_name(start_broker: StartBroker) -> None:
+    broker = await start_broker()
+    channel, _ = broker.topic("t").channel("c")
+    await Client(broker).publish("t", b"x")
+    # As a version left them that noted three of four numbers.
+    channel._back.extend((broker.topics["t"].log.first, 1, 5))
+    broker.journal.touch(channel)
+    broker.journal.flush()
+    broker.kill()
+    with pytest.raises(StartError, match=r"journal-0+1: in the batch at offset \d+ .*3 numbers are no whole rows of 4"):
+        await start_broker()
+    broker = await start_broker(accept_damaged_journal=True)
+    assert broker.topics["t"].channels["c"].depth == 1

@@ -674,21 +674,23 @@ class Channel:
             self.dropped_count += 1
             self.finished(seq, seq + 1)
             return
+        self._note_back(seq, attempts, due, self.broker.clock.wall() + due - self.broker.clock.now() if due else 0)
         self.attempts[seq] = attempts
-        wall = 0
         if due:
-            wall = self.broker.clock.wall() + due - self.broker.clock.now()
             self.deferred.push(due, seq)
             self._watch(due)
         else:
             self.requeued.append(seq)
-        self._back.extend((seq, attempts, due, wall))
         self._note()
 
     def note_attempts(self, seq: int, attempts: int) -> None:
         """Tell the journal how often a message was delivered that is not finished."""
-        self._back.extend((seq, attempts, 0, 0))
+        self._note_back(seq, attempts, 0, 0)
         self._note()
+
+    def _note_back(self, seq: int, attempts: int, due: int, wall: int) -> None:
+        """A row for the journal: whole or, if a number is too large for it, not at all."""
+        self._back += array("q", (seq, attempts, due, wall))
 
     # --- Time ------------------------------------------------------------------------------------------------------
 
@@ -856,10 +858,7 @@ class Channel:
         self.leaving.keep(leaving)
         self.ring.reset(self.waiting.first if self.waiting else self.seen)
         for seq, attempts, due in kept:
-            if attempts < 0:
-                self.requeued.append(seq)
-            else:
-                self.requeue_at(seq, attempts, due)
+            self.requeue_at(seq, attempts, due)
         self.broker.journal.flush()
         self.broker.soon(self)
         self._watch(self.next_deadline())
@@ -867,7 +866,7 @@ class Channel:
     def _singles_state(self) -> list[tuple[int, int, int]]:
         """(seq, attempts, when due) of messages that are not waiting and cannot be read from the log.
 
-        Attempts are -1 for one that brings its own count. A deferred one never does: the journal knows its time.
+        Attempts are -1 for one of the side log that was not delivered here yet: it brings its own count.
         """
         below = self.topic.mover.below
         if not below and self.topic.side is None:
@@ -875,9 +874,10 @@ class Channel:
         found = [(seq, 1, 0) for seq, _ in self.ring.held(self.ring.lo, max(self.ring.lo, below))]
         for first, stop in ((0, below), (SIDE, NEVER)):
             these = range(first, stop)
+            before = 0 if stop == below else -1
             found += [(seq, self.unusual[seq].attempts, 0) for seq in filter(these.__contains__, self.unusual)]
-            found += [(seq, self.attempts.get(seq, -1), 0) for seq in filter(these.__contains__, self.requeued)]
-            found += [(seq, self.attempts.get(seq, 0), due) for due, seq in self.deferred.between(first, stop)]
+            found += [(seq, self.attempts.get(seq, before), 0) for seq in filter(these.__contains__, self.requeued)]
+            found += [(seq, self.attempts.get(seq, before), due) for due, seq in self.deferred.between(first, stop)]
         return found
 
     # One message, whatever its state. Who asks is no consumer: nobody has to hold it.
@@ -951,9 +951,9 @@ class Channel:
     def settle(self) -> None:
         """A clean stop: what is in flight was delivered once more, and comes back with its count."""
         for seq, _ in self.ring.held(self.ring.lo, self.ring.hi):
-            self._back.extend((seq, 1, 0, 0))
+            self._note_back(seq, 1, 0, 0)
         for seq, message in self.unusual.items():
-            self._back.extend((seq, message.attempts, 0, 0))
+            self._note_back(seq, message.attempts, 0, 0)
         self.broker.journal.touch(self)
 
     def snapshot_parts(self) -> Iterator[Part]:
@@ -987,6 +987,6 @@ class Channel:
         wall = self.broker.clock.wall() - self.broker.clock.now()
         for due, seq in self.deferred.between(first, stop):
             if seq not in self.attempts:
+                self._note_back(seq, 0, due, wall + due)
                 self.attempts[seq] = 0
-                self._back.extend((seq, 0, due, wall + due))
         self._note()

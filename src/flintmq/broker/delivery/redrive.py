@@ -24,7 +24,7 @@ from flintmq.broker.delivery.dead_letters import LONGEST_QUEUE, SLICE, SLICE_BYT
 from flintmq.broker.delivery.slices import Steps
 from flintmq.broker.limits import Bucket
 from flintmq.broker.storage.journal import NEVER, State
-from flintmq.errors import DamageError
+from flintmq.errors import DamageError, PublishError
 from flintmq.protocol.seqs import seq_of
 
 if TYPE_CHECKING:
@@ -179,11 +179,21 @@ class Redrive(Steps):
             self._end(exc.strerror or str(exc))
             return
         places = []
+        failure = ""
         for seq in seqs:
             frame, published = found[seq]
             record = record_of(frame)
             address = _address.pack(self._channel.id, self._source.id, seq)
-            places.append(side.append(record, 0, len(record), 1, published, extra=address))
+            try:
+                places.append(side.append(record, 0, len(record), 1, published, extra=address))
+            except PublishError as exc:
+                failure = str(exc)
+                self._source.leaving.stay(seqs[len(places) :], 0)
+                seqs = seqs[: len(places)]
+                break
+        if not seqs:
+            self._end(failure)
+            return
         if self._bucket is not None:
             self._bucket.spend(len(seqs))
         self._under_way += len(seqs)
@@ -191,6 +201,8 @@ class Redrive(Steps):
         self._source.leaving.copied(side, "side", self._channel.topic.incarnation)
         side.when_durable(side.end, partial(self._copied, seqs, places))
         side.write_all()
+        if failure:
+            self._end(failure)
 
     def _copied(self, seqs: list[int], places: list[int], error: Exception | None) -> None:
         self._under_way -= len(seqs)

@@ -76,6 +76,8 @@ class Topic:
         self.log = self._new_log(folder, base)
         #: Messages for one channel only, and copies of old ones; made when there are any.
         self.side: Log | None = None
+        #: Where the side log begins at the earliest: nothing before it is used for a message from now on.
+        self.side_base = SIDE
         self.mover = Mover(self)
         #: What stays in files for others than channels.
         self.readers = Readers(self)
@@ -220,24 +222,43 @@ class Topic:
         size = stop - pos - 4 * count
         if self.limits is not None:
             self.limits.admit(count, size, admitted)
+        kept = count
+        if self.ephemeral and self.frozen:
+            stop, kept = self._fitting(data, pos, stop, count)
+        if more and not self.log.in_group:
+            # If the batch is given up, its commits fail, and those of others must not.
+            self._open_commit = None
+        try:
+            if kept or not count:
+                self.log.append(data, pos, stop, kept, self.broker.clock.wall(), delay=delay, extra=extra, more=more)
+            elif not more:
+                self.log.end_batch()
+        except PublishError:
+            self.broker.counters.refused_count += count
+            raise
         self.message_count += count
         self.message_bytes += size
-        if self.ephemeral and self.frozen:
-            room = self.settings.mem_queue_size - self.depth
-            if count > room:
-                # Nobody listens and the memory is full: the newest are dropped without a word, as NSQ does.
-                if room <= 0:
-                    return None
-                fitting = BatchParser(pos)
-                fitting.run(data, stop, room, stop)
-                stop, count = fitting.pos, room
-        self.log.append(data, pos, stop, count, self.broker.clock.wall(), delay=delay, extra=extra, more=more)
+        if count and not kept:
+            return None
         if self.log.end > self._usable - RESERVE // 2:
             self._reserve()
         self.broker.turn(self)
         if self.log.durability == "memory" and self.log.end <= min(self._usable, self._settled):
             return None
         return self._commit(self.message_count - count, self.message_bytes - size)
+
+    def _fitting(self, data: bytearray, pos: int, stop: int, count: int) -> tuple[int, int]:
+        """Where nobody listens and the memory is full, the newest are dropped without a word, as NSQ does.
+
+        Up to where these records fit, and how many that are.
+        """
+        room = max(0, self.settings.mem_queue_size - self.depth)
+        if count <= room:
+            return stop, count
+        fitting = BatchParser(pos)
+        if room:
+            fitting.run(data, stop, room, stop)
+        return fitting.pos, room
 
     def publish_slices(
         self, slices: Iterator[Piece], extra: bytes = b"", *, delay: int = 0, admitted: bool = False
@@ -443,12 +464,15 @@ class Topic:
         logger.exception("TOPIC(%s): channel %s failed", self.name, channel.name)
 
     def _write_failed(self, seq: int, exc: Exception) -> None:
-        if seq >= SIDE:
-            self.mover.write_failed(seq)
         reason = self._refusal = getattr(exc, "strerror", None) or str(exc)
-        self.broker.unwell(f"cannot write to the disk: {reason}")
+        if isinstance(exc, OSError):
+            self.broker.unwell(f"cannot write to the disk: {reason}")
+        if seq >= SIDE:
+            # Nothing that was published.
+            self.mover.write_failed(seq)
+            return
         self._open_commit = None
-        if self.busy:
+        if self.busy and self.log.durability != "memory":
             # The slices of a batch so far are gone: its last one must not pass for the whole.
             self._batch_error = PublishError(reason)
         while self._commits and self._commits[-1].end > seq:
@@ -519,12 +543,15 @@ class Topic:
             if self.folder is not None:
                 folder = self.folder / "side"
                 self.broker.disk.make_folder(folder)
-            self.side = self._new_log(folder, SIDE)
+            self.side_base = max(self.side_base, SIDE + self.broker.first_number())
+            if not self.ephemeral:
+                self.broker.journal.note("side", self.incarnation, self.side_base)
+            self.side = self._new_log(folder, self.side_base)
         return self.side
 
     @property
     def side_end(self) -> int:
-        return self.side.end if self.side is not None else SIDE
+        return self.side.end if self.side is not None else self.side_base
 
     # --- Channels --------------------------------------------------------------------------------------------------
 

@@ -112,10 +112,15 @@ class Disk:
             if urgency == SPARE:
                 self._start(f"flintmq-spare-{self._order}", functools.partial(self._serve_aside, work, done))
                 return
+            if len(self._threads) < _THREADS:
+                try:
+                    self._threads.append(self._start(f"flintmq-disk-{len(self._threads)}", self._serve))
+                except RuntimeError:
+                    if not self._threads:
+                        raise
+                    # Those that there are take longer.
             self._order += 1
             heapq.heappush(self._work, (urgency, self._order, work, done))
-            if len(self._threads) < _THREADS and len(self._work) > 0:
-                self._threads.append(self._start(f"flintmq-disk-{len(self._threads)}", self._serve))
             self._wake.notify()
 
     def _start(self, name: str, target: Callable[[], None]) -> threading.Thread:

@@ -524,7 +524,8 @@ class Journal:
             for stop, entries in read_batches(data, salt, at):
                 if not entries:
                     return
-                apply_all(entries, state)
+                for what in apply_all(entries, state):
+                    self._damaged(path, f"in the batch at offset {at} {what}")
                 at = stop
                 if not is_snapshot:
                     self._ends[path] = at
@@ -671,16 +672,19 @@ def _entry(kind: int, payload: bytes) -> bytes:
     return _entry_head.pack(kind, len(payload)) + payload
 
 
-def apply_all(entries: bytes, state: State) -> None:
+def apply_all(entries: bytes, state: State) -> list[str]:
+    """Take up what a batch says; return what of it makes no sense, and was left out."""
+    left_out: list[str] = []
     at = 0
     while at < len(entries):
         kind, length = _entry_head.unpack_from(entries, at)
         at += _entry_head.size
         payload = entries[at : at + length]
         at += length
-        if kind == NOTE:
-            state.apply(decode(payload))
-        else:
+        try:
+            if kind == NOTE:
+                state.apply(decode(payload))
+                continue
             state.clean = False
             (channel,) = _number.unpack_from(payload)
             if kind == DONE:
@@ -689,3 +693,6 @@ def apply_all(entries: bytes, state: State) -> None:
                 state.apply_back(channel, unpack_numbers(payload[4:]))
             else:
                 raise FormatError(f"a journal entry of unknown kind {kind}")
+        except ValueError as exc:
+            left_out.append(f"an entry is unreadable: {exc}")
+    return left_out

@@ -54,6 +54,7 @@ __all__ = [
     "Keys",
     "Window",
     "content_of",
+    "is_reserved",
     "key_extra",
     "key_in",
     "reserved_digest",
@@ -115,6 +116,11 @@ def key_extra(digest: bytes, content: int = UNKNOWN) -> bytes:
     if content == UNKNOWN:
         return _OLD_EXTRA + digest
     return b"".join((_EXTRA[:_OF_AT], _number.pack(content), _EXTRA[_OF_AT + 8 : _KEY_AT], digest))
+
+
+def is_reserved(extra: bytes) -> bool:
+    """Do a record's extra bytes hold a reserved key?"""
+    return len(extra) == len(_EXTRA) and _number.unpack_from(extra, _OF_AT)[0] == RESERVED and key_in(extra) is not None
 
 
 def key_in(extra: bytes) -> tuple[bytes, int] | None:
@@ -614,6 +620,9 @@ class Keys:
             keys.digests += digests
             keys.contents += contents
             keys.times += array("q", [wall - (now - last)]) * (len(digests) // DIGEST)
+        # Nothing that the segments say of keys counts beside them, so those of unfinished transactions belong to them.
+        for digest in self.reserved if self._holds else ():
+            keys.add(digest, 0, wall, RESERVED)
         # Each stands for all that was stored so far.
         keys.seqs = array("q", [self._topic.log.end - 1]) * len(keys.times)
         self._files.replace(keys)

@@ -15,7 +15,7 @@ import functools
 import logging
 import os
 from array import array
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -23,7 +23,7 @@ from itertools import islice
 from pathlib import Path
 
 from flintmq.broker.storage.disk import BACKGROUND, COMMIT
-from flintmq.broker.storage.keys import MOST_IN_SEGMENT, KeyBlock
+from flintmq.broker.storage.keys import MOST_IN_SEGMENT, KeyBlock, is_reserved
 from flintmq.broker.storage.memory import Memory, Pinned
 from flintmq.broker.storage.reader import Reader
 from flintmq.broker.storage.recovery import Recovery
@@ -45,7 +45,7 @@ from flintmq.broker.storage.segment import (
 )
 from flintmq.broker.storage.store import LARGEST_BLOCK, NO_DESCRIPTOR, Store
 from flintmq.broker.storage.syncer import Syncer
-from flintmq.errors import StorageError
+from flintmq.errors import PublishError, StorageError
 from flintmq.kernel import FAILED, FRAME_OVERHEAD, Block, Intake, Tail
 
 __all__ = ["NO_BLOCK", "TAKE_AT_ONCE", "WRITE_AT", "Log"]
@@ -122,6 +122,11 @@ class Log:
         self._pending: deque[Record] = deque()
         self._open_record: Record | None = None
         self.in_group = False
+        # Where that batch begins, and why it will never be whole although a thread still writes some of it.
+        self._group_first = base
+        self._doomed: PublishError | None = None
+        # Durability `memory`: the first seq under a reserved key that waits to be written, -1 if there is none.
+        self._held = -1
         #: Bytes of frames that the last take_in() made.
         self.last_bytes = 0
         self._tail = Tail(store.prefix, WRITE_AT)
@@ -154,7 +159,12 @@ class Log:
         """Up to here a publish is as safe as it was promised to be."""
         if self.durability == "os":
             return self.whole
-        return self.durable if self.durability == "fsync" else self.end
+        if self.durability == "fsync":
+            return self.durable
+        # A batch whose end is still to come may yet be cut back. What is under a reserved key has to outlive a kill
+        # once anybody has seen it.
+        end = self._group_first if self.in_group else self.end
+        return end if self._held < 0 else min(end, self._held)
 
     @property
     def whole(self) -> int:
@@ -218,7 +228,38 @@ class Log:
         """Append ``count`` records ``[size][body]`` at ``data[pos:stop]``; the first one's seq.
 
         ``delay`` in ns defers them. With ``more`` the batch goes on in the next call. Nothing is written yet.
+        PublishError: there is no memory for it. Then nothing of it is there, nor of what came before in its batch.
         """
+        if self._doomed is not None:
+            raise self._doomed
+        record = self._open_record
+        known = (record.stop, record.count) if record is not None else (0, 0)
+        first = self.end
+        try:
+            return self._append(data, pos, stop, count, timestamp, delay, attempts, extra, more)
+        except BaseException as exc:
+            if record is not None:
+                record.stop, record.count = known
+            self._forget(first)
+            error = PublishError(exc.strerror or str(exc) if isinstance(exc, OSError) else "out of memory")
+            if self.in_group:
+                self._give_up_batch(error)
+            if isinstance(exc, (OSError, MemoryError)):
+                raise error from exc
+            raise
+
+    def _append(
+        self,
+        data: bytearray,
+        pos: int,
+        stop: int,
+        count: int,
+        timestamp: int,
+        delay: int,
+        attempts: int,
+        extra: bytes,
+        more: bool,
+    ) -> int:
         first = self.end
         block = self.memory.active
         open_record = self._open_record
@@ -267,9 +308,19 @@ class Log:
             count -= done
         if record is not None and not more:
             record.flags &= ~MORE
+        if more and not self.in_group:
+            self._group_first = first
         self.in_group = more
+        if extra and self._held < 0 and self.durability == "memory" and self.folder is not None and is_reserved(extra):
+            self._held = first
         self._open_record = record if record is not None and not (flags or extra or more) else None
         return first
+
+    def end_batch(self) -> None:
+        """Nothing more is coming of the batch that is being appended: what is there is all of it."""
+        self.in_group = False
+        if self._pending:
+            self._pending[-1].flags &= ~MORE
 
     def take_in(
         self, intake: Intake, fds: list[int], counts: list[int], start: int, settled: bool, budget: int
@@ -286,7 +337,11 @@ class Log:
         if block.size == LARGEST_BLOCK:
             room = TAKE_ROOM
             if block.size - block.used < room:
-                block = self._add_block(LARGEST_BLOCK)
+                try:
+                    block = self._add_block(LARGEST_BLOCK)
+                except (OSError, MemoryError):
+                    # Who publishes on the long way is told.
+                    return NO_BLOCK, False
         store = self._store
         segment = self._active
         answer = settled and not self._writing and self.durability != "fsync"
@@ -366,13 +421,42 @@ class Log:
 
     def _cut_back(self, seq: int) -> None:
         """Forget everything from ``seq`` on: it could not be written, and nobody has seen it."""
+        self._forget(seq)
+        self._pending.clear()
+        self.in_group = False
+        self._doomed = None
+
+    def _forget(self, seq: int) -> None:
+        """Take everything from ``seq`` on out of the memory, and of what waits to be written."""
         self.memory.cut_back(seq)
         while self.deferred and self.deferred[-1][0] >= seq:
             self.deferred.pop()
-        self._pending.clear()
+        while self._pending and self._pending[-1].seq >= seq:
+            self._pending.pop()
         self._open_record = None
-        self.in_group = False
         self.end = seq
+        if self._held >= seq:
+            self._held = -1
+
+    def _give_up_batch(self, error: PublishError) -> None:
+        """The batch that is being appended will never be whole: forget what there is of it."""
+        if self._writing and self.durability != "memory":
+            # Some of it may be on its way to the file.
+            self._doomed = error
+            return
+        self._doomed = None
+        self.in_group = False
+        first = self._group_first
+        if self._group_written is not None:
+            segment, offset, seq = self._group_written
+            self._group_written = None
+            self._group_planned = False
+            self._active = None
+            self._cut_file(segment, seq, offset)
+            self.written = min(self.written, seq)
+        self._forget(first)
+        self._failed(first, error)
+        self.syncer.give_up(first, error)
 
     # --- Writing ---------------------------------------------------------------------------------------------------
 
@@ -380,10 +464,11 @@ class Log:
         """Write what was appended. Called once per loop turn for all publishers of the turn."""
         if self.folder is None or self._writing or not self._pending or self.closed:
             return
-        if self.durability == "memory" and not self.syncer.awaited:
+        if self.durability == "memory" and not self.syncer.awaited and self._held < 0:
             return
-        if len(self._pending) != 1 or not self._write_single(self._pending[0]):
-            self._write_out(len(self._pending))
+        records = self._writable(len(self._pending))
+        if records and (records != 1 or not self._write_single(self._pending[0])):
+            self._write_out(records)
 
     def change_durability(self, durability: str) -> None:
         """From now on publishes are as safe as this. To and from ``memory`` only while everything has been written."""
@@ -397,6 +482,8 @@ class Log:
 
     def write_all(self) -> None:
         """Write everything, whatever the durability: a clean stop."""
+        if self.durability == "memory" and self.in_group:
+            self._give_up_batch(PublishError("exiting"))
         if self.folder is not None and self._pending:
             self._open_record = None
             self._write_out(len(self._pending), last=True)
@@ -404,7 +491,7 @@ class Log:
             while self._pending and len(self._pending) != left:
                 # Durability `memory`, and not all of it fits: record by record, up to the first that does not.
                 left = len(self._pending)
-                self._write_out(1, last=True)
+                self._write_out(self._writable(1), last=True)
 
     def unwritten(self, needed: Callable[[int, int], bool]) -> int:
         """Return how many messages that are ``needed(first, stop)`` wait to be written to a file."""
@@ -427,10 +514,26 @@ class Log:
             stop = block.base + block.count
             while records < len(self._pending) and self._pending[records].seq < stop:
                 records += 1
+        records = self._writable(records)
         if records:
             if records == len(self._pending):
                 self._open_record = None
             self._write_out(records)
+
+    def _writable(self, records: int) -> int:
+        """How many of the pending records to write where so many are to be.
+
+        With durability ``memory`` a batch is written once it is whole, and one that has a key in one go: the key in a
+        file says that all of it is stored.
+        """
+        pending = self._pending
+        if self.durability != "memory":
+            return records
+        if self.in_group:
+            records = min(records, bisect_left(pending, self._group_first, key=lambda record: record.seq))
+        while 0 < records < len(pending) and pending[records - 1].extra and pending[records - 1].flags & MORE:
+            records += 1
+        return records
 
     def _write_out(self, records: int, last: bool = False) -> None:
         pieces = self._plan(records)
@@ -516,6 +619,8 @@ class Log:
             self._write_failed(pieces, error)
         else:
             self._store.fatal(error)
+        if self._doomed is not None:
+            self._give_up_batch(self._doomed)
         self.flush()
 
     def _plan(self, records: int) -> list[_Piece]:
@@ -528,9 +633,12 @@ class Log:
             self._open_record = None
         for _ in range(records):
             record = self._pending.popleft()
-            if self.durability == "memory":
+            if self.durability == "memory" and not record.extra:
                 # It was answered and seen record by record, and the rest of its batch may never go to a file.
                 record.flags &= DEFERRED
+            elif not self._group_planned:
+                # With durability `memory` what comes before it in its batch may be finished without ever being written.
+                record.flags &= ~CONTINUES
             size = RECORD_HEADER + len(record.extra) + record.stop - record.start
             if segment is not None and (
                 record.seq != segment.end
@@ -603,6 +711,8 @@ class Log:
                     self._group_written = (segment, offset, record.seq)
                 offset += RECORD_HEADER + len(record.extra) + record.stop - record.start
             self.syncer.wrote(segment, piece.size, count)
+        if 0 <= self._held < self.written:
+            self._held = next((record.seq for record in self._pending if is_reserved(record.extra)), -1)
         if not last:
             self.syncer.sync_if_due()
         if self.syncer.awaited:
@@ -635,7 +745,7 @@ class Log:
         if kept:
             self._pending.extendleft(reversed([record for piece in pieces for record in piece.records]))
             self._failed(self.end, exc)
-            if self.syncer.awaited:
+            if self.syncer.awaited or self._held >= 0:
                 self._store.delay(WRITE_AGAIN, self.flush)
             return
         self._cut_back(seq)

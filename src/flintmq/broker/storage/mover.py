@@ -21,7 +21,7 @@ from typing import TYPE_CHECKING
 
 from flintmq.broker.storage.journal import SIDE
 from flintmq.broker.storage.segment import Segment, timestamp_of
-from flintmq.errors import DamageError
+from flintmq.errors import DamageError, PublishError
 from flintmq.kernel import FRAME_OVERHEAD
 
 if TYPE_CHECKING:
@@ -216,7 +216,13 @@ class Mover:
             self._wanted.popleft()
             body = len(frame) - FRAME_OVERHEAD
             record = bytearray(_u32.pack(body)) + frame[FRAME_OVERHEAD:]
-            place = side.append(record, 0, len(record), 1, timestamp_of(frame), extra=_address.pack(0, seq) + extra)
+            address = _address.pack(0, seq) + extra
+            try:
+                place = side.append(record, 0, len(record), 1, timestamp_of(frame), extra=address)
+            except PublishError as exc:
+                logger.error("TOPIC(%s): old messages cannot be copied, later - %s", self._topic.name, exc)
+                self._give_up()
+                return
             self._new_seqs.append(seq)
             self._new_places.append(place)
             size += body

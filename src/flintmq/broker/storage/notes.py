@@ -210,10 +210,11 @@ class EndNote(Note, tag="end"):
 
 
 class SideNote(Note, tag="side"):
-    """Everything before this seq of the side log is on the device."""
+    """Everything before this seq of the side log is on the device, and none before ``next`` is used from now on."""
 
     incarnation: int
     seq: int
+    next: int = SIDE
 
 
 class CleanNote(Note, tag="clean"):
@@ -368,6 +369,8 @@ class TopicState:
     end: int | None = None
     #: Everything before it in the side log is known to be on the device, and may be gone again.
     side_end: int = SIDE
+    #: The next message of the side log has no seq below it.
+    side_next: int = SIDE
     channels: dict[int, ChannelState] = field(default_factory=dict)
     #: What was set live for it (empty name), and for its channels by their name or pattern.
     settings: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -394,6 +397,9 @@ class State:
     boot: bytes = b""
 
     def apply_done(self, channel: int, pairs: array[int]) -> None:
+        """These pairs (first, stop) are finished. ValueError if they are not whole."""
+        if len(pairs) % 2:
+            raise ValueError(f"{len(pairs)} numbers are no whole pairs")
         state = self.channels.get(channel)
         if state is not None:
             state.finish_all(pairs)
@@ -405,6 +411,9 @@ class State:
             topic.was_frozen = topic.frozen is not None
 
     def apply_back(self, channel: int, rows: array[int]) -> None:
+        """Take up rows (seq, attempts, due on the clock, due on the wall). ValueError if they are not whole."""
+        if len(rows) % 4:
+            raise ValueError(f"{len(rows)} numbers are no whole rows of 4")
         state = self.channels.get(channel)
         if state is not None:
             for i in range(0, len(rows), 4):
@@ -420,7 +429,7 @@ class State:
         if incarnation not in self.topics:
             # Names are unique: an older one was deleted, and the entry that said so was lost at the end of its file.
             for other in [t for t in self.topics.values() if t.name == name and t.incarnation < incarnation]:
-                self._untopic(other.incarnation, other.ceiling)
+                self._untopic(other.incarnation, max(other.ceiling, other.side_next - SIDE))
             whole = not self.in_snapshot
             self.topics[incarnation] = TopicState(name, incarnation, base, ceiling, base, base, whole=whole)
 
@@ -550,10 +559,13 @@ class State:
         if incarnation in self.topics:
             self.topics[incarnation].end = end
             self.topics[incarnation].side_end = side_end
+            self._side(incarnation, side_end, side_end)
 
-    def _side(self, incarnation: int, seq: int) -> None:
+    def _side(self, incarnation: int, seq: int, following: int) -> None:
         if incarnation in self.topics:
-            self.topics[incarnation].side_end = max(seq, self.topics[incarnation].side_end)
+            topic = self.topics[incarnation]
+            topic.side_end = max(seq, topic.side_end)
+            topic.side_next = max(topic.side_end, following, topic.side_next)
 
     def _clean(self) -> None:
         pass

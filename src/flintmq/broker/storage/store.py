@@ -147,8 +147,12 @@ class Store:
                 if block.recycle(base):
                     return block
             if len(self._spare) < _SPARE_BLOCKS and not self._preparing and not self.disk.closing:
-                self.disk.submit(_fresh_memory, self._prepared, SPARE)
-                self._preparing = True
+                try:
+                    self.disk.submit(_fresh_memory, self._prepared, SPARE)
+                    self._preparing = True
+                except RuntimeError:
+                    # No thread can be started: it only saves time.
+                    pass
             return Block(size, base, self._spare.pop() if self._spare else _memory(size))
         return Block(size, base)
 
