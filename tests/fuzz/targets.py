@@ -452,7 +452,7 @@ def http(data: bytes) -> None:
     """A request to the HTTP port; one that is like the one before it goes to the lane's parser."""
 
     async def work(broker: Broker) -> None:
-        warm = b"POST /pub?topic=t HTTP/1.1\r\nHost: h\r\nContent-Length: 1\r\n\r\nx"
+        warm = b"POST /pub?topic=t HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1\r\n\r\nx"
         await _over_socket(broker, broker.http_address, warm * 2, data)
 
     world().run(work)

@@ -64,20 +64,20 @@ async def test_a_lie_is_refused_and_costs_next_to_nothing(broker: Broker, lie: s
     await other.publish("u", b"all is well")
 
 
-BATCH = b"POST /mpub?topic=t&binary=true HTTP/1.1\r\nHost: h\r\nContent-Length: 9\r\n\r\n"
+BATCH = b"POST /mpub?topic=t&binary=true HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n"
 
 
 @pytest.mark.parametrize(
     "request_",
     [
-        b"POST /pub?topic=t HTTP/1.1\r\nHost: h\r\nContent-Length: %b\r\n\r\nx" % HUGE,
-        b"POST /pub?topic=t HTTP/1.1\r\nHost: h\r\nContent-Length: -1\r\n\r\nx",
-        b"POST /pub?topic=t HTTP/1.1\r\nHost: h\r\nContent-Length: 2147483648\r\n\r\nx",
-        b"POST /pub?topic=t&defer=%b HTTP/1.1\r\nHost: h\r\nContent-Length: 1\r\n\r\nx" % HUGE,
-        b"POST /pub?topic=t&defer=-1 HTTP/1.1\r\nHost: h\r\nContent-Length: 1\r\n\r\nx",
+        b"POST /pub?topic=t HTTP/1.1\r\nHost: localhost\r\nContent-Length: %b\r\n\r\nx" % HUGE,
+        b"POST /pub?topic=t HTTP/1.1\r\nHost: localhost\r\nContent-Length: -1\r\n\r\nx",
+        b"POST /pub?topic=t HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2147483648\r\n\r\nx",
+        b"POST /pub?topic=t&defer=%b HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1\r\n\r\nx" % HUGE,
+        b"POST /pub?topic=t&defer=-1 HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1\r\n\r\nx",
         BATCH + b"\x7f\xff\xff\xff\x00\x00\x00\x01x",
         BATCH + b"\x00\x00\x00\x01\xff\xff\xff\xffx",
-        b"POST /pub?topic=t HTTP/1.1\r\nHost: h\r\nTransfer-Encoding: chunked\r\n\r\n%b\r\nx" % (b"f" * 5_000),
+        b"POST /pub?topic=t HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n%b\r\nx" % (b"f" * 5_000),
     ],
     ids=["length of 5,000 digits", "length -1", "length 2^31", "defer", "defer -1", "count", "size", "chunk"],
 )

@@ -5,6 +5,8 @@ publish to be committed. Bytes are its log's business, deliveries its channels'.
 
 ``pumped`` follows what is committed, and stands still while the topic is paused or has no channel. What lies beyond
 it is the topic's own depth; a new channel starts there.
+
+Size: publishing, committing and handing over to channels move the same marks, so they stay together.
 """
 
 from __future__ import annotations

@@ -82,7 +82,10 @@ class _Piece:
 
 
 class Log:
-    """See the module's text. ``folder`` is None for an ephemeral topic: then nothing ever goes to a file."""
+    """See the module's text. ``folder`` is None for an ephemeral topic: then nothing ever goes to a file.
+
+    Size: the marks of writing and the state of the batch under way are read for every append, so they are flat.
+    """
 
     def __init__(
         self,
