@@ -82,7 +82,11 @@ class _Piece:
 
 
 class Log:
-    """See the module's text. ``folder`` is None for an ephemeral topic: then nothing ever goes to a file."""
+    """See the module's text. ``folder`` is None for an ephemeral topic: then nothing ever goes to a file.
+
+    Size: marks, the batch that is being appended and what is planned or written of it change together, append by append
+    and write by write, so they are flat.
+    """
 
     def __init__(
         self,
