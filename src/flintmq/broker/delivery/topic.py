@@ -6,7 +6,8 @@ publish to be committed. Bytes are its log's business, deliveries its channels'.
 ``pumped`` follows what is committed, and stands still while the topic is paused or has no channel. What lies beyond
 it is the topic's own depth; a new channel starts there.
 
-Size: publishing, committing and handing over to channels move the same marks, so they stay together.
+Size: a publish, its commit and the mark that lets channels see it change the same few numbers in one turn, so they stay
+in one module. What does not is elsewhere: see the class.
 """
 
 from __future__ import annotations

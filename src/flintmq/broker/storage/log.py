@@ -84,7 +84,8 @@ class _Piece:
 class Log:
     """See the module's text. ``folder`` is None for an ephemeral topic: then nothing ever goes to a file.
 
-    Size: the marks of writing and the state of the batch under way are read for every append, so they are flat.
+    Size: marks, the batch that is being appended and what is planned or written of it change together, append by append
+    and write by write, so they are flat.
     """
 
     def __init__(
