@@ -511,18 +511,19 @@ def test_threads_that_the_system_does_not_give_are_done_without(monkeypatch: pyt
     def refuse(thread: threading.Thread) -> None:
         raise RuntimeError("can't start new thread")
 
+    ran: list[int] = []
     threads = Threads("test", 2)
     with monkeypatch.context() as without:
         without.setattr(threading.Thread, "start", refuse)
         with pytest.raises(RuntimeError, match="can't start"):
-            threads.submit(int)
+            threads.submit(ran.append, 1)
     gate = threading.Event()
     first = threads.submit(gate.wait, 30)
     with monkeypatch.context() as without:
         without.setattr(threading.Thread, "start", refuse)
         second = threads.submit(int, "2")
     gate.set()
-    assert (first.result(30), second.result(30)) == (True, 2)
+    assert (first.result(30), second.result(30), ran) == (True, 2, [])
     threads.shutdown()
 
 

@@ -100,11 +100,16 @@ class Threads(ThreadPoolExecutor):
         with self._lock:
             if self._is_closed:
                 raise RuntimeError("the threads were taken back")
+            self._work.put(work)
             if self._idle:
                 self._idle -= 1
             elif self._started < self._most:
-                self._start_one()
-            self._work.put(work)
+                try:
+                    self._start_one()
+                except RuntimeError:
+                    # A later thread must not run what the caller takes for refused.
+                    future.cancel()
+                    raise
         return future
 
     def _start_one(self) -> None:
