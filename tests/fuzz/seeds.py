@@ -69,7 +69,8 @@ def seeds() -> dict[str, list[bytes]]:
         "lane": [b"PUB t\n\x00\x00\x00\x03two" * 2 + b"NOP\n", encode_mpub(b"t", [b"a", b"b"])],
         "http": [
             b"POST /pub?topic=t HTTP/1.1\r\nHost: localhost\r\nContent-Length: 3\r\n\r\none",
-            b"POST /mpub?topic=t HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n3\r\na\nb\r\n0\r\n\r\n",
+            b"POST /mpub?topic=t HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+            b"3\r\na\nb\r\n0\r\n\r\n",
             b"GET /stats?format=json HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n",
         ],
     }
