@@ -1110,7 +1110,10 @@ class Run:
 
 def restored(tree: Any, wall: Callable[[], float], rng: random.Random) -> Any:
     """The files of a node after they went through a backup and were restored."""
-    chance, dates = SimpleNamespace(token_hex=lambda size: rng.randbytes(size).hex()), SimpleNamespace(time=wall)
+    chance, dates = (
+        SimpleNamespace(token_hex=lambda size: rng.randbytes(size).hex()),
+        SimpleNamespace(time=wall, time_ns=lambda: round(wall() * 1e9)),
+    )
     with tempfile.TemporaryDirectory(prefix="flintmq-simulation-") as name, pytest.MonkeyPatch.context() as patch:
         folder = Path(name)
         # It is a program of its own, with the system's own calls; only its date and its dice are the simulation's.

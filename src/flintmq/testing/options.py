@@ -37,6 +37,8 @@ class NsqdKeywords(TypedDict, total=False):
     http_address: str
     https_address: str
     http_auth_token_file: str
+    http_allowed_hosts: Sequence[str]
+    unix_socket_mode: str
     broadcast_address: str
     broadcast_tcp_port: int
     broadcast_http_port: int
@@ -46,6 +48,7 @@ class NsqdKeywords(TypedDict, total=False):
     lookupd_tls_cert: str
     lookupd_tls_key: str
     lookupd_token_file: str
+    lookupd_registration_token_file: str
     topology_region: str
     topology_zone: str
     http_client_connect_timeout: Duration
@@ -81,6 +84,9 @@ class NsqdKeywords(TypedDict, total=False):
     requeue_on_disconnect: bool
     max_connections: int
     max_connections_per_address: int
+    max_topics: int
+    max_channels: int
+    max_creation_rate: int
     max_topic_messages: int
     max_topic_bytes: int
     topic_limit_policy: str
@@ -119,8 +125,12 @@ class NsqlookupdKeywords(TypedDict, total=False):
     tcp_address: str
     http_address: str
     http_auth_token_file: str
+    http_allowed_hosts: Sequence[str]
     broadcast_address: str
+    registration_token_file: str
     inactive_producer_timeout: Duration
+    max_connections: int
+    max_connections_per_address: int
     tombstone_lifetime: Duration
     tls_cert: str
     tls_key: str
