@@ -5,6 +5,7 @@ It uses its own pytest plugin, also where flintmq runs from its source and is no
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Generator
 
 import pytest
@@ -26,6 +27,8 @@ def pytest_configure(config: pytest.Config) -> None:
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_teardown() -> Generator[None, None, None]:
     yield
+    # Brokers in this process set it, as /config/log_level asks them to.
+    logging.getLogger("flintmq").setLevel(logging.NOTSET)
     collect_if_grown()
 
 
