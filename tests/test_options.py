@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 import re
 import subprocess
 import tomllib
@@ -38,9 +37,9 @@ from flintmq.options import (
     read_flags,
     resolve,
 )
+from support.peers import GO_NSQD
 
 ROOT = Path(__file__).resolve().parent.parent
-GO_NSQD = Path(os.environ.get("FLINTMQ_PEERS") or ROOT / ".peers") / "bin" / "nsqd"
 EXAMPLE = ROOT / "deploy" / "nsqd.toml"
 EXAMPLE_OF_NSQLOOKUPD = ROOT / "deploy" / "nsqlookupd.cfg.example"
 

@@ -27,8 +27,8 @@ from flintmq.broker.peers import Peers
 from flintmq.errors import StartError
 from flintmq.lookup.daemon import Lookupd
 from support.fakes import SECOND, Client, until
+from support.peers import PEERS
 
-PEERS = Path(os.environ.get("FLINTMQ_PEERS") or Path(__file__).resolve().parents[2] / ".peers")
 PATIENCE = 60.0
 
 

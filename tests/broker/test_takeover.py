@@ -33,16 +33,15 @@ from flintmq.broker import takeover
 from flintmq.broker.storage.disk import Disk
 from flintmq.broker.takeover import GoData, GoMessage, GoQueue, found, move_aside, read
 from flintmq.errors import StartError
+from support.peers import GO_NSQD, NO_GO_NSQD
 
 MAX_MSG_SIZE = 1000
 REPOSITORY = Path(__file__).parents[2]
 CLEAN_STOP = Path(__file__).parent / "go_data" / "clean_stop"
 
-PEERS = Path(os.environ.get("FLINTMQ_PEERS") or REPOSITORY / ".peers")
-GO_NSQD = PEERS / "bin" / "nsqd"
 needs_go_nsqd = [
     pytest.mark.interop,
-    pytest.mark.skipif(not GO_NSQD.is_file(), reason="no Go nsqd: neither $FLINTMQ_PEERS/bin/nsqd nor .peers/bin/nsqd"),
+    pytest.mark.skipif(bool(NO_GO_NSQD), reason=NO_GO_NSQD),
 ]
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import os
 import ssl
 from collections.abc import AsyncIterator
 from pathlib import Path
@@ -14,6 +13,7 @@ from flintmq.broker.daemon import Broker
 from flintmq.lookup.daemon import Lookupd
 from flintmq.protocol.wire import encode_command
 from support.http_client import HttpClient
+from support.peers import GO_NSQD, NO_GO_NSQD
 
 
 def refusal(status: str = "400 Bad Request") -> bytes:
@@ -126,7 +126,7 @@ async def test_a_publish_may_end_its_lines_so(tmp_path: Path, path: str) -> None
         assert broker.topics["t"].message_count == (4 if path == "/pub" else 3 * 2 + 1)
 
 
-@pytest.mark.skipif(not os.environ.get("FLINTMQ_PEERS"), reason="FLINTMQ_PEERS names no folder with the Go daemon")
+@pytest.mark.skipif(bool(NO_GO_NSQD), reason=NO_GO_NSQD)
 @pytest.mark.parametrize("name", [*NO_REQUESTS, *OTHERS])
 async def test_the_go_daemon_says_the_same(tmp_path: Path, name: str) -> None:
     data, status = OTHERS.get(name) or (NO_REQUESTS[name], "400 Bad Request")
@@ -134,9 +134,8 @@ async def test_the_go_daemon_says_the_same(tmp_path: Path, name: str) -> None:
         pytest.skip("the Go daemon waits for the end of the line")
     if name == "a negative length" or name == "HTTP/2":
         data += b"\r\n"
-    program = Path(os.environ["FLINTMQ_PEERS"]) / "bin" / "nsqd"
     process = await asyncio.create_subprocess_exec(
-        program,
+        GO_NSQD,
         f"--data-path={tmp_path}",
         "--tcp-address=127.0.0.1:0",
         "--http-address=127.0.0.1:0",

@@ -23,10 +23,10 @@ import pytest
 from flintmq.broker.daemon import Broker
 from flintmq.lookup.daemon import Lookupd
 from flintmq.protocol.wire import MAGIC_V2, OK_FRAME, encode_command
+from support.peers import PEERS
 
 pytestmark = pytest.mark.interop
 
-PEERS = Path(os.environ.get("FLINTMQ_PEERS") or Path(__file__).resolve().parents[2] / ".peers")
 PATIENCE = 60.0
 
 
