@@ -15,12 +15,12 @@ from pathlib import Path
 import pytest
 
 import flintmq as package
+from support.peers import GO_NSQD
 
 from .http_cases import HTTP_CASES, HttpCase
 from .http_play import Answers, HttpReplay
 from .record_http import load
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 RECORDED = load()
 
 
@@ -36,7 +36,7 @@ def flintmq() -> Iterator[HttpReplay]:
 
 @pytest.fixture(scope="module")
 def go() -> Iterator[HttpReplay]:
-    nsqd = Path(os.environ.get("FLINTMQ_PEERS") or REPOSITORY / ".peers") / "bin" / "nsqd"
+    nsqd = GO_NSQD
     if not nsqd.exists():
         pytest.skip("no Go nsqd in $FLINTMQ_PEERS/bin or .peers/bin")
     replay = HttpReplay([str(nsqd)])

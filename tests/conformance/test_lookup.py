@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 
 import flintmq
+from support.peers import PEERS
 
 from .lookup_cases import CASES
 from .lookup_notation import Case
@@ -22,7 +23,6 @@ from .lookup_play import Replay
 from .lookup_record import load
 from .notation import Transcript
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 RECORDED = load()
 
 
@@ -50,7 +50,7 @@ def our_lookupd(request: pytest.FixtureRequest) -> Iterator[Replay]:
 
 @pytest.fixture(scope="module")
 def go_lookupd(request: pytest.FixtureRequest) -> Iterator[Replay]:
-    nsqlookupd = Path(os.environ.get("FLINTMQ_PEERS") or REPOSITORY / ".peers") / "bin" / "nsqlookupd"
+    nsqlookupd = PEERS / "bin" / "nsqlookupd"
     if not nsqlookupd.exists():
         pytest.skip("no Go nsqlookupd in $FLINTMQ_PEERS/bin or .peers/bin")
     yield from _replayed(Replay([str(nsqlookupd)], newer=False), request)

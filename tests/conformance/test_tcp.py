@@ -17,12 +17,13 @@ from pathlib import Path
 
 import pytest
 
+from support.peers import GO_NSQD
+
 from .cases import CASES, NEWER_IDENTIFY_KEYS
 from .notation import Case, Transcript
 from .play import Replay
 from .record import load
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 RECORDED = load()
 
 # Every error that a client can provoke without an auth server, a full disk or the right moment in a shutdown.
@@ -97,7 +98,7 @@ def flintmq(request: pytest.FixtureRequest) -> Iterator[Replay]:
 
 @pytest.fixture(scope="module")
 def go(request: pytest.FixtureRequest) -> Iterator[Replay]:
-    nsqd = Path(os.environ.get("FLINTMQ_PEERS") or REPOSITORY / ".peers") / "bin" / "nsqd"
+    nsqd = GO_NSQD
     if not nsqd.exists():
         pytest.skip("no Go nsqd in $FLINTMQ_PEERS/bin or .peers/bin")
     yield from _replayed(Replay([str(nsqd)]), request)

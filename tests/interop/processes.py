@@ -26,8 +26,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import IO, Any
 
+from support.peers import PEERS
+
 HERE = Path(__file__).resolve().parent
-PEERS = Path(os.environ.get("FLINTMQ_PEERS") or HERE.parents[1] / ".peers")
 
 # Long enough for a busy machine, and for the Go daemon's habit of looking at a new channel only after 5 seconds.
 DEADLINE = 30.0

@@ -184,6 +184,25 @@ def go_broker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Node]:
     node.stop()
 
 
+@pytest.fixture(scope="module")
+def three(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[Node]]:
+    """Three brokers for tests that kill nobody; each test is another query, and clears the topics."""
+    nodes = [Node("flintmq", tmp_path_factory.mktemp(f"node-{number}")) for number in range(3)]
+    for node in nodes:
+        node.start()
+    yield nodes
+    for node in nodes:
+        node.stop()
+
+
+@pytest.fixture
+def nodes(three: list[Node]) -> Iterator[list[Node]]:
+    yield three
+    for node in three:
+        for entry in node.get("/stats", format="json")["topics"]:
+            node.post("/topic/delete", topic=entry["topic_name"])
+
+
 @pytest.fixture
 def start_node(tmp_path: Path) -> Iterator[StartNode]:
     """``start_node(kind, *flags)``: more nsqds, which the test may kill."""

@@ -24,31 +24,12 @@ from flintmq.spark.sink import BatchWriter, writers
 from flintmq.spark.sink.chunks import Chunk, Chunks
 from flintmq.spark.sink.staging import Broker, ranked
 
-from .daemons import Node
 from .test_sink_staging import COLUMNS, Run, batches_of, exactly, log_offsets, make_rows, visible, without_checkpoint
 
 #: A broker that does not answer is asked once.
 AT_ONCE = {"fetch.numRetries": "0"}
 #: How a batch is known: see History.
 WAYS = ("log", "count", "away", "writeId")
-
-
-@pytest.fixture(scope="module")
-def three(tmp_path_factory):
-    nodes = [Node("flintmq", tmp_path_factory.mktemp(f"node-{number}")) for number in range(3)]
-    for node in nodes:
-        node.start()
-    yield nodes
-    for node in nodes:
-        node.stop()
-
-
-@pytest.fixture
-def nodes(three):
-    yield three
-    for node in three:
-        for entry in node.get("/stats", format="json")["topics"]:
-            node.post("/topic/delete", topic=entry["topic_name"])
 
 
 def make_checkpoint(folder, query=""):

@@ -27,7 +27,6 @@ from flintmq.spark.sink import BatchWriter, StreamWriter, staging, writers
 from flintmq.spark.sink.chunks import Chunk, Chunks
 from flintmq.spark.source import BatchReader
 
-from .daemons import Node
 from .proxy import Proxy
 
 COLUMNS = {"value": "binary", "topic": "string"}
@@ -123,25 +122,6 @@ def log_offsets(checkpoint, batch, end, is_log=True):
     lines = ["v1", json.dumps({"batchTimestampMs": random.randrange(10**9)})]
     lines.append(json.dumps(place if is_log else {"logOffset": end}))
     (checkpoint / "offsets" / str(batch)).write_text("\n".join(lines))
-
-
-@pytest.fixture(scope="module")
-def three(tmp_path_factory):
-    """Three brokers for tests that kill nobody; each test is another query, and clears the topics."""
-    nodes = [Node("flintmq", tmp_path_factory.mktemp(f"node-{number}")) for number in range(3)]
-    for node in nodes:
-        node.start()
-    yield nodes
-    for node in nodes:
-        node.stop()
-
-
-@pytest.fixture
-def nodes(three):
-    yield three
-    for node in three:
-        for entry in node.get("/stats", format="json")["topics"]:
-            node.post("/topic/delete", topic=entry["topic_name"])
 
 
 @pytest.fixture

@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import datetime
 import json
-import os
 import re
 import ssl
 import tempfile
@@ -25,8 +24,8 @@ import trustme
 
 from flintmq.protocol.compression import Codec
 from flintmq.protocol.wire import FRAME_ERROR, FRAME_RESPONSE, HEARTBEAT, MAGIC_V2, encode_command
+from support.peers import GO_NSQD
 
-REPOSITORY = Path(__file__).resolve().parents[2]
 #: How long anything may take. Only failures take that long.
 PATIENCE = 60.0
 #: For brokers whose auth server is slow only because the whole machine is.
@@ -341,7 +340,7 @@ class AuthServer:
 
 def go_nsqd() -> str:
     """The path of NSQ's own daemon; skips the test where there is none."""
-    path = Path(os.environ.get("FLINTMQ_PEERS") or REPOSITORY / ".peers") / "bin" / "nsqd"
+    path = GO_NSQD
     if not path.exists():
         pytest.skip("no Go nsqd in $FLINTMQ_PEERS/bin or .peers/bin")
     return str(path)
