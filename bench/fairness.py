@@ -29,7 +29,7 @@ from pathlib import Path
 from .daemons import free_ports
 from .errors import BenchError
 
-KINDS = ("nop", "identify", "pub", "deflate", "tls", "http")
+KINDS = ("nop", "nop-tls", "identify", "pub", "deflate", "tls", "http")
 COUNTS = (1, 8, 40)
 SECONDS = 2.0
 #: Between two questions of those who wait.
@@ -184,9 +184,9 @@ def _certificate(folder: Path) -> tuple[str, str]:
 
 
 def _attack(kind: str, count: int, tcp: int, web: int) -> int:
-    if kind == "tls":
+    if kind in ("tls", "nop-tls"):
         for _ in range(count):
-            threading.Thread(target=_shake_hands, args=(tcp,), daemon=True).start()
+            threading.Thread(target=_shake_hands, args=(tcp, kind == "nop-tls"), daemon=True).start()
         print("begun", flush=True)
         threading.Event().wait()
     body = json.dumps({"client_id": "x", "feature_negotiation": True, "deflate": kind == "deflate"}).encode()
@@ -232,7 +232,8 @@ def _attack(kind: str, count: int, tcp: int, web: int) -> int:
     return 0
 
 
-def _shake_hands(port: int) -> None:
+def _shake_hands(port: int, is_flood: bool) -> None:
+    """Shake hands again and again; for a flood once, and then send NOPs without end."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
@@ -241,7 +242,9 @@ def _shake_hands(port: int) -> None:
         with contextlib.suppress(OSError, BenchError), socket.create_connection(("127.0.0.1", port)) as sock:
             sock.sendall(b"  V2IDENTIFY\n" + struct.pack(">I", len(body)) + body)
             _read_frame(sock)
-            context.wrap_socket(sock).close()
+            with context.wrap_socket(sock) as secure:
+                while is_flood:
+                    secure.sendall(b"NOP\n" * 4096)
 
 
 if __name__ == "__main__":

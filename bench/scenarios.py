@@ -144,6 +144,7 @@ class Run:
 
 def mpub(run: Run) -> Figures:
     with fresh(run.side) as daemon:
+        daemon.started()
         before = daemon.cpu_seconds()
         limits = {"messages": run.sizes.mpub, "seconds": run.sizes.publish_seconds}
         report = run.load(daemon, "mpub", connections=2, batch=BATCH, **limits)
@@ -183,6 +184,7 @@ def both(run: Run) -> Figures:
 
 def pub(run: Run) -> Figures:
     with fresh(run.side) as daemon:
+        daemon.started()
         before = daemon.cpu_seconds()
         limits = {"messages": run.sizes.pub, "seconds": run.sizes.publish_seconds}
         report = run.load(daemon, "pub", connections=10, **limits)
@@ -191,6 +193,7 @@ def pub(run: Run) -> Figures:
 
 def http_pub(run: Run) -> Figures:
     with fresh(run.side) as daemon:
+        daemon.started()
         before = daemon.cpu_seconds()
         limits = {"messages": run.sizes.pub, "seconds": run.sizes.publish_seconds}
         report = run.load(daemon, "hpub", connections=8, **limits)
@@ -199,6 +202,7 @@ def http_pub(run: Run) -> Figures:
 
 def http_mpub(run: Run) -> Figures:
     with fresh(run.side) as daemon:
+        daemon.started()
         before = daemon.cpu_seconds()
         limits = {"messages": run.sizes.mpub, "seconds": run.sizes.publish_seconds}
         report = run.load(daemon, "hmpub", connections=2, batch=BATCH, **limits)

@@ -35,6 +35,8 @@ _FIELDS = {"TOPIC": "topic", "LOG": "topic", "CHANNEL": "channel", "client": "cl
 
 #: Lines of one kind that are written in a second.
 LINES_PER_SECOND = 500
+#: Characters of a message that are written: much of it may be a peer's.
+LONGEST_MESSAGE = 1024
 #: Kinds that are kept count of.
 _MOST_KINDS = 1000
 #: What ends a line, moves a cursor, turns the direction of text, or is no character.
@@ -47,6 +49,11 @@ _BEGINNING = re.compile("[0-9]{4}/[0-9]{2}/[0-9]{2} ")
 def printable(text: str) -> str:
     """Return a text as part of one line, control characters as Python writes them."""
     return _CONTROL.sub(lambda found: ascii(found[0])[1:-1], text)
+
+
+def _cut(message: str) -> str:
+    left_out = len(message) - LONGEST_MESSAGE
+    return message if left_out <= 0 else f"{message[:LONGEST_MESSAGE]}... ({left_out} more characters)"
 
 
 class LimitedHandler(logging.StreamHandler[TextIO]):
@@ -90,7 +97,7 @@ class LogFormatter(logging.Formatter):
     def formatMessage(self, record: logging.LogRecord) -> str:
         when = time.strftime("%Y/%m/%d %H:%M:%S", time.localtime(record.created))
         level = "FATAL" if record.levelno >= logging.CRITICAL else record.levelname
-        return f"{self.prefix}{when}.{_microseconds(record):06d} {level}: {printable(record.message)}"
+        return f"{self.prefix}{when}.{_microseconds(record):06d} {level}: {printable(_cut(record.message))}"
 
     def formatException(self, ei: Any) -> str:
         """A traceback has lines, and the text of an exception may be a peer's."""
@@ -108,7 +115,7 @@ class JsonFormatter(logging.Formatter):
 
     def format(self, record: logging.LogRecord) -> str:
         when = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(record.created))
-        message = record.getMessage()
+        message = _cut(record.getMessage())
         level = next((word for word, number in _LEVELS.items() if record.levelno <= number), "fatal")
         line = {
             "time": f"{when}.{_microseconds(record):06d}Z",

@@ -7,13 +7,14 @@ the file over the default. Durations are whole nanoseconds, lists are tuples, wo
 Reading happens in three steps, because a program ends differently after each: `read_flags` (a wrong flag is a usage
 error), `resolve` (a wrong file) and `Options.validate` (values that do not fit together). `parse` is all three.
 
-Size: most of it is the two tables, and who reads one wants all of it in one place.
+Size: most of it is the three tables, and who reads one wants all of it in one place.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import difflib
+import ipaddress
 import logging
 import re
 import socket
@@ -40,6 +41,7 @@ __all__ = [
     "MILLISECOND",
     "MINUTE",
     "SECOND",
+    "NsqadminOptions",
     "NsqdOptions",
     "NsqlookupdOptions",
     "Option",
@@ -619,7 +621,10 @@ class NsqlookupdOptions(Options):
         DURATION, 5 * MINUTE, "time without a PING after which an nsqd is not listed any more", minimum=0
     )
     max_connections: int = option(
-        INT, 0, "most connections of nsqds, and as many of HTTP clients; 0: no limit", minimum=0
+        INT,
+        0,
+        "most connections of nsqds, and as many of HTTP clients; 0: half of the descriptors (`ulimit -n`) each",
+        minimum=0,
     )
     max_connections_per_address: int = option(
         INT, 0, "most connections of either kind from one address; 0: no limit", minimum=0
@@ -644,6 +649,135 @@ class NsqlookupdOptions(Options):
             raise OptionError("cannot ask for client certificates without TLS key and cert")
 
 
+@dataclass(frozen=True, kw_only=True)
+class NsqadminOptions(Options):
+    """Settings of nsqadmin.
+
+    Size: one table, as NSQ's program has it, and what is ours after it.
+    """
+
+    program: ClassVar[str] = "nsqadmin"
+    command_line_only: ClassVar[tuple[Option, ...]] = (
+        *Options.command_line_only,
+        Option("verbose", BOOL, "deprecated, has no effect: use --log-level", default=False),
+        Option(
+            "hash-password", BOOL, "read a password from standard input, print its line for --users-file", default=False
+        ),
+    )
+
+    log_level: str = option(LOG_LEVEL, "info", "least level that is logged: debug, info, warn, error or fatal")
+    log_prefix: str = option(STRING, "[nsqadmin] ", "what every log line begins with")
+    log_format: str = option(LOG_FORMAT, "text", "log lines as NSQ writes them (text), or one object per line (json)")
+    event_loop: str = option(EVENT_LOOP, "auto", "auto, asyncio or uvloop; auto is uvloop where it is installed")
+    # Whom it asks.
+    nsqlookupd_http_addresses: tuple[str, ...] = option(
+        STRINGS, (), "HTTP address of an nsqlookupd (repeatable)", flag="lookupd-http-address"
+    )
+    nsqd_http_addresses: tuple[str, ...] = option(
+        STRINGS, (), "HTTP address of an nsqd, where there is no nsqlookupd (repeatable)", flag="nsqd-http-address"
+    )
+    lookupd_http_token_file: str = option(
+        STRING, "", "path of the token that every nsqlookupd is shown, the first word in it; empty: none"
+    )
+    nsqd_http_token_file: str = option(
+        STRING, "", "path of the token that every nsqd is shown, the first word in it; empty: none"
+    )
+    http_client_connect_timeout: int = option(
+        DURATION, 2 * SECOND, "longest time that a connection to a daemon may take", minimum=1
+    )
+    http_client_request_timeout: int = option(
+        DURATION, 5 * SECOND, "longest time that an answer of a daemon may take", minimum=1
+    )
+    http_client_tls_insecure_skip_verify: bool = option(BOOL, False, "believe any certificate of a daemon")
+    http_client_tls_root_ca_file: str = option(
+        STRING, "", "path of the authorities that daemons are checked against (PEM); empty: those of the system"
+    )
+    http_client_tls_cert: str = option(STRING, "", "path of the certificate that daemons are shown (PEM)")
+    http_client_tls_key: str = option(STRING, "", "path of that certificate's key (PEM)")
+    # Who asks it.
+    http_address: str = option(STRING, "0.0.0.0:4171", "where browsers and scripts ask: host:port")
+    base_path: str = option(STRING, "/", "path that stands before every route")
+    dev_static_dir: str = option(STRING, "", "directory of the pages' files, instead of the built-in ones")
+    http_allowed_hosts: tuple[str, ...] = option(
+        STRINGS,
+        (),
+        "name that HTTP requests to a loopback address may be for, and whose web pages may change things (repeatable)",
+        flag="http-allowed-host",
+    )
+    tls_cert: str = option(STRING, "", "path of the certificate (PEM); given, it speaks HTTPS and nothing else")
+    tls_key: str = option(STRING, "", "path of the certificate's key (PEM)")
+    tls_min_version: str = option(
+        TLS_VERSION, "tls1.2", "oldest version of TLS accepted: tls1.0, tls1.1, tls1.2 or tls1.3"
+    )
+    acl_http_header: str = option(
+        STRING, "X-Forwarded-User", "header in which a proxy says which user it has authenticated"
+    )
+    admin_users: tuple[str, ...] = option(
+        STRINGS, (), "user of that header who may act; if any is given, nobody else may (repeatable)", flag="admin-user"
+    )
+    trusted_proxy_cidrs: tuple[str, ...] = option(
+        STRINGS,
+        (),
+        "network of the proxies whose header counts; none: as in NSQ anybody's does, for NSQ's actions (repeatable)",
+        flag="trusted-proxy-cidr",
+    )
+    users_file: str = option(
+        STRING, "", "path of the users who may log in, with their roles and argon2 hashes; empty: there is no login"
+    )
+    session_lifetime: int = option(DURATION, 12 * HOUR, "how long a login holds", minimum=SECOND)
+    insecure: bool = option(
+        BOOL, False, "beyond loopback, let everybody do everything without a login, messages included"
+    )
+    allow_config_from_cidr: str = option(
+        STRING, "127.0.0.1/8", "network from which /config may be used; empty: from everywhere"
+    )
+    # What it keeps and tells.
+    refresh_interval: int = option(
+        DURATION,
+        2 * SECOND,
+        "time between two looks at the cluster; NSQ's own nsqds are asked every fifth time",
+        minimum=0,
+    )
+    history_memory: int = option(INT, 64 << 20, "bytes of memory for the history; the oldest is dropped", minimum=0)
+    action_log: str = option(STRING, "", "path of a file to which every action is appended, a JSON object per line")
+    notification_http_endpoint: str = option(
+        STRING, "", "URL that every action is posted to, as NSQ does it; empty: none", secret=True
+    )
+    # Graphite.
+    graphite_url: str = option(STRING, "", "URL of a Graphite; empty: none", secret=True)
+    proxy_graphite: bool = option(BOOL, False, "answer /render here, by asking Graphite")
+    statsd_counter_format: str = option(
+        STRING, "stats.counters.%s.count", "how the statsd daemon names counters; %s is the key"
+    )
+    statsd_gauge_format: str = option(STRING, "stats.gauges.%s", "how the statsd daemon names gauges; %s is the key")
+    statsd_interval: int = option(DURATION, MINUTE, "nsqd's --statsd-interval", minimum=1)
+    statsd_prefix: str = option(STRING, "nsq.%s", "nsqd's --statsd-prefix; %s is the host's key")
+
+    def validate(self) -> None:
+        super().validate()
+        if not self.nsqlookupd_http_addresses and not self.nsqd_http_addresses:
+            raise OptionError("--nsqd-http-address or --lookupd-http-address required")
+        if self.nsqlookupd_http_addresses and self.nsqd_http_addresses:
+            raise OptionError("use --nsqd-http-address or --lookupd-http-address not both")
+        if self.http_client_tls_cert and not self.http_client_tls_key:
+            raise OptionError("--http-client-tls-key must be specified with --http-client-tls-cert")
+        if self.http_client_tls_key and not self.http_client_tls_cert:
+            raise OptionError("--http-client-tls-cert must be specified with --http-client-tls-key")
+        if bool(self.tls_cert) != bool(self.tls_key):
+            raise OptionError("failed to build TLS config - --tls-cert and --tls-key must be given together")
+        for flag, cidrs in (
+            ("allow-config-from-cidr", (self.allow_config_from_cidr,)),
+            ("trusted-proxy-cidr", self.trusted_proxy_cidrs),
+        ):
+            for cidr in filter(None, cidrs):
+                try:
+                    if "/" not in cidr:
+                        raise ValueError
+                    ipaddress.ip_network(cidr, strict=False)
+                except ValueError:
+                    raise OptionError(f"failed to parse --{flag} ({cidr}) - invalid CIDR address: {cidr}") from None
+
+
 # --- Reading ----------------------------------------------------------------------------------------------------------
 
 OptionsT = TypeVar("OptionsT", bound=Options)
@@ -656,16 +790,19 @@ def parse(options_class: type[OptionsT], argv: Sequence[str]) -> OptionsT:
     return options
 
 
-def read_flags(options_class: type[Options], argv: Sequence[str]) -> dict[str, Any]:
+def read_flags(options_class: type[Options], argv: Sequence[str], rest: list[str] | None = None) -> dict[str, Any]:
     """The values given on a command line, by flag name. Like Go's flag package, it ends at the first other word.
 
-    `-x v`, `-x=v`, `--x v` and `--x=v` are the same. A flag that can stand bare never takes the next word.
+    `-x v`, `-x=v`, `--x v` and `--x=v` are the same. A flag that can stand bare never takes the next word. Words from
+    the end of the flags on are added to `rest`.
     """
     table = option_table(options_class)
     values: dict[str, Any] = {}
     words = iter(argv)
     for word in words:
         if not word.startswith("-") or word in ("-", "--"):
+            if rest is not None:
+                rest += [*([] if word == "--" else [word]), *words]
             break
         name, equals, text = word.removeprefix("-").removeprefix("-").partition("=")
         if not name or name.startswith("-"):

@@ -30,3 +30,10 @@ def test_most_messages_of_plain_publishers_and_consumers_go_through_lanes() -> N
         total = sum(engine.ledger.counts[counted] for engine in engines)
         through_lanes = sum(engine.lane_counts[what] for engine in engines)
         assert through_lanes * 2 >= total, f"{through_lanes} of {total} messages were {what} through a lane"
+
+
+@pytest.mark.timeout(600)
+def test_a_batch_under_a_key_and_a_transaction_are_stored_whole_and_once() -> None:
+    engines = [run_seed(seed, small=True, once=True) for seed in range(1, 7)]
+    for what in ("under a key", "committed", "aborted", "killed before the answer"):
+        assert sum(engine.ledger.counts[what] for engine in engines) >= 8, f"{what}: too few to say anything"

@@ -1,8 +1,9 @@
 """A broker under mixed load on real sockets, with a ledger of what it owes to whom; everything is drawn from a seed.
 
 An Engine runs one broker in this process and drives it over TCP and HTTP: publishers of every kind on several topics,
-durable and ephemeral, fast, slow and lagging consumers, small memory and small files, timeouts, clean restarts and
-kills, another node id, full disks and missing descriptors. Sockets, the poller and its lanes are the real ones; the
+durable and ephemeral, batches under keys that are repeated, staged publishes that are committed or aborted, fast, slow
+and lagging consumers, small memory and small files, timeouts, clean restarts and kills, also between a request and its
+answer, another node id, full disks and missing descriptors. Sockets, the poller and its lanes are the real ones; the
 clock and the system calls on files are replaced. The Ledger judges every delivery as it arrives, and at the end what
 is still owed.
 
@@ -25,6 +26,8 @@ from dataclasses import dataclass, field
 from itertools import chain
 from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from flintmq import kernel
 from flintmq.broker.daemon import Broker
@@ -103,6 +106,37 @@ class ChannelBook:
     done: set[bytes] = field(default_factory=set)
     #: Bodies that were finished since.
     finished: set[bytes] = field(default_factory=set)
+    #: All bodies that were ever finished.
+    ever: set[bytes] = field(default_factory=set)
+
+
+@dataclass
+class KeyedBatch:
+    """A batch under a key. It may be sent again and again, and is stored once."""
+
+    topic: str
+    key: str
+    bodies: list[bytes]
+    #: The broker has said that it is stored, and has not lost its memory since.
+    known: bool = False
+
+
+@dataclass
+class Transaction:
+    """A staged publish: ``chunks`` are committed, all or none; ``losers`` never are."""
+
+    txn: int
+    chunks: list[tuple[str, list[bytes]]]
+    losers: list[tuple[str, list[bytes]]]
+    #: The call that is to be made next.
+    phase: str = "open"
+    epoch: int = 0
+    decided: Any = None
+    set: str = ""
+
+    @property
+    def bodies(self) -> list[bytes]:
+        return [body for _, bodies in self.chunks for body in bodies]
 
 
 class Ledger:
@@ -114,6 +148,12 @@ class Ledger:
         self.acknowledged: set[bytes] = set()
         self.refused: set[bytes] = set()
         self.ids: dict[tuple[str, bytes], bytes] = {}
+        #: The id of every body that was delivered: each is stored once.
+        self.id_of: dict[bytes, bytes] = {}
+        #: Bodies that a committed transaction has made durable, whatever the durability of their topic.
+        self.committed: set[bytes] = set()
+        #: Bodies of batches under keys.
+        self.keyed: set[bytes] = set()
         self.counts: Counter[str] = Counter()
 
     def published(self, topic: str, bodies: list[bytes]) -> None:
@@ -123,6 +163,16 @@ class Ledger:
             if name == topic:
                 book.owed.update(bodies)
 
+    def sends_again(self, bodies: list[bytes]) -> None:
+        """A publish that failed or was not answered is repeated: from now on it may be there."""
+        self.refused.difference_update(bodies)
+
+    def repeated(self, topic: str, bodies: list[bytes]) -> None:
+        """A repeated publish was acknowledged: all of it is there, but for those who have finished it."""
+        for (name, _), book in self.channels.items():
+            if name == topic:
+                book.owed.update(body for body in bodies if body not in book.ever)
+
     def delivered(self, topic: str, channel: str, id: bytes, attempts: int, body: bytes) -> None:
         self.counts["delivered"] += 1
         if not body.startswith(topic.encode() + b" "):
@@ -130,6 +180,8 @@ class Ledger:
         known = self.ids.setdefault((topic, id), body)
         if known != body:
             raise Violation(f"id {id!r} of {topic} stands for {known[:40]!r} and for {body[:40]!r}")
+        if self.id_of.setdefault(body, id) != id:
+            raise Violation(f"{topic}/{channel}: {body[:40]!r} is stored twice, as {self.id_of[body]!r} and {id!r}")
         if body in self.refused:
             raise Violation(f"{topic}/{channel} was sent {body[:40]!r}, whose publish was refused")
         if attempts < 1:
@@ -144,6 +196,7 @@ class Ledger:
         if book is not None:
             book.owed.discard(body)
             book.finished.add(body)
+            book.ever.add(body)
 
     def stopped(self, clean: bool) -> None:
         for book in self.channels.values():
@@ -154,7 +207,10 @@ class Ledger:
     def forgive(self) -> None:
         """Durability ``memory`` and a kill: messages that were only in memory are gone."""
         for book in self.channels.values():
-            book.owed.clear()
+            book.owed &= self.committed
+            # Its key may be gone too, and then a repeat stores it again; or it is there, and so is what was finished.
+            book.done -= self.keyed
+        self.id_of = {body: id for body, id in self.id_of.items() if body in self.committed}
 
 
 class Peer(asyncio.Protocol):
@@ -257,6 +313,7 @@ class HttpPeer(asyncio.Protocol):
         self.transport: asyncio.Transport | None = None
         self.buffer = bytearray()
         self.statuses: list[int] = []
+        self.bodies: list[bytes] = []
         self.closed = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -273,12 +330,13 @@ class HttpPeer(asyncio.Protocol):
             length = int(head.partition(b"content-length:")[2].split(b"\r\n")[0] or 0)
             if len(self.buffer) < end + 4 + length:
                 return
+            self.bodies.append(bytes(self.buffer[end + 4 : end + 4 + length]))
             del self.buffer[: end + 4 + length]
             self.statuses.append(int(head.split(b" ", 2)[1]))
 
-    def post(self, path: str, body: bytes) -> None:
+    def post(self, path: str, body: bytes, header: str = "") -> None:
         assert self.transport is not None
-        head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\nContent-Length: {len(body)}\r\n\r\n"
+        head = f"POST {path} HTTP/1.1\r\nHost: localhost\r\n{header}Content-Length: {len(body)}\r\n\r\n"
         self.transport.write(head.encode() + body)
 
     def close(self) -> None:
@@ -290,8 +348,11 @@ class HttpPeer(asyncio.Protocol):
 class Engine:
     """One seed. ``run`` raises Violation, with everything that was found, if the broker broke a promise."""
 
-    def __init__(self, seed: int, path: Path, *, steps: int = 60, small: bool = False) -> None:
-        """``small``: messages are small enough for lanes, and memory is large enough for their blocks."""
+    def __init__(self, seed: int, path: Path, *, steps: int = 60, small: bool = False, once: bool = False) -> None:
+        """``small``: messages are small enough for lanes, and memory is large enough for their blocks.
+
+        ``once``: most steps publish under keys or in transactions, or restart the broker.
+        """
         self.random = random.Random(seed)
         self.seed = seed
         self.path = path
@@ -305,6 +366,10 @@ class Engine:
         self.publishers: dict[tuple[str, str], list[Peer]] = {}
         self.web: list[HttpPeer] = []
         self.number = 0
+        self.batches: list[KeyedBatch] = []
+        self.transaction: Transaction | None = None
+        self.transactions = 0
+        self.job = 1
         self.history: list[str] = []
         self.lane_counts: Counter[str] = Counter()
         choose = self.random.choice
@@ -319,6 +384,8 @@ class Engine:
             "disk_reserve": 0,
         }
         self.sizes = choose([(1, 40), (1, 3_000), (100, 9_000), (1, 70_000)])
+        self.small = small
+        self.once = once
         self.rounds = 20 if small else 12
         if small:
             self.sizes = choose([(1, 40), (1, 300)])
@@ -350,14 +417,22 @@ class Engine:
         self.consumers.clear()
         self.publishers.clear()
         self.web.clear()
-        if how == "clean":
+        if how != "kill":
             await self.broker.stop()
-            self.ledger.stopped(True)
+            # In a hurry, answers of consumers may still have been under way.
+            self.ledger.stopped(how == "clean")
         else:
             self.broker.kill()
+            # Requests that were being served end with their process.
+            tasks = asyncio.all_tasks() - {asyncio.current_task()}
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
             await asyncio.sleep(0)
             if self.options["durability"] == "memory":
                 self.ledger.forgive()
+                for batch in self.batches:
+                    batch.known = False
             self.ledger.stopped(False)
         for _ in range(3):
             await asyncio.sleep(0)
@@ -495,6 +570,167 @@ class Engine:
                 if not self.system.failures:
                     self.violations.append(f"/pub was answered with {peer.statuses[-1]} without a fault")
 
+    async def _ask(self, path: str, body: bytes, header: str = "", *, risk: float = 0.08) -> tuple[int, bytes] | None:
+        """Make one request. None: the broker was killed or stopped before its answer, and runs again."""
+        self.web = [peer for peer in self.web if not peer.closed]
+        if not self.web:
+            self.web.append(await self.connect(HttpPeer, self.broker.http_address))
+        peer = self.web[0]
+        before = len(peer.statuses)
+        stored = self._stored()
+        peer.post(path, body, header)
+        if self.random.random() < risk:
+            if risk > 0.1 and self.random.random() < 0.7:
+                # In the middle of it: some of it is in a log.
+                await self.until(lambda: len(peer.statuses) > before or self._stored() > stored, f"some of {path}")
+            for _ in range(self.random.choice([0, 1, 2, 3, 6, 12])):
+                await asyncio.sleep(0)
+            if len(peer.statuses) == before:
+                self.ledger.counts["killed before the answer"] += 1
+                await self.restart(self.random.choice(["kill", "hurry"]))
+                return None
+        await self.until(lambda: len(peer.statuses) > before or peer.closed, f"the answer of {path}")
+        return (peer.statuses[-1], peer.bodies[-1]) if len(peer.statuses) > before else None
+
+    def _stored(self) -> int:
+        return sum(topic.message_count for topic in self.broker.topics.values())
+
+    async def publish_keyed(self) -> None:
+        """A batch under a key: a new one, one that was sent before, or other messages under a key that is used."""
+        known = [batch for batch in self.batches if batch.known]
+        choice = self.random.random()
+        if known and choice < 0.15:
+            await self._misuse_key(self.random.choice(known))
+            return
+        is_new = not self.batches or choice < 0.5
+        if is_new:
+            topic = self.random.choice(DURABLE_TOPICS)
+            bodies = [self.body(topic) for _ in range(self.random.choice([1, 2, 5, 30]))]
+            self.batches.append(KeyedBatch(topic, f"key-{self.number}", bodies))
+            self.ledger.keyed.update(bodies)
+        batch = self.batches[-1] if is_new else self.random.choice(self.batches)
+        await self._send_keyed(batch)
+
+    async def _send_keyed(self, batch: KeyedBatch) -> bool:
+        """Send it until there is an answer; whether that says that it is stored."""
+        self.ledger.sends_again(batch.bodies)
+        path = f"/mpub?topic={batch.topic}&binary=true"
+        answer = None
+        while answer is None:
+            answer = await self._ask(path, _records(batch.bodies), f"X-Flintmq-Key: {batch.key}\r\n")
+        if answer[0] == 200:
+            self.ledger.counts["under a key"] += 1
+            self.ledger.acknowledged.update(batch.bodies)
+            self.ledger.repeated(batch.topic, batch.bodies)
+            batch.known = True
+        else:
+            if batch.known or not self.system.failures:
+                self.violations.append(f"a batch under a key was answered with {answer[0]} without a fault")
+            self.ledger.refused.update(batch.bodies)
+        return answer[0] == 200
+
+    async def _misuse_key(self, batch: KeyedBatch) -> None:
+        bodies = [self.body(batch.topic)]
+        self.ledger.refused.update(bodies)
+        path = f"/mpub?topic={batch.topic}&binary=true"
+        answer = await self._ask(path, _records(bodies), f"X-Flintmq-Key: {batch.key}\r\n")
+        if answer is not None and answer[0] != 409:
+            self.violations.append(f"other messages under {batch.key} were answered with {answer[0]}, not 409")
+
+    # --- Staged publishes --------------------------------------------------------------------------------------------
+
+    async def stage(self) -> None:
+        """Take the transaction that is under way, or a new one, some calls further."""
+        for _ in range(self.random.randint(1, 6)):
+            if self.transaction is None:
+                self.transaction = self._new_transaction()
+            await self._stage_on(self.transaction)
+
+    def _new_transaction(self) -> Transaction:
+        self.transactions += 1
+        chunks, losers = [
+            [(topic, [self.body(topic) for _ in range(self.random.choice([1, 3, 20]))]) for topic in topics]
+            for topics in (self.random.choices(DURABLE_TOPICS, k=8), self.random.choices(DURABLE_TOPICS, k=1))
+        ]
+        transaction = Transaction(self.transactions, chunks, losers)
+        # Nobody sees any of it before it is committed.
+        self.ledger.refused.update(transaction.bodies)
+        self.ledger.refused.update(body for _, bodies in losers for body in bodies)
+        return transaction
+
+    async def _call(self, verb: str, **fields: Any) -> Any:
+        """Make one call until it is answered. None: it was refused, which only a fault explains."""
+        answer = None
+        body = msgspec.json.encode({"producer": "query", **fields})
+        while answer is None:
+            answer = await self._ask(f"/stage/{verb}", body, risk=0.4 if verb == "apply" else 0.08)
+        if answer[0] != 200:
+            if not self.system.failures:
+                self.violations.append(f"/stage/{verb} was answered with {answer} without a fault")
+            return None
+        return msgspec.json.decode(answer[1])
+
+    async def _stage_on(self, it: Transaction) -> None:
+        """Make the next call of a transaction. Each may be repeated: after a fault it is."""
+        if it.phase in ("stage", "prepare", "decide") and self.random.random() < 0.08:
+            if await self._call("abort", epoch=it.epoch, txn=it.txn) == {"decided": False}:
+                self.ledger.counts["aborted"] += 1
+                # Only another job may use a number again, and this one does not.
+                self.job += 1
+                self.transaction = None
+            return
+        if it.phase == "open":
+            if self.random.random() < 0.3:
+                self.job += 1
+            answer = await self._call("open", run="run", job=f"job-{self.job}", txn=it.txn)
+            if answer is not None:
+                it.epoch, it.decided, it.phase = answer["epoch"], answer["decided"], "stage"
+        elif it.phase == "stage":
+            if await self._put(it, "wins", it.chunks) and await self._put(it, "loses", it.losers):
+                it.phase = "prepare"
+        elif it.phase == "prepare":
+            winner = ("wins", len(it.chunks), len(it.bodies))
+            answer = await self._call("prepare", epoch=it.epoch, txn=it.txn, winners=[winner])
+            if answer is not None:
+                it.set, it.phase = answer["set"], "decide"
+        elif it.phase == "decide":
+            if await self._call("decide", epoch=it.epoch, txn=it.txn, nodes={"n": it.set}, print=it.txn) is not None:
+                it.phase = "apply"
+        elif it.phase == "apply":
+            self.ledger.sends_again(it.bodies)
+            if await self._call("apply", txn=it.txn, set=it.set) is not None:
+                self.ledger.counts["committed"] += 1
+                self.ledger.acknowledged.update(it.bodies)
+                self.ledger.committed.update(it.bodies)
+                for topic, bodies in it.chunks:
+                    self.ledger.repeated(topic, bodies)
+                it.phase = self.random.choice(["apply", "done", "done"])
+        elif await self._call("done", txn=it.txn) is not None:
+            self.transaction = None
+
+    async def _put(self, it: Transaction, attempt: str, chunks: list[tuple[str, list[bytes]]]) -> bool:
+        """Stage what an attempt has not staged yet."""
+        fields = {"epoch": it.epoch, "txn": it.txn, "attempt": attempt}
+        kills = self.ledger.counts["killed before the answer"]
+        answer = await self._call("begin", **fields, decided=it.decided)
+        if answer is None:
+            return False
+        query = "&".join(f"{name}={value}" for name, value in fields.items())
+        for number, (topic, bodies) in enumerate(chunks):
+            path = f"/stage/put?producer=query&{query}&chunk={number}&topic={topic}"
+            # Now and then one that is there already.
+            put = None
+            while put is None and (number >= answer["next"] or self.random.random() < 0.2):
+                put = await self._ask(path, _records(bodies))
+                if self.ledger.counts["killed before the answer"] > kills:
+                    # It may not know the attempt any more: from its beginning.
+                    return False
+            if put is not None and put[0] != 200:
+                if not self.system.failures:
+                    self.violations.append(f"/stage/put was answered with {put} without a fault")
+                return False
+        return True
+
     async def consume(self) -> None:
         """A new consumer; the lagging channel's hold what they get."""
         topic = self.topic()
@@ -566,9 +802,8 @@ class Engine:
         self.broker.upkeep.sync()
         await self.settle()
 
-    async def restart(self) -> None:
-        how = self.random.choice(["clean", "kill"])
-        await self.stop(how)
+    async def restart(self, how: str = "") -> None:
+        await self.stop(how or self.random.choice(["clean", "kill"]))
         self.clock.advance(self.random.choice([0.001, 1, 100]))
         if self.random.random() < 0.5:
             self.options["id"] = self.random.randrange(1024)
@@ -594,6 +829,9 @@ class Engine:
             (self.publish, 30),
             (self.publish_deferred, 4),
             (self.publish_over_http, 8),
+            # Not where lanes are counted: these restart the broker, and a new connection is in no lane yet.
+            (self.publish_keyed, 60 if self.once else 0 if self.small else 8),
+            (self.stage, 90 if self.once else 0 if self.small else 6),
             (self.consume, 12),
             (self.answer, 25),
             (self.work_hard, 12),
@@ -603,7 +841,7 @@ class Engine:
             (self.leave, 3),
             (self.pass_time, 3),
             (self.housekeeping, 6),
-            (self.restart, 2),
+            (self.restart, 25 if self.once else 2),
             (self.full_disk, 1),
             (self.no_descriptors, 2),
         ]
@@ -641,8 +879,15 @@ class Engine:
             raise Violation("\n".join([*self.violations[:5], *raised[:5]]))
 
     async def drain(self) -> None:
-        """Everything that is owed must arrive now."""
+        """Everything that is owed must arrive now, and nothing twice."""
         self.system.faults.clear()
+        await self.settle()
+        for batch in self.batches:
+            # Whatever became of it: from now on it is there, once.
+            await self._send_keyed(batch)
+        while self.transaction is not None and self.transaction.phase in ("apply", "done"):
+            await self._stage_on(self.transaction)
+        self.check()
         await self.settle()
         for consumer in self.consumers:
             consumer.close()
@@ -679,7 +924,7 @@ def _mpub(topic: str, bodies: list[bytes]) -> bytes:
     return b"MPUB %s\n" % topic.encode() + struct.pack(">I", len(records)) + records
 
 
-def run_seed(seed: int, *, steps: int = 60, small: bool = False) -> Engine:
+def run_seed(seed: int, *, steps: int = 60, small: bool = False, once: bool = False) -> Engine:
     """Run one seed in an event loop of its own; Violation if the broker broke a promise."""
     roll_at = journal_module.ROLL_AT
     before = kernel.replace_calls(None)
@@ -687,7 +932,7 @@ def run_seed(seed: int, *, steps: int = 60, small: bool = False) -> Engine:
     journal_module.ROLL_AT = 3_000
     try:
         with tempfile.TemporaryDirectory(prefix="flintmq-engine-") as folder:
-            engine = Engine(seed, Path(folder), steps=steps, small=small)
+            engine = Engine(seed, Path(folder), steps=steps, small=small, once=once)
             try:
                 asyncio.run(engine.run())
             except Violation as exc:

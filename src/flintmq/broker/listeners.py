@@ -144,7 +144,8 @@ class Listeners:
         return sock, addresses.text_of(sock.getsockname())
 
     def _connection_count(self) -> int:
-        return len(self._broker.sessions) + (0 if self.api is None else self.api.connection_count())
+        questions = 0 if self._broker.auth is None else self._broker.auth.under_way
+        return len(self._broker.sessions) + questions + (0 if self.api is None else self.api.connection_count())
 
     # --- Stop ------------------------------------------------------------------------------------------------------
 

@@ -91,6 +91,8 @@ class Turn:
                     topic.flush()
                 except Exception as exc:
                     report(topic, "write or hand on what was published", exc)
+        if self._broker.store.room < 0:
+            self._broker.upkeep.look_at_space()
         if self._timer is None and self._broker.journal.pending:
             self._see_to_it_soon()
 

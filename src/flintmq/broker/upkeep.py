@@ -26,6 +26,8 @@ logger = logging.getLogger(__name__)
 
 #: Seconds between two looks at the free space.
 SPACE_INTERVAL = 1.0
+#: Bytes written between two looks, at least. Otherwise half of the room there is: it may be used up within a second.
+SPACE_BYTES = 1 << 20
 #: Seconds from a change of topics or channels to ``nsqd.dat``.
 METADATA_DELAY = 0.05
 #: Seconds until it is tried again.
@@ -121,13 +123,17 @@ class Upkeep:
         """Refuse publishes from here on, or take them again, by the free space on the disk."""
         broker = self._broker
         if broker.draining:
+            # Publishes are refused already.
+            broker.store.expect_room(SPACE_BYTES)
             return
         try:
             free = broker.disk.free(broker.path)
         except OSError as exc:
             logger.error("NSQ: cannot look at the disk - %s", exc.strerror or exc)
+            broker.store.expect_room(SPACE_BYTES)
             return
         reserve = broker.options.disk_reserve
+        broker.store.expect_room(max(SPACE_BYTES, (free - reserve) // 2))
         broker.counters.free_bytes = free
         if free < 2 * reserve:
             self._make_room(2 * reserve - free)

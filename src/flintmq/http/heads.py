@@ -16,7 +16,7 @@ import re
 
 from flintmq.errors import FlintError
 
-__all__ = ["LONGEST_HEAD", "MOST_DIGITS", "BadHead", "end_of_head", "length_with_end", "looked_at", "tidy"]
+__all__ = ["LONGEST_HEAD", "MOST_DIGITS", "BadHead", "RequestEnd", "end_of_head", "looked_at", "tidy"]
 
 #: Bytes of a request line with all its headers.
 LONGEST_HEAD = 64 << 10
@@ -24,6 +24,8 @@ LONGEST_HEAD = 64 << 10
 MOST_DIGITS = 32
 #: Bytes of a method: there is none that is longer, and no reason to wait for its end.
 _LONGEST_METHOD = 32
+#: Lines of a head, the empty one at its end included: each costs far more than its bytes.
+MOST_LINES = 128
 
 _TOKEN = rb"[!#$%&'*+\-.^_`|~0-9A-Za-z]"
 #: What may follow the target as far as it has arrived, and more bytes than that has.
@@ -40,6 +42,8 @@ _HOST = re.compile(rb"[0-9A-Za-z!$%&()*+,\-.:;='\[\]_~]*")
 _BEYOND_ASCII = re.compile(rb"[\x80-\xff]")
 _BAD_ESCAPE = re.compile(rb"%(?![0-9A-Fa-f]{2})")
 _ORIGIN = re.compile(rb"[A-Za-z][A-Za-z0-9+.\-]*://")
+_CHUNK_SIZE = re.compile(rb"[0-9A-Fa-f]{1,8}")
+_LONGEST_CHUNK_LINE = 4096
 _DIGITS = re.compile(rb"[0-9]{1,%d}" % MOST_DIGITS)
 #: Methods that reach the routes under their own name. Others have no route, but may be unknown to a parser.
 _METHODS = frozenset((b"GET", b"HEAD", b"POST", b"PUT", b"DELETE", b"OPTIONS", b"TRACE", b"PATCH"))
@@ -108,7 +112,10 @@ def tidy(head: bytes) -> bytes:
     Lines may end in LF alone, but then all of them do: a proxy in front that knows CRLF only would see other headers
     in a head with both, and so another request.
     """
-    if head.count(b"\r\n") not in (0, head.count(b"\n")):
+    count = head.count(b"\n")
+    if count > MOST_LINES:
+        raise BadHead("431 Request Header Fields Too Large")
+    if head.count(b"\r\n") not in (0, count):
         raise BadHead
     request_line, *lines = [line.removesuffix(b"\r") for line in head.split(b"\n")[:-2]]
     method, target, version = request_line.split(b" ")
@@ -180,9 +187,50 @@ def _request_line(method: bytes, target: bytes, is_old: bool) -> bytes:
     return b"%s %s HTTP/1.%d" % (method, target, 0 if is_old else 1)
 
 
-def length_with_end(head: bytes) -> int | None:
-    """Return how many bytes of body follow a tidy head, if it asks for the connection's end and they are known."""
-    fields = dict(line.lower().partition(b":")[::2] for line in head.split(b"\r\n")[1:])
-    connection = fields.get(b"connection", b"")
-    ends = b"keep-alive" not in connection if head.partition(b"\r\n")[0].endswith(b"1.0") else b"close" in connection
-    return int(fields.get(b"content-length", 0)) if ends and b"transfer-encoding" not in fields else None
+class RequestEnd:
+    """Where the request of a tidy head ends. What follows is no business of whoever parses it."""
+
+    def __init__(self, head: bytes) -> None:
+        fields = dict(line.lower().partition(b":")[::2] for line in head.split(b"\r\n")[1:])
+        connection = fields.get(b"connection", b"")
+        is_old = head.partition(b"\r\n")[0].endswith(b"1.0")
+        #: Is it the last one of its connection?
+        self.closes = b"keep-alive" not in connection if is_old else b"close" in connection
+        self.is_chunked = b"transfer-encoding" in fields
+        #: Bytes of the body, or of a chunk with its line end, that are still to come.
+        self._left = int(fields.get(b"content-length", 0))
+        #: The line of a chunk's size, or of a trailer, as far as it has arrived.
+        self._line = b""
+        self._in_trailers = False
+        self.is_over = not self.is_chunked and not self._left
+
+    def take(self, data: bytes) -> int:
+        """Return how many of the bytes that come next belong to the request: all of them, until it is over."""
+        at = 0
+        while at < len(data) and not self.is_over:
+            if self._left:
+                step = min(self._left, len(data) - at)
+                at += step
+                self._left -= step
+                self.is_over = not self.is_chunked and not self._left
+                continue
+            newline = data.find(b"\n", at)
+            if newline < 0:
+                # The parser refuses one that is too long.
+                self._line = (self._line + data[at:])[:_LONGEST_CHUNK_LINE]
+                return len(data)
+            line = (self._line + data[at:newline]).removesuffix(b"\r")
+            self._line = b""
+            at = newline + 1
+            if self._in_trailers:
+                self.is_over = not line
+            else:
+                size = line.partition(b";")[0].strip(b" \t")
+                if _CHUNK_SIZE.fullmatch(size) is None:
+                    # No chunk: whatever follows is for the parser to refuse.
+                    self._left = 1 << 62
+                elif number := int(size, 16):
+                    self._left = number + 2
+                else:
+                    self._in_trailers = True
+        return at

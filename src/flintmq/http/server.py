@@ -10,6 +10,7 @@ import asyncio
 import logging
 import socket
 import sys
+import threading
 from collections.abc import Callable, Hashable
 from dataclasses import replace
 from functools import cache
@@ -22,7 +23,7 @@ from flintmq.errors import HttpError
 from flintmq.http.admission import Admission, address_of
 from flintmq.http.arguments import split_target
 from flintmq.http.browsers import Names
-from flintmq.http.heads import BadHead, end_of_head, length_with_end, looked_at, tidy
+from flintmq.http.heads import BadHead, RequestEnd, end_of_head, looked_at, tidy
 from flintmq.http.site import CONTINUE, LINGER_SECONDS, TEXT, Answer, Pieces, Request, Site, envelope
 from flintmq.http.tls import TlsListener
 
@@ -65,17 +66,22 @@ async def load(name: str) -> None:
         await asyncio.get_running_loop().run_in_executor(None, _import, name)
 
 
+#: Python begins with a module of a package while another thread is in the middle of that package: both can fail.
+_importing = threading.Lock()
+
+
 def _import(name: str) -> None:
-    known = set(sys.modules)
-    try:
-        import_module(name)
-    except BaseException:
-        # Python forgets the package that failed, not the modules in it that had succeeded: the next attempt would find
-        # them, and not make them known to their package.
-        for each in set(sys.modules) - known:
-            if each.partition(".")[0] not in sys.modules:
-                sys.modules.pop(each, None)
-        raise
+    with _importing:
+        known = set(sys.modules)
+        try:
+            import_module(name)
+        except BaseException:
+            # Python forgets the package that failed, not the modules in it that had succeeded: the next attempt would
+            # find them, and not make them known to their package.
+            for each in set(sys.modules) - known:
+                if each.partition(".")[0] not in sys.modules:
+                    sys.modules.pop(each, None)
+            raise
 
 
 class Server:
@@ -293,16 +299,17 @@ def _classes() -> tuple[Any, type[aio.Response], type[aio.StreamResponse]]:
         _looked = 0
         #: Were we sent something that is no request?
         _refused = False
-        #: Requests whose answers were taken by the client's socket; and will there be no more of them?
+        #: Requests that the parser has got, and those whose answers were taken by the client's socket.
+        _begun = 0
         _answered = 0
+        #: The request that the parser is in the middle of.
+        _current: RequestEnd | None = None
+        #: Will there be no more requests: the client sends no more, or the last one was begun?
         _ended = False
-        #: Bytes of the last request that are still to come; None if another request may follow.
-        _left: int | None = None
+        _is_last = False
         #: Bytes that the parser has not got yet, and its next turn.
         _unfed = b""
         _feeding: asyncio.Handle | None = None
-        #: Does the body come in chunks?
-        _is_chunked = True
 
         def connection_made(self, transport: asyncio.BaseTransport) -> None:
             super().connection_made(transport)
@@ -315,7 +322,7 @@ def _classes() -> tuple[Any, type[aio.Response], type[aio.StreamResponse]]:
             self._end_silence()
             if not data:
                 # aiohttp's parser goes on with what it held back while nobody read the body.
-                self._parse(data)
+                super().data_received(data)
                 return
             self._unfed += data
             if self._feeding is None:
@@ -328,12 +335,16 @@ def _classes() -> tuple[Any, type[aio.Response], type[aio.StreamResponse]]:
             deadline = loop.time() + SECONDS_AT_ONCE
             data, self._unfed = self._unfed, b""
             at = 0
-            while at < len(data):
-                # Only chunks can be so small that many of them take long.
-                step = FEED_BYTES if self._is_chunked or self._head or self._between_requests() else len(data)
-                self._parse(data[at : at + step])
-                at += step
-                if at < len(data) and self.transport is not None and loop.time() >= deadline:
+            while at < len(data) and self.transport is not None:
+                if self._is_busy():
+                    # The next request is looked at when this one is answered, like one that comes by itself.
+                    self._unfed = data[at:]
+                    self.transport.pause_reading()
+                    return
+                # Only heads, and chunks, can be so small that many of them take long.
+                step = len(data) if self._current is not None and not self._current.is_chunked else FEED_BYTES
+                at += self._parse(data[at : at + step])
+                if at < len(data) and loop.time() >= deadline:
                     self._unfed = data[at:]
                     self.transport.pause_reading()
                     self._feeding = loop.call_soon(self._feed)
@@ -341,44 +352,49 @@ def _classes() -> tuple[Any, type[aio.Response], type[aio.StreamResponse]]:
             if is_resumed and self.transport is not None and not (self._reading_paused or self._buffer_paused):
                 self.transport.resume_reading()
 
-        def _parse(self, data: bytes) -> None:
-            """aiohttp waits for the rest of a head as long as it takes, if only a byte comes now and then."""
-            if self._refused:
-                return
-            if data and (self._head or self._between_requests()):
-                self._head = self._head or bytearray()
-                self._head += data
-                try:
-                    body = end_of_head(self._head, 0, len(self._head), self._looked)
-                    head = tidy(bytes(self._head[:body])) if body >= 0 else b""
-                except BadHead as exc:
-                    self._refuse(exc.answer)
-                    return
-                self._looked = looked_at(len(self._head)) if body < 0 else 0
-                if head:
-                    data, self._head = bytes(self._head[body:]), bytearray()
-                    self._is_chunked = b"chunked" in head.lower()
-                    self._left = length_with_end(head)
-                data = head + self._wanted(data) if head else b""
-            else:
-                data = self._wanted(data)
-            super().data_received(data)
-            if self._messages or self._current_request is not None:
-                self._end_deadline()
-            elif self._deadline is None:
-                self._deadline = asyncio.get_running_loop().call_later(self.head_seconds, self.force_close)
+        def _is_busy(self) -> bool:
+            """Is a whole request there that is not answered yet?"""
+            return self._current is None and self._begun > self._answered and not self._is_last and not self._refused
 
-        def _wanted(self, data: bytes) -> bytes:
-            """Return data without what follows the last request: aiohttp would refuse that request for it."""
-            if self._left is not None:
-                data = data[: self._left]
-                self._left -= len(data)
-            return data
-
-        def _between_requests(self) -> bool:
-            """Is the next byte the first one of a request?"""
-            idle = self._request_count == 0 or (self._waiter is not None and not self._waiter.done())
-            return idle and not self._messages and not self._upgraded
+        def _parse(self, data: bytes) -> int:
+            """Give the parser what belongs to one request; return how many bytes that are."""
+            if self._refused or (self._is_last and self._current is None):
+                return len(data)
+            if self._current is not None:
+                size = self._current.take(data)
+                waiting = len(self._messages)
+                super().data_received(data[:size])
+                if len(self._messages) > waiting:
+                    # It is fed one request at a time: another message is an error, of a chunk. aiohttp would tell it
+                    # after this request is answered, whose handler waits for a body that does not come any more.
+                    self._refuse(b"" if self._answered >= self._begun else BadHead().answer)
+                    return len(data)
+                if self._current.is_over:
+                    self._current = None
+                return size
+            self._head = self._head or bytearray()
+            before = len(self._head)
+            self._head += data
+            try:
+                body = end_of_head(self._head, 0, len(self._head), self._looked)
+                head = tidy(bytes(self._head[:body])) if body >= 0 else b""
+            except BadHead as exc:
+                self._refuse(exc.answer)
+                return len(data)
+            if not head:
+                self._looked = looked_at(len(self._head))
+                # aiohttp waits for the rest of a head as long as it takes, if only a byte comes now and then.
+                if self._deadline is None:
+                    self._deadline = asyncio.get_running_loop().call_later(self.head_seconds, self.force_close)
+                return len(data)
+            self._end_deadline()
+            self._looked, self._head = 0, bytearray()
+            request = RequestEnd(head)
+            self._current = None if request.is_over else request
+            self._is_last = request.closes
+            self._begun += 1
+            super().data_received(head)
+            return body - before
 
         def _refuse(self, answer: bytes) -> None:
             self._refused = True
@@ -386,7 +402,8 @@ def _classes() -> tuple[Any, type[aio.Response], type[aio.StreamResponse]]:
             transport = self.transport
             if transport is None:
                 return
-            transport.write(answer)
+            if answer:
+                transport.write(answer)
             if transport.can_write_eof():
                 # Closing at once with unread input would reset the connection, and could cost the peer the answer.
                 transport.write_eof()
@@ -400,7 +417,9 @@ def _classes() -> tuple[Any, type[aio.Response], type[aio.StreamResponse]]:
             if self.transport is not None:
                 await self._drain_helper()
             self._answered += 1
-            if self._ended and self._answered == self._request_count:
+            if self._unfed and self._feeding is None:
+                self._feeding = asyncio.get_running_loop().call_soon(self._feed)
+            elif self._ended and self._answered >= self._begun:
                 self.close()
             return result
 
@@ -427,14 +446,14 @@ def _classes() -> tuple[Any, type[aio.Response], type[aio.StreamResponse]]:
 
         def eof_received(self) -> bool:  # type: ignore[override]
             """The client sends no more. aiohttp would hang up, with the answer still to come."""
-            if self._unfed:
-                data, self._unfed = self._unfed, b""
-                self._parse(data)
+            while self._unfed and not self._is_busy():
+                size = self._parse(self._unfed)
+                self._unfed = self._unfed[size:]
             if self.ssl_context is not None:
                 # There is no such thing as half a TLS connection.
                 return False
             self._ended = True
-            if self._answered == self._request_count:
+            if self._answered >= self._begun and not self._unfed:
                 # All requests are answered, and none can come.
                 return False
             asyncio.get_running_loop().call_later(HALF_OPEN_SECONDS, self.force_close)

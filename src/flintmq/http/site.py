@@ -18,7 +18,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable, Collection, Iter
 from dataclasses import dataclass, field, replace
 from http import HTTPStatus
 from typing import Any, Protocol
-from urllib.parse import quote
+from urllib.parse import quote, unquote
 
 import msgspec
 
@@ -71,6 +71,8 @@ BODY_SECONDS = 30.0
 LINGER_SECONDS = 2.0
 #: The bodies that most routes read and ignore.
 IGNORED_BODY = 1 << 20
+#: Slashes of a path that is looked for in other spellings.
+MOST_SLASHES = 64
 
 
 # --- Answers ----------------------------------------------------------------------------------------------------------
@@ -272,6 +274,7 @@ class Site:
         # By method: what is said in full, and the patterns by their parts.
         self._fixed: dict[str, dict[str, Route]] = {}
         self._patterns: dict[str, list[tuple[list[str], Route]]] = {}
+        self._most_parts = max((route.path.count("/") for route in self.routes), default=0) + 1
         for route in self.routes:
             fixed = self._fixed.setdefault(route.method, {})
             patterns = self._patterns.setdefault(route.method, [])
@@ -285,7 +288,8 @@ class Site:
         route = self._fixed.get(method, {}).get(path)
         if route is not None:
             return route, {}
-        parts = path.split("/")
+        # A path may have thousands of parts: no more of them than a pattern has are told apart.
+        parts = path.split("/", self._most_parts)
         for pattern, candidate in self._patterns.get(method, ()):
             parameters = _match(pattern, parts)
             if parameters is not None:
@@ -299,7 +303,7 @@ class Site:
 
     def _elsewhere(self, method: str, path: str) -> str | None:
         """Where a path that is slightly wrong should have gone: a slash too many, other case, dots."""
-        if path == "/" or method not in self._fixed:
+        if path == "/" or method not in self._fixed or path.count("/") > MOST_SLASHES:
             return None
         clean = _clean(path)
         for candidate in (clean, clean.rstrip("/"), clean + "/"):
@@ -307,11 +311,12 @@ class Site:
                 return candidate
         # A route's own words in another case; what it leaves open stays as it is.
         parts = clean.rstrip("/").split("/")
+        lower = [part.lower() for part in parts]
         for route in self.routes:
             if route.method == method:
                 pattern = route.path.rstrip("/").split("/")
                 folded = [part if part[:1] in (":", "*") else part.lower() for part in pattern]
-                if _match(folded, [part.lower() for part in parts]) is not None:
+                if _match(folded, lower) is not None:
                     kept = [given if own[:1] in (":", "*") else own for own, given in zip(pattern, parts, strict=False)]
                     return "/".join([*kept, *parts[len(pattern) :]]) + ("/" if route.path.endswith("/") else "")
         return None
@@ -396,8 +401,11 @@ def _redirect(method: str, path: str, query: str) -> Answer:
     return Answer(body, "text/html; charset=utf-8", 301, {"Location": location})
 
 
-#: Arguments that hold a secret by their name; nothing here asks for one, but somebody may send it.
-_SECRET = re.compile(r"(?i)([?&;][^=&;]*(?:token|secret|passw|auth|api_?key|credential|signature)[^=&;]*=)[^&;#]*")
+#: Words in the names of arguments that hold a secret; nothing here asks for one, but somebody may send it.
+_SECRET_WORDS = ("token", "secret", "passw", "pwd", "auth", "bearer", "key", "credential", "signature")
+_BETWEEN_ARGUMENTS = re.compile("([&;])")
+#: Characters of a target that are logged.
+LONGEST_SHOWN = 512
 
 
 def log_request(status: int, method: str, target: str, remote: str, started: int) -> None:
@@ -409,9 +417,25 @@ def log_request(status: int, method: str, target: str, remote: str, started: int
 
 
 def _shown(target: str) -> str:
-    """Return a target as part of a line in the log, without its secrets."""
+    """Return a target as part of a line in the log, without its secrets.
+
+    Anybody may send any target: the work is linear in its length, and a long one is cut.
+    """
     origin = ORIGIN.match(target)
-    return ascii(_SECRET.sub(r"\1***", target[origin.end() if origin else 0 :]))[1:-1]
+    target = target[origin.end() if origin else 0 :]
+    path, mark, query = target[:LONGEST_SHOWN].partition("?")
+    cut = "..." if len(target) > LONGEST_SHOWN else ""
+    return ascii(_without_secrets(path) + mark + _without_secrets(query) + cut)[1:-1]
+
+
+def _without_secrets(text: str) -> str:
+    return "".join(map(_without_secret, _BETWEEN_ARGUMENTS.split(text)))
+
+
+def _without_secret(argument: str) -> str:
+    name, sign, _ = argument.partition("=")
+    word = unquote(name).lower()
+    return f"{name}=***" if sign and any(each in word for each in _SECRET_WORDS) else argument
 
 
 def _elapsed(nanoseconds: int) -> str:

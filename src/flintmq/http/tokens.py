@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from flintmq.errors import HttpError, OptionError
 
-__all__ = ["ADMIN", "CONSUME", "OPEN", "PUBLISH", "READ", "RIGHTS", "Passes", "Tokens", "read_token"]
+__all__ = ["ADMIN", "CONSUME", "OPEN", "PUBLISH", "READ", "RIGHTS", "Passes", "Tokens", "read_secrets", "read_token"]
 
 logger = logging.getLogger(__name__)
 
@@ -40,20 +40,8 @@ class Tokens:
         self._rights = self._read()
 
     def _read(self) -> list[tuple[bytes, frozenset[str]]]:
-        try:
-            with open(self.path, encoding="utf-8") as file:
-                mode = os.fstat(file.fileno()).st_mode
-                lines = file.read().splitlines()
-        except (OSError, UnicodeDecodeError) as exc:
-            reason = exc.strerror if isinstance(exc, OSError) else exc
-            raise OptionError(f"cannot read the tokens in {self.path} - {reason}") from exc
-        if mode & (stat.S_IRGRP | stat.S_IROTH):
-            logger.warning("HTTP: %s holds tokens and can be read by others: chmod 600 it", self.path)
         found = []
-        for number, line in enumerate(lines, 1):
-            words = line.split()
-            if not words or words[0].startswith("#"):
-                continue
+        for number, words in read_secrets(self.path, "tokens", "tokens", "HTTP"):
             rights = frozenset(words[1].split(",")) if len(words) == 2 else frozenset[str]()
             if not rights or not rights <= frozenset(RIGHTS):
                 # Never the line itself: it holds a secret.
@@ -96,15 +84,7 @@ class Passes:
         self._digests = self._read()
 
     def _read(self) -> list[bytes]:
-        try:
-            with open(self.path, encoding="utf-8") as file:
-                if os.fstat(file.fileno()).st_mode & (stat.S_IRGRP | stat.S_IROTH):
-                    logger.warning("TCP: %s holds tokens and can be read by others: chmod 600 it", self.path)
-                words = [line.split() for line in file]
-        except (OSError, UnicodeDecodeError) as exc:
-            reason = exc.strerror if isinstance(exc, OSError) else exc
-            raise OptionError(f"cannot read the tokens in {self.path} - {reason}") from exc
-        found = [_digest(line[0]) for line in words if line and not line[0].startswith("#")]
+        found = [_digest(words[0]) for _, words in read_secrets(self.path, "tokens", "tokens", "TCP")]
         if not found:
             raise OptionError(f"there is no token in {self.path}")
         return found
@@ -120,6 +100,24 @@ class Passes:
         """Is it one of them? It is compared with all, so that how long that takes tells nothing."""
         digest = _digest(token)
         return sum([hmac.compare_digest(known, digest) for known in self._digests]) > 0
+
+
+def read_secrets(path: str, things: str, secrets: str, actor: str) -> list[tuple[int, list[str]]]:
+    """Return the lines of a file of ``things``, each with its number, as words; empty lines and comments are left out.
+
+    OptionError if it cannot be read. That others can read the ``secrets`` in it is logged, with the ``actor`` first.
+    """
+    try:
+        with open(path, encoding="utf-8") as file:
+            mode = os.fstat(file.fileno()).st_mode
+            lines = file.read().splitlines()
+    except (OSError, UnicodeDecodeError) as exc:
+        reason = exc.strerror if isinstance(exc, OSError) else exc
+        raise OptionError(f"cannot read the {things} in {path} - {reason}") from exc
+    if mode & (stat.S_IRGRP | stat.S_IROTH):
+        logger.warning("%s: %s holds %s and can be read by others: chmod 600 it", actor, path, secrets)
+    split = ((number, line.split()) for number, line in enumerate(lines, 1))
+    return [(number, words) for number, words in split if words and not words[0].startswith("#")]
 
 
 def read_token(path: str) -> str:

@@ -32,7 +32,7 @@ from flintmq.http.tokens import Passes, Tokens
 from flintmq.lookup.registry import Producer, Registry
 from flintmq.options import NsqlookupdOptions, format_duration
 from flintmq.protocol.wire import MAGIC_LOOKUP, NSQ_VERSION, decode_identify, valid_name
-from flintmq.system import System
+from flintmq.system import System, shares_of_descriptors
 
 if TYPE_CHECKING:
     import ssl
@@ -41,8 +41,9 @@ __all__ = ["Lookupd"]
 
 logger = logging.getLogger(__name__)
 
-#: A connection that has not sent the magic by then is closed. After it, silence is allowed for ever.
+#: A connection that has not sent the magic, and then IDENTIFY, by then is closed. After it, silence is allowed.
 MAGIC_SECONDS = 5.0
+IDENTIFY_SECONDS = 30.0
 #: After a fatal error the peer has this long to read it.
 LINGER_SECONDS = 1.0
 #: The longest command, and the longest body of IDENTIFY: real ones have some hundred bytes.
@@ -52,8 +53,11 @@ LONGEST_BODY = 64 << 10
 COMMANDS_AT_ONCE = 256
 SECONDS_AT_ONCE = 0.002
 LOOK_EVERY = 8
-#: After so many entries of a large answer the loop gets its turn.
-SLICE = 2_000
+#: Characters of each text that an nsqd says of itself: all of them are in every answer that names it.
+LONGEST_TEXT = 256
+#: After so many entries of a large answer the loop gets its turn; so many bytes count as one.
+SLICE = 500
+ENTRY_BYTES = 256
 #: After so many lines of the log, likewise.
 LOGGED_AT_ONCE = 64
 OPEN_TO_ALL = "whoever reaches it can hide and delete topics; see docs/security.md"
@@ -106,7 +110,9 @@ class Lookupd:
         )
         self.now = now
         # Those who ask must not keep nsqds out: each side has its own.
-        most, per_address = options.max_connections, options.max_connections_per_address
+        # Without a limit it is half of the descriptors that are for connections.
+        most = min(options.max_connections or 1 << 30, shares_of_descriptors()[1] // 2)
+        per_address = options.max_connections_per_address
         self.admission = Admission(most, per_address, now)
         self._http_admission = Admission(most, per_address, now)
         self.sessions: dict[Session, None] = {}
@@ -533,6 +539,7 @@ class Session(asyncio.Protocol):
             raise ProtocolError("E_BAD_PROTOCOL")
         self._greeted = True
         self._patience.cancel()
+        self._patience = self._loop.call_later(IDENTIFY_SECONDS, self._transport.abort)
         logger.info("CLIENT(%s): desired protocol magic '%s'", self._address, _shown(magic))
 
     def _command(self, verb: bytes, params: list[bytes]) -> bytes | None:
@@ -566,6 +573,9 @@ class Session(asyncio.Protocol):
         self._identifying = False
         if not all(fields[name] for name in ("broadcast_address", "tcp_port", "http_port", "version")):
             raise ProtocolError("E_BAD_BODY", "IDENTIFY missing fields")
+        for name, value in fields.items():
+            if isinstance(value, str) and len(value) > LONGEST_TEXT:
+                raise ProtocolError("E_BAD_BODY", f"IDENTIFY {name} has more than {LONGEST_TEXT} characters")
         del fields["remote_address"]
         token, passes = fields.pop("token"), self._lookupd.passes
         if passes is not None and not passes.is_good(token):
@@ -581,6 +591,7 @@ class Session(asyncio.Protocol):
         )
         self._lookupd.registry.add(producer)
         self._producer = producer
+        self._patience.cancel()
         return self._lookupd.identity()
 
     def _register(self, verb: str, params: list[bytes]) -> bytes:
@@ -662,7 +673,7 @@ async def _slowly(head: bytes, pieces: Iterator[tuple[int, bytes]], tail: bytes)
     for entries, piece in pieces:
         if piece:
             made.append(piece)
-        cost += 1 + entries
+        cost += 1 + entries + len(piece) // ENTRY_BYTES
         if cost > SLICE:
             if made:
                 blocks.append(b",".join(made))

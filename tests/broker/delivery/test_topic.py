@@ -433,6 +433,30 @@ async def test_free_space_is_looked_at_every_second(start_broker: StartBroker) -
     assert 0 < broker._timers["space"].when() - asyncio.get_running_loop().time() <= 1
 
 
+async def test_a_fast_publisher_is_refused_before_the_reserve_is_used_up(start_broker: StartBroker) -> None:
+    """Hundreds of megabytes can be written between two looks a second apart."""
+
+    class FillingDisk(CountingDisk):
+        def write(self, fd: int, buffers: Sequence[Buffer], offset: int) -> int:
+            size = super().write(fd, buffers, offset)
+            self.free_bytes -= size
+            return size
+
+    disk = FillingDisk()
+    disk.free_bytes = 20 << 20
+    broker = await start_broker(disk=disk, disk_reserve=8 << 20, max_msg_size=1 << 20)
+    broker._timers["space"].cancel()
+    client = Client(broker)
+    for _ in range(40):
+        client.send(pub("t", bytes(500_000)))
+        await quiet(broker)
+        if client.errors:
+            break
+    assert client.errors, f"nothing was refused with {disk.free_bytes} bytes free"
+    assert b"the disk is nearly full" in client.errors[0]
+    assert (8 << 20) - 2 * (1 << 20) < disk.free_bytes < 8 << 20
+
+
 async def test_a_write_that_fails_is_told_to_its_publishers_and_leaves_no_message(start_broker: StartBroker) -> None:
     class FullDisk(CountingDisk):
         full = False

@@ -7,11 +7,13 @@ import itertools
 import re
 from collections.abc import AsyncIterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from flintmq.broker.daemon import Broker
 from flintmq.broker.http import lane as http_lane
+from flintmq.broker.http import publish
 from flintmq.broker.http.publish import LONGEST_REMEMBERED
 from support.fakes import until
 from support.http_client import HttpClient, request_of
@@ -177,3 +179,20 @@ async def test_a_publish_that_asks_for_the_end_gets_it(
         answer = await client.ended()
     assert answer.startswith(f"HTTP/{version} ".encode())
     assert (b"\r\nConnection: close\r\n" in answer) is (version == "1.1")
+
+
+@pytest.mark.parametrize("body", [b"\n" * 300_000, b"\n" * 200_000 + b"a" + b"\n" * 200_000 + b"b\n"])
+def test_every_piece_of_a_text_has_a_message(body: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loop gets its turn after each piece, so that none may take long that holds nothing but empty lines."""
+    looked = 0
+    real = publish.line_records
+
+    def counted(data: bytearray, pos: int, stop: int) -> Any:
+        nonlocal looked
+        looked += 1
+        return real(data, pos, stop)
+
+    monkeypatch.setattr(publish, "line_records", counted)
+    pieces = list(publish._lines(bytearray(body), 0, len(body)))
+    assert sum(count for _, _, _, count in pieces) == len(body.split())
+    assert looked == len(pieces)

@@ -6,6 +6,7 @@ Where a test takes ``nsqd``, NSQ's own daemon has to pass it too, so that the ex
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import re
 import socket
@@ -717,18 +718,94 @@ def test_an_address_that_guesses_waits_and_nobody_else_does() -> None:
     made.granted(good)
     waits = []
     for _ in range(20):
-        waits.append(made.wait("10.0.0.1", bad))
+        waits.append(made.wait("10.0.0.1", bad) or 0.0)
         now += waits[-1]
         made.refused("10.0.0.1", bad)
     assert waits[: guesses.FREE] == [0.0] * guesses.FREE
     assert all(later >= sooner - 1e-9 for sooner, later in pairwise(waits))
     assert waits[guesses.FREE] == pytest.approx(guesses.FIRST_WAIT)
     assert waits[-1] == pytest.approx(guesses.LONGEST_WAIT)
-    # Two at once wait one after the other, but never for longer than the longest.
-    assert made.wait("10.0.0.1", bad) <= guesses.LONGEST_WAIT
+    # Two at once would wait one after the other, but never for longer than the longest: then there is no question.
+    assert made.wait("10.0.0.1", bad) == guesses.LONGEST_WAIT
+    assert made.wait("10.0.0.1", bad) is None
     assert made.wait("10.0.0.1", good) == made.wait("10.0.0.2", bad) == made.wait("", bad) == 0.0
     now += guesses.FORGIVEN_SECONDS + 1
     assert made.wait("10.0.0.1", bad) == 0.0
+
+
+async def test_guesses_in_parallel_are_no_more_guesses(
+    start_broker: StartBroker, server: AuthServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(guesses, "LONGEST_WAIT", 1.0)
+    server.answer = (403, b"{}")
+    broker = await start_broker(auth_http_addresses=(server.address,))
+    answers = await asyncio.gather(*(attempt(broker, b"guess %d" % number) for number in range(100)))
+    assert set(answers) == {b"E_AUTH_FAILED AUTH failed"}
+    assert len(server.questions) <= guesses.AT_ONCE + 4
+
+
+async def test_questions_use_up_no_descriptors(
+    start_broker: StartBroker, server: AuthServer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each is a connection to the auth server, which may take its time; addresses may be as many as there are."""
+    monkeypatch.setattr(guesses, "AT_ONCE", 1000)
+    broker = await start_broker(auth_http_addresses=(server.address,))
+    server.answer = grants()
+    assert b"permission_count" in await attempt(broker, b"known")
+    server.answer = None
+    async with contextlib.AsyncExitStack() as stack:
+        for number in range(100):
+            peer = await stack.enter_async_context(Peer.connect(broker.tcp_address))
+            peer.send(auth(b"%d" % number))
+        await until(lambda: len(server.questions) > guesses.AT_ONCE_IN_ALL)
+        server.answer = grants()
+        assert b"permission_count" in await attempt(broker, b"known")
+        assert len(server.questions) == guesses.AT_ONCE_IN_ALL + 2
+        assert broker.listeners.descriptors._count() == len(broker.sessions) + guesses.AT_ONCE_IN_ALL
+
+
+async def test_a_fleet_with_good_secrets_gets_in_at_once(start_broker: StartBroker, server: AuthServer) -> None:
+    server.answer = grants()
+    broker = await start_broker(auth_http_addresses=(server.address,))
+    answers = await asyncio.gather(*(attempt(broker, b"good %d" % number) for number in range(60)))
+    assert all(b"permission_count" in answer for answer in answers)
+
+
+@pytest.mark.parametrize(
+    "answer", [b"this is no HTTP\r\n\r\n", b"HTTP/1.1 200 OK\r\nContent-Length: x\r\n\r\n", b"", None]
+)
+async def test_no_failure_of_an_auth_server_puts_a_secret_into_the_log(
+    answer: bytes | None, start_broker: StartBroker, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        if answer is None:
+            await reader.read()
+        else:
+            writer.write(answer)
+        writer.close()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as listener:
+        host, port = listener.sockets[0].getsockname()
+        patience = 10**8 if answer is None else 10**11
+        broker = await start_broker(auth_http_addresses=(f"{host}:{port}",), http_client_request_timeout=patience)
+        assert await attempt(broker, b"s3cr3t") == b"E_AUTH_FAILED AUTH failed"
+    assert f"AUTH: failed auth against {host}:{port} - " in caplog.text
+    assert "s3cr3t" not in caplog.text
+
+
+@pytest.mark.parametrize("verb", ["PUB", "DPUB", "MPUB"])
+async def test_no_body_is_awaited_of_a_client_without_the_right(
+    verb: str, start_broker: StartBroker, server: AuthServer
+) -> None:
+    """It would be held until it is complete."""
+    broker = await start_broker(auth_http_addresses=(server.address,))
+    beginning = GUARDED[verb][:-1]
+    assert await asked(broker.tcp_address, beginning) == [b"E_AUTH_FIRST AUTH required before " + verb.encode()]
+    server.answer = grants(topic="^other$")
+    [_, refusal] = await asked(broker.tcp_address, auth(b"good"), beginning)
+    assert refusal == f'E_UNAUTHORIZED AUTH failed for {verb} on "t" ""'.encode()
+    assert not broker.topics
 
 
 def test_what_is_kept_of_guesses_has_an_end(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,8 +18,10 @@ from conftest import StartBroker
 from flintmq.broker import backup
 from flintmq.broker.daemon import Broker
 from flintmq.broker.delivery.commit import SLICED_FROM
+from flintmq.broker.observe.steps import SLICE, at_once
 from flintmq.broker.stage import apply as apply_module
 from flintmq.broker.stage import staging as staging_module
+from flintmq.broker.stage.producer import Producer
 from flintmq.errors import StageError
 from support.fakes import Client, CountingDisk, FakeClock, quiet, until
 from support.http_client import HttpClient
@@ -153,8 +155,16 @@ async def test_sums_depend_neither_on_order_nor_on_chunks(broker: Broker) -> Non
         ("/stage/put?producer=q&epoch=1&txn=0&attempt=a&chunk=0&topic=..*", b"", "INVALID_TOPIC"),
         ("/stage/put?producer=q&epoch=1&txn=0&attempt=a&chunk=0&topic=t&defer=99999999999", b"", "INVALID_DEFER"),
         ("/stage/put?producer=q&epoch=1&txn=0&attempt=a&chunk=0&topic=t", b"", "BAD_BODY"),
-        ("/stage/put?producer=q&epoch=1&txn=0&attempt=a&chunk=0&topic=t", b"\0\0\0\2\0\0\0\1x", "BAD_MESSAGE"),
-        ("/stage/put?producer=q&epoch=1&txn=0&attempt=a&chunk=0&topic=t", b"\0\0\0\1\0\0\0\0", "BAD_MESSAGE"),
+        (
+            "/stage/put?producer=q&epoch=1&txn=0&attempt=a&chunk=0&topic=t",
+            b"\0\0\0\2\0\0\0\1x",
+            "BAD_MESSAGE: a chunk for t",
+        ),
+        (
+            "/stage/put?producer=q&epoch=1&txn=0&attempt=a&chunk=0&topic=t",
+            b"\0\0\0\1\0\0\0\0",
+            "BAD_MESSAGE: a message for t is empty",
+        ),
         ("/stage/apply", b'{"producer": "nobody", "txn": 0, "set": "x"}', "E_STAGE_UNKNOWN"),
         ("/stage/open", b'{"producer": "q", "run": "%s", "job": "j", "txn": 0}' % (b"r" * 513), "INVALID_BODY: run"),
         ("/stage/open", b'{"producer": "q", "run": "r", "job": "%s", "txn": 0}' % (b"j" * 513), "INVALID_BODY: run"),
@@ -560,7 +570,34 @@ async def test_a_producer_that_comes_back_while_it_is_forgotten_keeps_its_decisi
     broker.kill()
     await asyncio.sleep(0)
     broker = await start_broker(http_address="127.0.0.1:0")
-    assert [one["decided"]["txn"] for one in broker.stage.describe()["producers"]] == [7]
+    described = at_once(broker.stage.describe())
+    assert [one["decided"]["txn"] for one in described["producers"]] == [7]
+
+
+async def test_others_have_their_turn_while_very_many_producers_are_described(
+    start_broker: StartBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broker = await start_broker(http_address="127.0.0.1:0")
+    names = [f"query-{number:03}" for number in range(3 * SLICE)]
+    described = 0
+    describe = Producer.describe
+
+    def count(producer: Producer) -> dict[str, Any]:
+        nonlocal described
+        described += 1
+        return describe(producer)
+
+    monkeypatch.setattr(Producer, "describe", count)
+    async with StageClient.connect(broker) as client:
+        for client.producer in names:
+            await client.open(0)
+        answer = asyncio.create_task(client.ask("GET", "/stage"))
+        between = set()
+        while not answer.done():
+            await asyncio.sleep(0)
+            between.add(described)
+        assert [one["producer"] for one in answer.result()["producers"]] == names
+    assert len(between - {0, len(names)}) >= 2, "all were described in one turn"
 
 
 async def test_a_clock_that_is_set_makes_nobody_forgotten(start_broker: StartBroker, clock: FakeClock) -> None:

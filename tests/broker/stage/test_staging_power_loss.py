@@ -3,9 +3,11 @@
 The run commits two transactions as a producer would: several attempts, of which one loses, several topics, odd sizes.
 After each crash a broker is started on what is left, and a new run of the producer goes on from the transaction that it
 does not know to be committed, with rows in another order and in chunks of another size. Then each row of each
-transaction is in its topic exactly once, nothing is left of what was staged, and so it is after one more crash.
+transaction is in its topic exactly once, nothing is left of what was staged, and so it is after one more crash. Before
+the new run, a transaction is there whole or not at all, and only if it was decided.
 
-``FLINTMQ_EXHAUSTIVE=1`` tries every call with every kind of loss; otherwise every call with one kind.
+Every call of a short run is tried with two kinds of loss, and every fifth call of a long one with one kind;
+``FLINTMQ_EXHAUSTIVE=1`` tries every call of it with every kind.
 """
 
 from __future__ import annotations
@@ -43,19 +45,25 @@ def small_files(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(producer_module, "SYNC_AT", 5_000)
 
 
-def rows(txn: int) -> list[tuple[str, bytes]]:
+#: Rows of a transaction, and transactions before the crash.
+LONG = (23, 2)
+SHORT = (5, 1)
+
+
+def rows(txn: int, count: int) -> list[tuple[str, bytes]]:
     """The rows of a transaction, always the same ones: topic and body."""
     choice = random.Random(txn)
     sizes = [1, 3, 40, 700, 5_000]
-    return [(choice.choice(TOPICS), (b"%d-%d " % (txn, i)).ljust(choice.choice(sizes), b".")) for i in range(23)]
+    return [(choice.choice(TOPICS), (b"%d-%d " % (txn, i)).ljust(choice.choice(sizes), b".")) for i in range(count)]
 
 
 class Driver:
     """A producer's driver and its tasks, on one node, without HTTP."""
 
-    def __init__(self, world: World, run: str) -> None:
+    def __init__(self, world: World, run: str, count: int) -> None:
         self.world = world
         self.run = run
+        self.count = count
         self.name = "query"
         self._jobs = iter(range(1000))
 
@@ -102,7 +110,7 @@ class Driver:
         if said is not None and not said["done"]:
             await producer.apply(said["txn"], said["nodes"]["n"])
             await producer.done(said["txn"])
-        all_rows = rows(txn)
+        all_rows = rows(txn, self.count)
         choice.shuffle(all_rows)
         cut = choice.randrange(len(all_rows))
         winners = []
@@ -131,7 +139,9 @@ async def contents(world: World) -> Counter[tuple[str, bytes]]:
     return found
 
 
-async def crash(folder: Path, power_off_at: int | None, *, seed: int, **options: Any) -> tuple[SimDisk, int, FakeClock]:
+async def crash(
+    folder: Path, power_off_at: int | None, *, seed: int, of: tuple[int, int] = LONG, **options: Any
+) -> tuple[SimDisk, int, FakeClock]:
     """The run up to the n-th call: the disk, and how many transactions the driver knows to be committed."""
     clock = FakeClock()
     disk = SimDisk(folder, seed=seed)
@@ -141,8 +151,9 @@ async def crash(folder: Path, power_off_at: int | None, *, seed: int, **options:
     async with frozen_time(clock) as raised:
         try:
             await world.start()
-            driver = Driver(world, "first")
-            for txn in range(2):
+            count, transactions = of
+            driver = Driver(world, "first", count)
+            for txn in range(transactions):
                 await driver.drive(driver.commit(txn, random.Random(seed + txn)))
                 committed += 1
             await asyncio.shield(world.broker.stop())
@@ -159,22 +170,23 @@ async def crash(folder: Path, power_off_at: int | None, *, seed: int, **options:
     return disk, committed, clock
 
 
-async def go_on(disk: SimDisk, committed: int, clock: FakeClock, seed: int, **options: Any) -> None:
+async def go_on(
+    disk: SimDisk, committed: int, clock: FakeClock, seed: int, of: tuple[int, int] = LONG, **options: Any
+) -> None:
     """A new run of the producer: it repeats even the last transaction that was committed, and one more follows."""
+    count, transactions = of
     async with frozen_time(clock) as raised:
         for again in range(2):
             world = World(disk, clock, Ledger(), **options)
             await world.start()
-            wanted = Counter(row for txn in range(committed) for row in rows(txn))
-            seen = await contents(world)
-            assert not wanted - seen, f"lost although committed: {wanted - seen}"
-            driver = Driver(world, f"next-{again}")
-            for txn in range(max(0, committed - 1), 3):
+            driver = Driver(world, f"next-{again}", count)
+            await check_start(world, driver, committed, transactions + again)
+            for txn in range(max(0, committed - 1), transactions + 1):
                 await driver.drive(driver.commit(txn, random.Random(seed + 7 * txn + again)))
-            committed = 3
+            committed = transactions + 1
             await world.settle()
             await world.sync()
-            assert await contents(world) == Counter(row for txn in range(3) for row in rows(txn))
+            assert await contents(world) == Counter(row for txn in range(committed) for row in rows(txn, count))
             assert world.broker.stage.bytes == 0
             [name] = disk.names(disk.root / "flintmq" / "stage")
             assert disk.names(disk.root / "flintmq" / "stage" / name) == ["state"]
@@ -184,16 +196,40 @@ async def go_on(disk: SimDisk, committed: int, clock: FakeClock, seed: int, **op
     assert unexpected(raised) == []
 
 
+async def check_start(world: World, driver: Driver, committed: int, transactions: int) -> None:
+    """What is there before anybody asks for it: what is decided as far as it was applied, and nothing else."""
+    staging = world.broker.stage
+    if (producer := staging.producers.get(driver.name)) is not None:
+        for apply in list(producer.applies.values()):
+            # It was begun: it is done now, by itself.
+            await driver.drive(apply.wait())
+    seen = await contents(world)
+    decision = producer.state.last_decision if producer is not None else None
+    for txn in range(transactions):
+        wanted = Counter(rows(txn, driver.count))
+        there = Counter({row: seen[row] for row in wanted if seen[row]})
+        assert not (txn < committed) or there == wanted, f"transaction {txn} is committed, and of it are there {there}"
+        assert there in (wanted, Counter()), f"transaction {txn} is there by part: {there}"
+        assert not there or (decision is not None and decision.txn >= txn), f"transaction {txn} was not decided"
+
+
 async def try_every_call(
-    folder: Path, seed: int, left_over: Callable[[SimDisk, int | str], SimDisk], step: int, **options: Any
+    folder: Path,
+    seed: int,
+    left_over: Callable[[SimDisk, int | str], SimDisk],
+    step: int,
+    *,
+    of: tuple[int, int] = LONG,
+    kinds: Callable[[int], list[int | str]] = losses,
+    **options: Any,
 ) -> None:
-    whole, committed, _ = await crash(folder, None, seed=seed, **options)
-    assert committed == 2
+    whole, committed, _ = await crash(folder, None, seed=seed, of=of, **options)
+    assert committed == of[1]
     for n in range(1 + seed % step, whole.calls + 1, 1 if EXHAUSTIVE else step):
-        disk, committed, clock = await crash(folder, n, seed=seed, **options)
-        for loss in losses(n):
+        disk, committed, clock = await crash(folder, n, seed=seed, of=of, **options)
+        for loss in kinds(n):
             try:
-                await go_on(left_over(disk, loss), committed, rebooted(clock), n, **options)
+                await go_on(left_over(disk, loss), committed, rebooted(clock), n, of, **options)
             except BaseException as exc:
                 exc.add_note(f"crash at call {n}, {disk.history[n - 1]}, what was not synced: {loss}")
                 raise
@@ -209,12 +245,22 @@ async def test_the_run_commits_and_a_new_run_repeats_it(tmp_path: Path) -> None:
 @pytest.mark.timeout(1800)
 @pytest.mark.parametrize("durability", ["os", "fsync"])
 async def test_power_loss_neither_loses_nor_doubles(tmp_path: Path, durability: str) -> None:
-    await try_every_call(tmp_path, 1, SimDisk.after_power_loss, 3, durability=durability)
+    await try_every_call(tmp_path, 1, SimDisk.after_power_loss, 5, durability=durability)
+
+
+@pytest.mark.timeout(1800)
+async def test_a_short_transaction_is_there_whole_or_not_at_all_at_every_power_loss(tmp_path: Path) -> None:
+    await try_every_call(tmp_path, 1, SimDisk.after_power_loss, 1, of=SHORT, kinds=lambda n: ["none", n])
+
+
+@pytest.mark.timeout(1800)
+async def test_a_short_transaction_is_there_whole_or_not_at_all_at_every_kill(tmp_path: Path) -> None:
+    await try_every_call(tmp_path, 2, lambda disk, _: disk.after_kill(), 1, of=SHORT, kinds=lambda n: [n])
 
 
 @pytest.mark.timeout(1800)
 async def test_kill_neither_loses_nor_doubles(tmp_path: Path) -> None:
-    await try_every_call(tmp_path, 2, lambda disk, _: disk.after_kill(), 3)
+    await try_every_call(tmp_path, 2, lambda disk, _: disk.after_kill(), 5)
 
 
 @pytest.mark.timeout(1800)

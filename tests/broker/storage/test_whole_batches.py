@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import errno
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from flintmq.broker.delivery.commit import SLICED_FROM
 from flintmq.broker.storage.store import Store
 from flintmq.kernel import Block
 from flintmq.protocol.wire import encode_command, encode_mpub
+from flintmq.system import Buffer, System
 from support.fakes import Client, CountingDisk, quiet, until
 from support.stage_client import StageClient
 
@@ -167,6 +168,49 @@ async def test_a_staged_row_that_a_consumer_has_finished_does_not_come_again_aft
     async with StageClient.connect(broker) as client:
         await client.apply(0, prepared["set"])
     assert seen + await delivered(broker, rows.total()) == rows
+
+
+class FullTopics(System):
+    """The real system calls; while ``full``, nothing can be written to the files of topics."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.full = False
+        self.refused = 0
+        self._segments: set[int] = set()
+
+    def open(self, path: Path, flags: int, mode: int = 0o600) -> int:
+        fd = super().open(path, flags, mode)
+        (self._segments.add if path.suffix == ".seg" else self._segments.discard)(fd)
+        return fd
+
+    def pwritev(self, fd: int, buffers: Sequence[Buffer], offset: int) -> int:
+        if self.full and fd in self._segments:
+            self.refused += 1
+            raise OSError(errno.ENOSPC, "injected")
+        return super().pwritev(fd, buffers, offset)
+
+
+async def test_nobody_sees_a_staged_row_before_it_is_written(start_broker: StartBroker) -> None:
+    """Durability memory: a kill would take it back, and the next apply stores it again under another number."""
+    system = FullTopics()
+    broker = await start_broker(**{**SMALL, "mem_queue_size": 10_000}, disk=CountingDisk(system))
+    consumer = Client(broker)
+    await consumer.subscribe("t", "c", 2_500)
+    async with StageClient.connect(broker) as client:
+        await client.open(0)
+        winner = await client.stage(1, 0, "a", [[b"1", b"2", b"3"]])
+        prepared = await client.prepare(1, 0, [winner])
+        await client.decide(1, 0, {"n": prepared["set"]})
+        system.full = True
+        apply = asyncio.create_task(client.apply(0, prepared["set"]))
+        await until(lambda: system.refused)
+        await quiet(broker)
+        assert consumer.messages == []
+        system.full = False
+        assert await apply == {"topics": {"t": 3}}
+    await quiet(broker)
+    assert consumer.bodies == [b"1", b"2", b"3"]
 
 
 async def test_a_clean_stop_in_the_middle_of_an_apply_doubles_nothing(start_broker: StartBroker) -> None:

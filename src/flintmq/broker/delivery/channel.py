@@ -558,7 +558,10 @@ class Channel:
     def finish_from_socket(self, session: Session, fd: int, data: bytearray) -> int:
         """The same for what is read from a plain socket now; ``ring.received`` says how much that was."""
         ring = self.ring
-        pos = ring.finish_from_socket(fd, data, session.ident, self._prefix())
+        prefix = self.topic.ids.single
+        if prefix < 0:
+            prefix = self._prefix()
+        pos = ring.finish_from_socket(fd, data, session.ident, prefix)
         if ring.finished:
             self._finished_run(session, ring.finished)
         return pos

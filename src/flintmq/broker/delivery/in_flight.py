@@ -39,11 +39,12 @@ class Runs:
         return self._head < len(self._firsts)
 
     def add(self, first: int, stop: int, deadline: int) -> None:
-        if self and self._stops[-1] == first and self._deadlines[-1] == deadline:
-            self._stops[-1] = stop
+        stops = self._stops
+        if self._head < len(stops) and stops[-1] == first and self._deadlines[-1] == deadline:
+            stops[-1] = stop
         else:
             self._firsts.append(first)
-            self._stops.append(stop)
+            stops.append(stop)
             self._deadlines.append(deadline)
 
     @property
@@ -180,7 +181,9 @@ class InFlight:
         """Forget the deadlines of runs that are finished."""
         lo = self.ring.lo
         for runs in self._runs.values():
-            runs.prune(lo)
+            head, stops = runs._head, runs._stops
+            if head < len(stops) and stops[head] <= lo:
+                runs.prune(lo)
 
     def time_out(self, now: int, most: int) -> Iterator[tuple[int, int, int]]:
         """End deliveries whose time is up; yield (seq, owner, attempts) of each.

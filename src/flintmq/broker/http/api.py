@@ -28,6 +28,7 @@ from flintmq.broker.http.publish import REPEATED, Publishing, refusal
 from flintmq.broker.http.targets import existing_topic, named_channel, named_topic
 from flintmq.broker.net.sockets import Poller, SocketTransport
 from flintmq.broker.observe import stats
+from flintmq.broker.observe.deltas import Deltas
 from flintmq.broker.observe.prometheus import scrape
 from flintmq.broker.observe.statsd import statsd_prefix
 from flintmq.errors import HttpError, LimitError, OptionError, PublishError
@@ -66,6 +67,7 @@ class Api:
         options = broker.options
         self._tokens = Tokens(options.http_auth_token_file) if options.http_auth_token_file else None
         self._publishing = Publishing(broker)
+        self._deltas = Deltas(broker)
         self.site = Site(self._routes(), self._tokens, options.http_allowed_hosts)
         self._tls: ssl.SSLContext | None = None
         if options.tls_cert:
@@ -312,6 +314,8 @@ class Api:
         }
         if arguments.get("format") == "json":
             extended = arguments.get("extended") == "true"
+            if extended and "since" in arguments:
+                return Answer(await self._deltas.json(arguments["since"], wanted["include_mem"]), JSON)
             return Answer(await stats.survey_json(self._broker, **wanted, extended=extended), JSON)
         return await stats.report(self._broker, **wanted)
 

@@ -95,7 +95,8 @@ class HttpLane:
         #: Nothing is served here: the general server says why.
         self.refused = refused
         self.connections: set[HttpConnection] = set()
-        self._arrived: list[tuple[HttpConnection, SocketTransport]] = []
+        #: Connections whose sockets can be read in this turn; the Poller appends to it.
+        self.arrived: list[tuple[HttpConnection, SocketTransport]] = []
         self._heads: dict[bytes, Head] = {}
         # The publishers of one commit, who get the same answer in one go.
         self._commit: Commit | None = None
@@ -174,14 +175,9 @@ class HttpLane:
 
     # --- The short way ---------------------------------------------------------------------------------------------
 
-    def add(self, connection: HttpConnection, transport: SocketTransport) -> bool:
-        """The connection's socket can be read; True if it is the first of this turn."""
-        self._arrived.append((connection, transport))
-        return len(self._arrived) == 1
-
     def run(self) -> None:
         """Read what has arrived. Single messages to one topic, with heads that are known, become one append."""
-        arrived, self._arrived = self._arrived, []
+        arrived, self.arrived = self.arrived, []
         data, view = self.broker.receive_buffer, self.broker.receive_view
         heads, topics = self._heads, self.broker.topics
         topic: Topic | None = None
@@ -189,7 +185,12 @@ class HttpLane:
         publishers: list[HttpConnection] = []
         for connection, transport in arrived:
             size = 0
-            if connection.quiet:
+            # Is there nothing under way here, so that a request can take the short way?
+            if (
+                not (connection._pending or connection._closing or connection._paused)
+                and connection._held is None
+                and connection._writable
+            ):
                 try:
                     size = transport.sock.recv_into(view)
                 except (BlockingIOError, InterruptedError):
@@ -207,7 +208,8 @@ class HttpLane:
                     if publishers and target is not topic:
                         self._append(topic, records, publishers)
                         records, publishers = bytearray(), []
-                    if target is not None and target.open:
+                    # Nothing happens to a topic between the first of its messages and their append.
+                    if publishers or (target is not None and target.open):
                         topic = target
                         records += _sized(head.length)
                         records += view[body:size]
@@ -230,7 +232,8 @@ class HttpLane:
     def _append(self, topic: Topic | None, records: bytearray, publishers: list[HttpConnection]) -> None:
         assert topic is not None
         for connection in publishers:
-            connection.begin()
+            connection._requests += 1
+            connection._pending = True
         try:
             commit = topic.publish(records, 0, len(records), len(publishers))
         except PublishError as exc:
@@ -268,16 +271,24 @@ class HttpLane:
 
     def _answer(self, publishers: list[HttpConnection]) -> None:
         """``OK`` for all of them: where it can be, in one go."""
-        together = [connection for connection in publishers if connection.simple]
-        if len(together) < len(publishers):
-            for connection in publishers:
-                if not connection.simple:
-                    connection.committed()
+        together: list[HttpConnection] = []
+        fds: list[int] = []
+        for connection in publishers:
+            fd = connection.fd
+            # An answer like all, on a plain socket with nothing unsent.
+            if fd >= 0 and connection._writable and not (connection._last or connection._closing):
+                together.append(connection)
+                fds.append(fd)
+            else:
+                connection.committed()
         ok = self.ok()
-        for i, sent in send_each([connection.fd for connection in together], ok):
+        for i, sent in send_each(fds, ok):
             together[i].transport.write(ok[sent:])
         for connection in together:
-            connection.settled()
+            if connection._held is None and not connection._ended:
+                connection._pending = False
+            else:
+                connection.settled()
 
 
 class HttpConnection(asyncio.BufferedProtocol):
@@ -425,14 +436,16 @@ class HttpConnection(asyncio.BufferedProtocol):
     def _take(self, data: bytearray, stop: int) -> None:
         """Serve the requests in ``data[:stop]`` and keep the rest."""
         pos = served = 0
-        now = self.lane.loop.time
-        deadline = 0.0
+        started = 0.0
         while pos < stop and not (self._pending or self._paused or self._closing) and self._writable:
-            if served == REQUESTS_AT_ONCE or (served and now() >= deadline):
-                # The others first.
-                self._pause(self._broker.backlog.add)
-                break
-            deadline = deadline or now() + SECONDS_AT_ONCE
+            if served:
+                # A lone request, which is the usual case, needs no clock; the first of many is free.
+                now = self.lane.loop.time()
+                started = started or now
+                if served == REQUESTS_AT_ONCE or now - started >= SECONDS_AT_ONCE:
+                    # The others first.
+                    self._pause(self._broker.backlog.add)
+                    break
             served += 1
             try:
                 after = self._request(data, pos, stop)
@@ -654,21 +667,6 @@ class HttpConnection(asyncio.BufferedProtocol):
         self._end(answer)
 
     # --- Output ----------------------------------------------------------------------------------------------------
-
-    @property
-    def quiet(self) -> bool:
-        """Is there nothing under way here, so that a request can take the short way?"""
-        return not (self._pending or self._held is not None or self._closing or self._paused) and self._writable
-
-    def begin(self) -> None:
-        """A request came the short way."""
-        self._requests += 1
-        self._pending = True
-
-    @property
-    def simple(self) -> bool:
-        """Can its answer be sent together with others: one like all, on a plain socket with nothing unsent?"""
-        return self.fd >= 0 and self._writable and not self._last and not self._closing
 
     def committed(self) -> None:
         """The publish is safe, and its answer is not sent yet."""

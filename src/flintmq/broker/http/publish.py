@@ -36,6 +36,7 @@ REMEMBERED = 1024
 LONGEST_REMEMBERED = 2048
 #: Text that is split into messages before the loop is handed back.
 TEXT_SLICE = 64 << 10
+_NEWLINE = 10
 
 OK = envelope("OK")
 #: A publish under a key that was known.
@@ -64,6 +65,7 @@ def refusal(error: Exception) -> HttpError:
 
 
 _NUMBER = re.compile(r"[+-]?[0-9]+")
+_EMPTY_LINES = re.compile(rb"\n+")
 
 
 class Publishing:
@@ -208,6 +210,10 @@ def _check_lines(data: bytearray, pos: int, stop: int, longest: int) -> None:
 def _lines(data: bytearray, pos: int, stop: int) -> Iterator[Piece]:
     """The lines of a text as records, in pieces of bounded length; empty lines are no messages."""
     while pos < stop:
+        if data[pos] == _NEWLINE and (empty := _EMPTY_LINES.match(data, pos, stop)) is not None:
+            # In one step, so that every piece has a message, and the loop its turn after each.
+            pos = empty.end()
+            continue
         end = stop
         if stop - pos > TEXT_SLICE:
             newline = data.rfind(b"\n", pos, pos + TEXT_SLICE)

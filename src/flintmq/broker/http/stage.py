@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 import msgspec
 
 from flintmq.broker.http.publish import check_binary
+from flintmq.broker.observe.steps import in_turns
 from flintmq.broker.stage.producer import Producer
 from flintmq.broker.stage.state import Decision, valid_attempt
 from flintmq.errors import HttpError, LimitError, StageError
@@ -178,7 +179,9 @@ class _StageApi:
         epoch, txn, chunk = (_number(arguments, name) for name in ("epoch", "txn", "chunk"))
         topic = arguments.text("topic")
         if not valid_name(topic):
-            raise HttpError(400, "INVALID_TOPIC")
+            raise HttpError(
+                400, "INVALID_TOPIC: 1 to 64 letters, digits and ._- make one; #ephemeral may follow, and counts"
+            )
         if self._broker.creation is not None:
             try:
                 # It is made when the rows are applied, and then nothing may stand in the way.
@@ -189,8 +192,14 @@ class _StageApi:
         if delay and delay * _MS > self._settings_of(topic).max_defer:
             raise HttpError(400, "INVALID_DEFER")
         options = self._broker.options
-        body = await request.body(options.max_body_size, "BODY_TOO_BIG")
-        _, end, count = check_binary(body, 0, len(body), options)
+        body = await request.body(
+            options.max_body_size,
+            f"BODY_TOO_BIG: a chunk for {topic} has more than the {options.max_body_size} bytes of --max-body-size",
+        )
+        try:
+            _, end, count = check_binary(body, 0, len(body), options)
+        except HttpError as exc:
+            raise HttpError(exc.status, _what_is_wrong(exc, topic, body, options.max_msg_size)) from exc
         try:
             producer = self._staging.existing(name)
         except StageError as exc:
@@ -205,12 +214,25 @@ class _StageApi:
     # --- Operators -------------------------------------------------------------------------------------------------
 
     async def describe(self, request: Request) -> dict[str, Any]:
-        return self._staging.describe(request.arguments().get("producer"))
+        return await in_turns(self._staging.describe(request.arguments().get("producer")))
 
     async def drop(self, request: Request) -> dict[str, Any]:
         arguments = request.arguments()
         txn = _number(arguments, "txn") if "txn" in arguments else None
         return await _translated(self._staging.drop(arguments.text("producer"), txn))
+
+
+def _what_is_wrong(error: HttpError, topic: str, body: bytearray, most: int) -> str:
+    """Return the code of an error and which message of a chunk it is about. Looks at each: nothing of it was stored."""
+    pos = 4
+    while pos + 4 <= len(body):
+        size = int.from_bytes(body[pos : pos + 4], "big")
+        if size > most:
+            return f"{error.code}: a message for {topic} has {size} bytes, and --max-msg-size is {most}"
+        if not size:
+            return f"{error.code}: a message for {topic} is empty"
+        pos += 4 + size
+    return f"{error.code}: a chunk for {topic} is no body of /mpub?binary=true"
 
 
 _T = TypeVar("_T")

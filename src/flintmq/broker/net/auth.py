@@ -189,6 +189,8 @@ class AuthServers:
         self._options = options
         self._tls: ssl.SSLContext | None = None
         self._guesses: Guesses | None = None
+        #: Questions that are being asked: each has a connection of its own.
+        self.under_way = 0
 
     def ask(self, remote_ip: str, tls: bool, common_name: str, secret: bytes) -> asyncio.Task[Grant]:
         """What this client may do. The task ends with a Grant or an AuthError; it may be cancelled."""
@@ -209,20 +211,29 @@ class AuthServers:
         """Ask, unless the same was refused a moment ago, and not too often for one address."""
         parts = [value.encode() if isinstance(value, str) else value for value in question.values()]
         key = guesses.key(*parts)
-        if pause := guesses.wait(remote_ip, key):
-            await asyncio.sleep(pause)
-        if guesses.is_refused(key):
-            raise AuthError("it was refused a moment ago")
-        try:
-            grant = await self._ask_any(question)
-        except RefusedError:
-            guesses.refused(remote_ip, key)
-            raise
-        if grant.entries:
-            guesses.granted(key)
-        else:
-            guesses.refused(remote_ip, key)
-        return grant
+        async with guesses.place(remote_ip, key):
+            if guesses.is_refused(key):
+                raise AuthError("it was refused a moment ago")
+            pause = guesses.wait(remote_ip, key)
+            if pause is None:
+                raise AuthError("too many secrets from its address were refused")
+            if pause:
+                await asyncio.sleep(pause)
+                if guesses.is_refused(key):
+                    raise AuthError("it was refused a moment ago")
+            self.under_way += 1
+            try:
+                grant = await self._ask_any(question)
+            except RefusedError:
+                guesses.refused(remote_ip, key)
+                raise
+            finally:
+                self.under_way -= 1
+            if grant.entries:
+                guesses.granted(key)
+            else:
+                guesses.refused(remote_ip, key)
+            return grant
 
     async def _ask_any(self, question: Mapping[str, str | bytes]) -> Grant:
         await load("aiohttp")
@@ -241,7 +252,7 @@ class AuthServers:
                     is_refused |= isinstance(exc, RefusedError)
                     logger.error("AUTH: failed auth against %s - %s", address, exc)
                 except (aiohttp.ClientError, TimeoutError, OSError, ValueError) as exc:
-                    logger.error("AUTH: failed auth against %s - %s", address, str(exc) or type(exc).__name__)
+                    logger.error("AUTH: failed auth against %s - %s", address, _reason(exc))
         if is_refused:
             raise RefusedError("no auth server grants anything")
         raise AuthError("no auth server could be asked")
@@ -309,6 +320,17 @@ def _over_https(url: str, body: bytes) -> str:
         raise RefusedError(f"got response 403 {body[:100]!r}")
     parts = urlsplit(url)
     return urlunsplit(("https", addresses.join(parts.hostname or "", port), *parts[2:]))
+
+
+def _reason(exc: Exception) -> str:
+    """Return why a server could not be asked. Many of aiohttp's texts hold the URL, and so the secret."""
+    import aiohttp
+
+    if isinstance(exc, aiohttp.ClientResponseError):
+        return f"{exc.status} {exc.message.partition(chr(10))[0]}"
+    if isinstance(exc, aiohttp.ClientConnectorError):
+        return f"cannot connect: {exc.strerror or type(exc.os_error).__name__}"
+    return type(exc).__name__
 
 
 def _decoded(value: str | bytes) -> str:

@@ -315,11 +315,12 @@ def _pub_body(
     if size > limit:
         raise ProtocolError("E_BAD_MESSAGE", f"{verb} message too big {size} > {limit}")
     after = at + 4 + size
+    # Before the body is there, unlike NSQ: a client without the right must not have us hold it.
+    if isinstance(target, str) and _must_ask(session, verb, target):
+        return AGAIN
     if after > stop:
         return session.lacks("E_BAD_MESSAGE", f"{verb} failed to read message body")
     if isinstance(target, str):
-        if _must_ask(session, verb, target):
-            return AGAIN
         target = _topic(session, target, verb)
     if session.broker.store.congested or target.busy:
         return session.wait(target.when_free if target.busy else session.broker.turns.when_relieved)

@@ -5,9 +5,11 @@ A ``Guesses`` stands before the auth servers. It keeps digests, never secrets, a
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
-from collections import OrderedDict
-from collections.abc import Callable
+from collections import Counter, OrderedDict
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import TypeVar
 
 __all__ = ["Guesses"]
@@ -18,6 +20,9 @@ REFUSED_SECONDS = 5.0
 FREE = 5
 FIRST_WAIT = 0.1
 LONGEST_WAIT = 10.0
+#: Questions of one address that may be under way at a time; questions of all, with secrets that are known or not.
+AT_ONCE = 8
+AT_ONCE_IN_ALL = 32
 #: An address that was refused nothing for so long starts anew.
 FORGIVEN_SECONDS = 300.0
 #: Entries of each kind that are kept.
@@ -36,6 +41,11 @@ class Guesses:
         self._good: OrderedDict[bytes, None] = OrderedDict()
         #: By address: refusals in a row, when the last one was, and when the next question may be asked.
         self._addresses: OrderedDict[str, tuple[int, float, float]] = OrderedDict()
+        #: By address: the places of questions under way, and how many hold or want one.
+        self._places: dict[str, asyncio.Semaphore] = {}
+        self._held: Counter[str] = Counter()
+        # The places of all addresses together.
+        self._known, self._unknown = asyncio.Semaphore(AT_ONCE_IN_ALL), asyncio.Semaphore(AT_ONCE_IN_ALL)
 
     def key(self, *parts: bytes) -> bytes:
         """Return what stands for a question."""
@@ -49,10 +59,37 @@ class Guesses:
         until = self._refused.get(key)
         return until is not None and self._now() < until
 
-    def wait(self, address: str, key: bytes) -> float:
-        """Return how many seconds a question from an address has to wait. One that was granted before waits never.
+    @asynccontextmanager
+    async def place(self, address: str, key: bytes) -> AsyncIterator[None]:
+        """Hold one of the address's places while a question is asked, or wait for one.
 
-        Each wait is the address's own: two questions at once wait one after the other.
+        A fleet behind one address gets in a few at a time; those that guess in parallel hear of the first refusals
+        before they have asked much more. A secret that was granted before needs no place there. Each question costs
+        a descriptor, so the number of all of them has a limit too; strangers do not use up that of known secrets.
+        """
+        is_known = key in self._good
+        everywhere = self._known if is_known else self._unknown
+        if not address or is_known:
+            async with everywhere:
+                yield
+            return
+        places = self._places.get(address)
+        if places is None:
+            places = self._places[address] = asyncio.Semaphore(AT_ONCE)
+        self._held[address] += 1
+        try:
+            async with places, everywhere:
+                yield
+        finally:
+            self._held[address] -= 1
+            if not self._held[address]:
+                del self._held[address], self._places[address]
+
+    def wait(self, address: str, key: bytes) -> float | None:
+        """Return how many seconds a question from an address has to wait; None if it is one too many.
+
+        One that was granted before waits never. Questions at once wait one after the other, and for no longer than
+        LONGEST_WAIT: an address cannot make more guesses by more connections.
         """
         known = self._addresses.get(address)
         now = self._now()
@@ -62,10 +99,11 @@ class Guesses:
         if count < FREE:
             return 0.0
         pause = min(FIRST_WAIT * 2.0 ** min(count - FREE, 16), LONGEST_WAIT)
-        # But never for longer: who shares the address with somebody that guesses must get in some time.
-        start = min(max(now, free_at) + pause, now + LONGEST_WAIT)
-        self._addresses[address] = (count, last, start)
-        return start - now
+        delay = max(free_at - now, 0.0) + pause
+        if delay > LONGEST_WAIT:
+            return None
+        self._addresses[address] = (count, last, now + delay)
+        return delay
 
     def refused(self, address: str, key: bytes) -> None:
         """The auth server knows nothing of this secret."""

@@ -49,16 +49,12 @@ class PublishLane:
             options.max_msg_size,
             options.max_body_size if verb == "MPUB" else 0,
         )
-        self._arrived: list[tuple[Session, SocketTransport]] = []
+        #: Sessions whose sockets can be read in this turn; the Poller appends to it.
+        self.arrived: list[tuple[Session, SocketTransport]] = []
         self._regulars: dict[Session, SocketTransport] = {}
 
-    def add(self, session: Session, transport: SocketTransport) -> bool:
-        """The session's socket can be read; True if it is the first of this turn."""
-        self._arrived.append((session, transport))
-        return len(self._arrived) == 1
-
     def run(self) -> None:
-        arrived, self._arrived = self._arrived, []
+        arrived, self.arrived = self.arrived, []
         topic = self.topic
         # Those that published a moment ago may well have the next one under way: they are read too, after the others.
         others, self._regulars = self._regulars, {}
@@ -147,15 +143,11 @@ class FinishLane:
         self._broker = broker
         self._counters = broker.counters
         self._channel = channel
-        self._arrived: list[tuple[Session, SocketTransport]] = []
-
-    def add(self, session: Session, transport: SocketTransport) -> bool:
-        """The session's socket can be read; True if it is the first of this turn."""
-        self._arrived.append((session, transport))
-        return len(self._arrived) == 1
+        #: Sessions whose sockets can be read in this turn; the Poller appends to it.
+        self.arrived: list[tuple[Session, SocketTransport]] = []
 
     def run(self) -> None:
-        arrived, self._arrived = self._arrived, []
+        arrived, self.arrived = self.arrived, []
         channel = self._channel
         ring = channel.ring
         data = self._broker.receive_buffer

@@ -352,7 +352,13 @@ class Session(asyncio.BufferedProtocol):
     def _unpack(self, codec: Codec, data: bytes) -> None:
         pieces = codec.decompress(data)
         self._pieces = pieces if self._pieces is None else chain(self._pieces, pieces)
-        if not self._waiting:
+        if self._waiting:
+            return
+        if self._shaking_hands:
+            # A handshake costs as much as hundreds of commands: it has its share of a turn with the backlog, so that
+            # many of them at once do not come before what others have sent.
+            self.wait(self.broker.backlog.add)
+        else:
             self._unpack_some()
 
     def _unpack_some(self) -> None:

@@ -412,6 +412,7 @@ class Poller:
     def _handle(self, events: list[tuple[int, int]], deadline: float) -> None:
         transports, now = self._transports, self.loop.time
         lanes: list[Any] = []
+        readable = select.EPOLLIN
         self.turning = True
         try:
             coming = iter(events)
@@ -421,10 +422,13 @@ class Poller:
                     if fd in self._listeners:
                         self._accept(*self._listeners[fd])
                     continue
-                lane = transport.protocol.lane
-                if lane is not None and event == select.EPOLLIN:
-                    if lane.add(transport.protocol, transport):
+                protocol = transport.protocol
+                lane = protocol.lane
+                if lane is not None and event == readable:
+                    arrived = lane.arrived
+                    if not arrived:
                         lanes.append(lane)
+                    arrived.append((protocol, transport))
                     continue
                 if event & ~select.EPOLLOUT:
                     transport.receive()

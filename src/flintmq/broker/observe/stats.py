@@ -125,13 +125,12 @@ def _document(
                         clients.append(_client(session, topic))
                         yield 1
                 if extended:
-                    stats.update(_more_of_channel(each))
+                    stats.update(more_of_channel(each))
                 channels.append(stats)
                 yield 1
             topics.append(topic_stats(one, channels))
             if extended:
-                topics[-1]["readers"] = [one.readers.describe(name) for name in sorted(one.readers.positions)]
-                topics[-1]["expired_count"] = one.expired_count
+                topics[-1].update(more_of_topic(one))
         if include_clients:
             producers = []
             for session in list(broker.sessions.values()):
@@ -149,8 +148,38 @@ def _document(
         result["memory"] = memory(broker)
     result["producers"] = producers or None
     if extended:
-        result["staging"] = broker.stage.summary() | broker.stage.describe()
+        result["staging"] = broker.stage.summary() | (yield from broker.stage.describe())
+        result["node"] = _node(broker)
     return result
+
+
+def header(broker: Broker, *, include_mem: bool) -> dict[str, Any]:
+    """Return what the extended document says about the node itself."""
+    result: dict[str, Any] = {
+        "version": NSQ_VERSION,
+        "health": broker.health,
+        "start_time": broker.counters.start_time,
+        "node": _node(broker),
+    }
+    if include_mem:
+        result["memory"] = memory(broker)
+    return result
+
+
+def _node(broker: Broker) -> dict[str, Any]:
+    return {
+        "connections": len(broker.sessions),
+        "disk_free": broker.counters.free_bytes,
+        "disk_reserve": broker.options.disk_reserve,
+        "unsynced_bytes": broker.store.unsynced,
+        "draining": broker.draining,
+    }
+
+
+def more_of_topic(topic: Topic) -> dict[str, Any]:
+    """Return what NSQ does not tell of a topic."""
+    readers = [topic.readers.describe(name) for name in sorted(topic.readers.positions)]
+    return {"readers": readers, "expired_count": topic.expired_count}
 
 
 def topic_stats(topic: Topic, channels: list[dict[str, Any]]) -> dict[str, Any]:
@@ -189,9 +218,13 @@ def channel_stats(channel: Channel) -> dict[str, Any]:
     return stats
 
 
-def _more_of_channel(channel: Channel) -> dict[str, Any]:
-    """What NSQ does not have."""
-    return {"dead_lettered_count": channel.leaving.dead_lettered_count, "expired_count": channel.leaving.expired_count}
+def more_of_channel(channel: Channel) -> dict[str, Any]:
+    """Return what NSQ does not tell of a channel. ``position``: the first message that was never delivered."""
+    return {
+        "dead_lettered_count": channel.leaving.dead_lettered_count,
+        "expired_count": channel.leaving.expired_count,
+        "position": channel.waiting.first if channel.waiting else channel.seen,
+    }
 
 
 def _client(session: Session, topic: str) -> dict[str, Any]:

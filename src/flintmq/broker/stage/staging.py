@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from functools import partial
 from hashlib import blake2b
 from pathlib import Path
@@ -442,9 +442,17 @@ class Staging:
 
     # --- For operators ---------------------------------------------------------------------------------------------
 
-    def describe(self, producer: str | None = None) -> dict[str, Any]:
-        """Everything, or of one producer alone, for ``GET /stage``."""
-        producers = [self.producers[name].describe() for name in sorted(self.producers) if producer in (None, name)]
+    def describe(self, producer: str | None = None) -> Generator[int, None, dict[str, Any]]:
+        """Return everything, or of one producer alone, for ``GET /stage``.
+
+        A reading in steps (``observe/steps.py``): there may be very many producers, and they may come and go meanwhile.
+        """
+        producers = []
+        for name in sorted(self.producers) if producer is None else [producer]:
+            one = self.producers.get(name)
+            if one is not None:
+                producers.append(one.describe())
+                yield 1 + len(one.attempts) + len(one.state.sets)
         return {"bytes": self.bytes, "max_bytes": self.broker.options.max_staged_bytes, "producers": producers}
 
     def summary(self) -> dict[str, Any]:

@@ -190,7 +190,15 @@ class Disk:
     def write(self, fd: int, buffers: Sequence[Buffer], offset: int) -> int:
         """Write all of it at ``offset``; how many bytes. On an error some may have been written: cut the file back."""
         pwritev = self.system.pwritev
-        total = 0
+        if len(buffers) == 2:
+            # A lone record: its header and its frames.
+            left = len(buffers[0]) + len(buffers[1])
+            total = pwritev(fd, buffers, offset)
+            if total == left:
+                return total
+            buffers = _rest(buffers, total)
+        else:
+            total = 0
         for i in range(0, len(buffers), _MOST_BUFFERS):
             some = buffers[i : i + _MOST_BUFFERS]
             left = sum(map(len, some))

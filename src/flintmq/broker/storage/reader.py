@@ -117,12 +117,17 @@ class Reader:
 
     def block(self, seq: int) -> Block | None:
         """Return the block that holds ``seq``. None: it is being read back. DamageError: it cannot be."""
+        # A consumer that takes its messages one by one asks for the same block again and again.
+        last = self._store.recent.get(self)
+        if last is not None and last.base <= seq < last.base + last.count:
+            return last
         segment, chunk = self.place(seq)
         found = self._store.cold(segment, chunk)
         if found is not None and seq < found.base + found.count:
             # Read ahead: by the time this block is sent the next one is there.
             self._read_ahead(segment, chunk)
             if seq >= found.base:
+                self._store.recent[self] = found
                 return found
         self._want_block(segment, chunk, seq)
         return None

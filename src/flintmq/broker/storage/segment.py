@@ -295,7 +295,9 @@ def encode_record(record: Record, salt: int) -> tuple[bytes, memoryview]:
     head = _record_head.pack(
         salt, stop - start, record.count, record.seq, record.started, record.delay, record.flags, len(extra), frames_crc
     )
-    head_crc = google_crc32c.extend(google_crc32c.extend(salt, head), extra)
+    head_crc = google_crc32c.extend(salt, head)
+    if extra:
+        head_crc = google_crc32c.extend(head_crc, extra)
     return head + _crc.pack(head_crc) + extra, record.block.view[start:stop]
 
 

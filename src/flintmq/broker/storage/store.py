@@ -85,6 +85,8 @@ class Store:
         # Written and not synced: bytes of all logs, those for which no sync was started, the logs that have some.
         self.unsynced = 0
         self.unstarted = 0
+        #: Bytes that logs may still write before the free space is to be looked at again.
+        self.room = 1 << 62
         self.dirty: dict[Syncer, None] = {}
         # Syncs under way, and logs that wait for one.
         self._syncs = 0
@@ -106,12 +108,18 @@ class Store:
         self._cold_order: OrderedDict[tuple[Segment, int], int] = OrderedDict()
         self._cold_bytes = 0
         self._lent = 0
+        #: The block that each reader found last. Cleared when anything of the cache changes: it holds no other blocks.
+        self.recent: dict[object, Block] = {}
 
     # --- Unsynced bytes --------------------------------------------------------------------------------------------
 
     @property
     def congested(self) -> bool:
         return self.unsynced >= PAUSE_AT
+
+    def expect_room(self, size: int) -> None:
+        """The free space was looked at: another look is due when ``size`` bytes have been written."""
+        self.room = size
 
     def note_health(self, *, ill: bool) -> None:
         """A write failed, or succeeded again: the broker says which."""
@@ -189,6 +197,7 @@ class Store:
         self._cold.clear()
         self._cold_order.clear()
         self._cold_bytes = 0
+        self.recent.clear()
         while self._release_one():
             pass
 
@@ -307,6 +316,7 @@ class Store:
         if old is not None:
             self._cold_bytes -= old.size
         chunks[chunk] = block
+        self.recent.clear()
         self._cold_order[segment, chunk] = block.size
         self._cold_order.move_to_end((segment, chunk))
         self._cold_bytes += block.size
@@ -314,6 +324,7 @@ class Store:
 
     def _shrink_cold(self) -> None:
         while self._cold_bytes + self._lent > self.options.cold_cache_bytes and len(self._cold_order) > 2:
+            self.recent.clear()
             (other, number), size = self._cold_order.popitem(last=False)
             del self._cold[other][number]
             if not self._cold[other]:
@@ -333,6 +344,7 @@ class Store:
         return True
 
     def forget_cold(self, segment: Segment) -> None:
+        self.recent.clear()
         for chunk in self._cold.pop(segment, {}):
             self._cold_bytes -= self._cold_order.pop((segment, chunk))
 

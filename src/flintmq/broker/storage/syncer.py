@@ -66,6 +66,7 @@ class Syncer:
         self._count += count
         store.unsynced += size
         store.unstarted += size
+        store.room -= size
         if store.ill:
             store.recovered()
 

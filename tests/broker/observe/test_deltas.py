@@ -1,0 +1,107 @@
+"""``/stats?extended=true&since=``: only what changed, and nothing that changed is left out."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+from flintmq.broker.daemon import Broker
+from support.http_client import HttpClient
+from support.nsq_client import NsqClient
+
+TARGET = "/stats?format=json&extended=true&include_mem=false&since="
+
+
+def merged(known: dict[str, Any], answer: dict[str, Any]) -> dict[str, Any]:
+    """What an asker knows after an answer."""
+    topics: dict[str, Any] = known if answer["delta"] else {}
+    for name in answer.get("removed", {}).get("topics", ()):
+        topics.pop(name, None)
+    for name, channel in answer.get("removed", {}).get("channels", ()):
+        topics.get(name, {}).get("channels", {}).pop(channel, None)
+    for topic in answer["topics"]:
+        channels = {channel["channel_name"]: channel for channel in topic["channels"]}
+        before = topics.get(topic["topic_name"], {}).get("channels", {})
+        topics[topic["topic_name"]] = topic | {"channels": before | channels}
+    return topics
+
+
+def whole(answer: dict[str, Any]) -> dict[str, Any]:
+    return merged({}, answer | {"delta": False})
+
+
+def without_lags(topics: dict[str, Any]) -> dict[str, Any]:
+    """The device takes its time: what is durable, and so a lag, may be more in the second of two answers."""
+    return {
+        name: topic | {"readers": [reader["reader"] for reader in topic["readers"]]} for name, topic in topics.items()
+    }
+
+
+async def test_an_answer_has_what_changed_and_nothing_else(tmp_path: Path) -> None:
+    async with Broker(data_path=tmp_path, http_address="127.0.0.1:0", disk_reserve=0) as broker:
+        async with HttpClient.connect(broker.http_address) as client:
+            for name in ("a", "b"):
+                await client.post(f"/topic/create?topic={name}")
+                for channel in ("x", "y"):
+                    await client.post(f"/channel/create?topic={name}&channel={channel}")
+            first = (await client.get(TARGET)).json
+            assert first["delta"] is False and len(first["topics"]) == 2
+            second = (await client.get(TARGET + first["cursor"])).json
+            assert second["delta"] is True and second["topics"] == []
+            await client.post("/channel/pause?topic=a&channel=x")
+            third = (await client.get(TARGET + second["cursor"])).json
+            [topic] = third["topics"]
+            assert (topic["topic_name"], [one["channel_name"] for one in topic["channels"]]) == ("a", ["x"])
+            # Another asker, who knows less, is told too.
+            again = (await client.get(TARGET + first["cursor"])).json
+            assert [one["topic_name"] for one in again["topics"]] == ["a"]
+            await client.post("/channel/delete?topic=a&channel=y")
+            await client.post("/topic/delete?topic=b")
+            fourth = (await client.get(TARGET + third["cursor"])).json
+            assert fourth["removed"] == {"topics": ["b"], "channels": [["a", "y"]]}
+
+
+async def test_a_cursor_of_another_start_or_of_nobody_gets_everything(tmp_path: Path) -> None:
+    async with Broker(data_path=tmp_path, http_address="127.0.0.1:0", disk_reserve=0) as broker:
+        async with HttpClient.connect(broker.http_address) as client:
+            await client.post("/topic/create?topic=a")
+            own = (await client.get(TARGET)).json["cursor"]
+            boot = own.partition("-")[0]
+            for cursor in ("", "x", "00000000-1", f"{boot}-999999", f"{boot}-x", boot):
+                answer = (await client.get(TARGET + cursor)).json
+                assert answer["delta"] is False and len(answer["topics"]) == 1, cursor
+
+
+async def test_whoever_merges_all_changes_knows_what_there_is(tmp_path: Path) -> None:
+    chance = random.Random(7)
+    async with Broker(data_path=tmp_path, http_address="127.0.0.1:0", disk_reserve=0) as broker:
+        async with HttpClient.connect(broker.http_address) as client, NsqClient.to(broker.tcp_address) as consumer:
+            await client.post("/topic/create?topic=t0")
+            await client.post("/channel/create?topic=t0&channel=c0")
+            await consumer.subscribe("t0", "c0", ready=5)
+            known: dict[str, Any] = {}
+            cursor = ""
+            for _ in range(120):
+                topic, channel = f"t{chance.randrange(4)}", f"c{chance.randrange(3)}"
+                both = f"topic={topic}&channel={channel}"
+                target = chance.choice(
+                    (
+                        f"/topic/create?topic={topic}",
+                        f"/channel/create?{both}",
+                        f"/channel/create?{both}",
+                        f"/pub?topic={topic}",
+                        f"/pub?topic={topic}&defer=60000",
+                        f"/channel/pause?{both}",
+                        f"/channel/unpause?{both}",
+                        f"/channel/empty?{both}",
+                        f"/channel/delete?{both}" if both != "topic=t0&channel=c0" else f"/topic/pause?topic={topic}",
+                        f"/topic/delete?topic={topic}" if topic != "t0" else "/topic/unpause?topic=t0",
+                        f"/log/position?topic={topic}&reader=r&to=earliest",
+                    )
+                )
+                await client.post(target, b"x")
+                answer = (await client.get(TARGET + cursor)).json
+                cursor, known = answer["cursor"], merged(known, answer)
+                now = whole((await client.get("/stats?format=json&extended=true&include_clients=false")).json)
+                assert without_lags(known) == without_lags(now), target
