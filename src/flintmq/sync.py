@@ -13,8 +13,8 @@
 One event loop in a thread of its own serves all of them, so heartbeats are answered while the program computes. Calls
 may come from any thread. A process that was forked must make its own.
 
-A method here is one line: ``_waits`` takes its arguments, result and text from the asynchronous one, for readers, for
-type checkers and for ``help()``.
+A method here is one line: ``_waits`` and ``_calls`` take its arguments, result and text from the asynchronous one, for
+readers, for type checkers and for ``help()``.
 """
 
 from __future__ import annotations
@@ -157,6 +157,16 @@ def _waits(
     return call
 
 
+def _calls(method: Callable[Concatenate[_A, _P], _T]) -> Callable[Concatenate[_Waiting[_A], _P], _T]:
+    """As `_waits`, for a method that is not asynchronous but belongs to the event loop."""
+
+    @functools.wraps(method)
+    def call(self: _Waiting[_A], /, *args: _P.args, **kwargs: _P.kwargs) -> _T:
+        return self._background.call(lambda: method(self._wrapped, *args, **kwargs))
+
+    return call
+
+
 class Producer(_Waiting[_producer.Producer]):
     """As `flintmq.Producer`; takes the same arguments. Each call returns when it is done."""
 
@@ -168,11 +178,7 @@ class Producer(_Waiting[_producer.Producer]):
     publish_many = _waits(_producer.Producer.publish_many)
     defer = _waits(_producer.Producer.defer)
     flush = _waits(_producer.Producer.flush)
-
-    def add_nsqd(self, address: str) -> None:
-        self._background.call(lambda: self._wrapped.add_nsqd(address))
-
-    add_nsqd.__doc__ = _producer.Producer.add_nsqd.__doc__
+    add_nsqd = _calls(_producer.Producer.add_nsqd)
 
     @property
     def connections(self) -> list[str]:
@@ -215,8 +221,9 @@ class Consumer(_Waiting[_consumer.Consumer[T]], Generic[T]):
         wrapped: _consumer.Consumer[T] = _consumer.Consumer(topic, channel, type=cast(Any, type), **options)
         super().__init__(wrapped)
 
-    def start(self) -> None:
-        self._background.run(self._wrapped.start())
+    start = _waits(_consumer.Consumer.start)
+    look = _waits(_consumer.Consumer.look)
+    add_nsqd = _calls(_consumer.Consumer.add_nsqd)
 
     def __enter__(self) -> Self:
         self.start()
@@ -249,12 +256,6 @@ class Consumer(_Waiting[_consumer.Consumer[T]], Generic[T]):
     @max_in_flight.setter
     def max_in_flight(self, count: int) -> None:
         self._background.call(lambda: setattr(self._wrapped, "max_in_flight", count))
-
-    def add_nsqd(self, address: str) -> None:
-        self._background.call(lambda: self._wrapped.add_nsqd(address))
-
-    def look(self) -> None:
-        self._background.run(self._wrapped.look())
 
     def get(self, timeout: float | None = None) -> Message[T]:
         async def take() -> Message[T]:
@@ -291,9 +292,6 @@ class Consumer(_Waiting[_consumer.Consumer[T]], Generic[T]):
         if self._background.process == os.getpid():
             self._background.call_soon(self._wrapped._put_back, taken)
 
-    start.__doc__ = _consumer.Consumer.start.__doc__
-    add_nsqd.__doc__ = _consumer.Consumer.add_nsqd.__doc__
-    look.__doc__ = _consumer.Consumer.look.__doc__
     get.__doc__ = _consumer.Consumer.get.__doc__
     batches.__doc__ = _consumer.Consumer.batches.__doc__
 

@@ -3,20 +3,30 @@
 python -m tests.simulation --seed 7 --steps 200             one seed
 python -m tests.simulation --seed 0 --seeds 1000 --full     many; a state that is reached too rarely fails the run
 python -m tests.simulation --seed 7 --script steps.json     exactly these steps, as a failure printed them
+
+A long run appends a line of JSON for each hundred seeds to a file, and the next one goes on there:
+
+python -m tests.simulation --seeds 10000 --full --keep-going --results FILE
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import platform
+import subprocess
 import sys
 import time
 from collections import Counter
 from pathlib import Path
+from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from .brokers import EXPECTED, Outcome, Step, run_script, run_seed, shrink
+
+#: Seeds that one line of the file of results is about.
+CHUNK = 100
 
 
 def say(line: str) -> None:
@@ -27,6 +37,72 @@ def say(line: str) -> None:
 def tell(outcome: Outcome) -> None:
     for line in outcome.violations[:8]:
         say(f"  {line}")
+
+
+def commit() -> str:
+    """The commit of the tree, marked if it was changed since."""
+    command = ["git", "describe", "--always", "--dirty", "--exclude", "*"]
+    done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True)
+    return done.stdout.strip() or "unknown"
+
+
+def machine() -> str:
+    return f"{platform.system()} {platform.release()}, {platform.machine()}, Python {platform.python_version()}"
+
+
+class Figures:
+    """What became of the seeds so far; with a file, also of those that earlier runs of the same commit did."""
+
+    def __init__(self, path: str | None, tree: str, steps: int) -> None:
+        self._path = Path(path) if path else None
+        self._about = {"commit": tree, "machine": machine(), "steps": steps}
+        self.reached: Counter[str] = Counter()
+        self.failed: list[int] = []
+        self.seeds: set[int] = set()
+        self.seconds = 0.0
+        if self._path is not None and self._path.exists():
+            for text in self._path.read_text().splitlines():
+                line = json.loads(text)
+                if (line["commit"], line["steps"]) == (tree, steps):
+                    self._add(line)
+
+    def _add(self, line: dict[str, Any]) -> None:
+        self.reached.update(line["reached"])
+        self.failed += line["failed"]
+        self.seeds.update(range(line["first"], line["first"] + line["seeds"]))
+        self.seconds += line["seconds"]
+
+    def add(self, first: int, seeds: int, failed: list[int], seconds: float, reached: Counter[str]) -> None:
+        line = {"first": first, "seeds": seeds, "failed": failed, "seconds": round(seconds, 1)}
+        self._add({**line, "reached": reached})
+        if self._path is not None:
+            with self._path.open("a") as file:
+                file.write(json.dumps({**self._about, **line, "reached": dict(sorted(reached.items()))}) + "\n")
+
+
+def run_one(seed: int, arguments: argparse.Namespace) -> tuple[Outcome, bool]:
+    """Run a seed; was it as it must be?"""
+    if arguments.script:
+        lines = Path(arguments.script).read_text().splitlines()
+        outcome = run_script(seed, [Step(**json.loads(line)) for line in lines if line.strip()])
+    else:
+        outcome = run_seed(seed, arguments.steps)
+    good = not outcome.violations
+    if arguments.seeds == 1:
+        say(f"seed {seed}: trace {outcome.trace}")
+    if arguments.twice and run_script(seed, outcome.script).trace != outcome.trace:
+        say(f"seed {seed}: NOT THE SAME when it is run again")
+        good = False
+    if outcome.violations:
+        say(f"seed {seed}: FAILED")
+        tell(outcome)
+        if not arguments.no_shrink:
+            small = shrink(outcome)
+            say(f"  the same with {len(small.script)} steps:")
+            tell(small)
+            for step in small.script:
+                say(f"  {step.line()}")
+    return outcome, good
 
 
 def main() -> int:
@@ -40,52 +116,47 @@ def main() -> int:
     )
     parser.add_argument("--twice", action="store_true", help="run every seed twice: both must make the same calls")
     parser.add_argument("--no-shrink", action="store_true", help="do not look for a shorter script of a failure")
-    parser.add_argument("--results", help="append a line of JSON to this file at the end")
+    parser.add_argument(
+        "--results", help="append figures to this file; seeds that are in it for the same commit are not run again"
+    )
     parser.add_argument("--minutes", type=float, default=90.0, help="stop after so long (default: %(default)s)")
     parser.add_argument("--keep-going", action="store_true", help="go on after a failure")
     arguments = parser.parse_args()
-    reached: Counter[str] = Counter()
-    failed: list[int] = []
+    figures = Figures(arguments.results, commit() if arguments.results else "", arguments.steps)
     begin = time.monotonic()
-    done = 0
-    for seed in range(arguments.seed, arguments.seed + arguments.seeds):
-        if time.monotonic() - begin > 60 * arguments.minutes:
-            break
-        if arguments.script:
-            lines = Path(arguments.script).read_text().splitlines()
-            outcome = run_script(seed, [Step(**json.loads(line)) for line in lines if line.strip()])
-        else:
-            outcome = run_seed(seed, arguments.steps)
-        done += 1
-        reached.update(outcome.reached)
-        if arguments.seeds == 1:
-            say(f"seed {seed}: trace {outcome.trace}")
-        if arguments.twice and run_script(seed, outcome.script).trace != outcome.trace:
-            say(f"seed {seed}: NOT THE SAME when it is run again")
-            failed.append(seed)
-        if outcome.violations:
-            failed.append(seed)
-            say(f"seed {seed}: FAILED")
-            tell(outcome)
-            if not arguments.no_shrink:
-                small = shrink(outcome)
-                say(f"  the same with {len(small.script)} steps:")
-                tell(small)
-                for step in small.script:
-                    say(f"  {step.line()}")
-            if not arguments.keep_going:
+    stopping = False
+    for first in range(arguments.seed, arguments.seed + arguments.seeds, CHUNK):
+        seeds = [seed for seed in range(first, min(first + CHUNK, arguments.seed + arguments.seeds))]
+        if stopping or figures.seeds.issuperset(seeds):
+            continue
+        reached: Counter[str] = Counter()
+        failed: list[int] = []
+        done, chunk = 0, time.monotonic()
+        for seed in seeds:
+            stopping = time.monotonic() - begin > 60 * arguments.minutes
+            if stopping:
                 break
-    seconds = time.monotonic() - begin
+            outcome, good = run_one(seed, arguments)
+            done += 1
+            reached.update(outcome.reached)
+            if not good:
+                failed.append(seed)
+                stopping = not arguments.keep_going
+                if stopping:
+                    break
+        # A chunk that was cut off is run again from its beginning.
+        if done == len(seeds) or not arguments.results:
+            figures.add(first, done, failed, time.monotonic() - chunk, reached)
+        elif failed:
+            figures.failed += failed
+    reached, failed = figures.reached, figures.failed
     missing = {name: reached[name] for name, least in EXPECTED.items() if reached[name] < least}
     if arguments.seeds > 1:
         for name in sorted({*EXPECTED, *reached}):
             mark = "MISSING" if name in missing else ""
             say(f"{reached[name]:10d}  {name}  {mark}".rstrip())
+    done, seconds = len(figures.seeds), figures.seconds
     say(f"{done} seeds, {len(failed)} failed {failed[:20]}, {seconds:.1f} s, {seconds / max(1, done):.3f} s a seed")
-    if arguments.results:
-        with Path(arguments.results).open("a") as file:
-            line = {"first": arguments.seed, "seeds": done, "failed": failed, "seconds": round(seconds, 1)}
-            file.write(json.dumps({**line, "reached": dict(reached)}) + "\n")
     return 1 if failed or (arguments.full and missing) else 0
 
 

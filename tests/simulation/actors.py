@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from .brokers import Run
     from .cluster import Nsqd
 
-__all__ = ["Consumer", "Http", "Producer", "Reader", "Talk"]
+__all__ = ["Consumer", "Flooder", "Http", "Producer", "Reader", "Talk"]
 
 RESPONSE, ERROR, MESSAGE = 0, 1, 2
 BARRIER = b"PUB barrier#ephemeral\n\x00\x00\x00\x01."
@@ -117,6 +117,8 @@ class Producer(_Nsq):
     def __init__(self, run: Run, node: Nsqd, *, keys: bool = False) -> None:
         super().__init__(run, node, (node.host, 4150))
         self.waiting: deque[list[Sent]] = deque()
+        #: Called once, when the next answer comes.
+        self.then: Callable[[], object] | None = None
         if self.send(b"  V2") and keys:
             body = json.dumps({"flintmq": True}).encode()
             self.send(b"IDENTIFY\n" + struct.pack(">I", len(body)) + body)
@@ -135,6 +137,7 @@ class Producer(_Nsq):
         else:
             command = b"PUB %b%b\n" % (name, key) + struct.pack(">I", len(first.body)) + first.body
         for sent in sents:
+            sent.batch = sents
             self.run.ledger.publish(sent)
         self.waiting.append(sents)
         self.send(command)
@@ -150,7 +153,12 @@ class Producer(_Nsq):
             self.run.reached["acknowledged"] += len(sents)
         else:
             self.run.reached["refused over TCP"] += 1
-            self.run.refused(self.node, data)
+            self.run.refused(self.node, data, self.last_words)
+            for sent in sents:
+                self.run.ledger.refuse(sent)
+        then, self.then = self.then, None
+        if then is not None and not self.over:
+            then()
 
     def ended(self) -> None:
         if self.waiting:
@@ -185,7 +193,11 @@ class Consumer(_Nsq):
         self.subscribed = False
         #: Answers that are still due: to IDENTIFY, SUB and barriers.
         self._due: deque[str] = deque()
-        self._unconfirmed: dict[bytes, tuple[bytes, int]] = {}
+        #: Body, generation of the Book, and whether the FIN was sent in time.
+        self._unconfirmed: dict[bytes, tuple[bytes, int, bool]] = {}
+        self._asked: dict[bytes, tuple[bytes, int, bool]] = {}
+        #: It has said CLS; the second time is an error that ends the connection.
+        self.leaving = 0
         self.received_count = 0
         wishes: dict[str, Any] = {"heartbeat_interval": heartbeat, "client_id": f"c{len(run.clients)}"}
         if timeout:
@@ -201,6 +213,14 @@ class Consumer(_Nsq):
     def book(self) -> Any:
         return None if self.sampled else self.run.ledger.book(self.node.name, self.topic, self.channel)
 
+    @property
+    def gave_back(self) -> bool:
+        """What it holds may be requeued before its timeout: the broker knows that the connection has ended."""
+        peer = None if self.sock is None else self.sock.peer
+        # It ends it by itself after an error: of a second CLS, or of a barrier that a draining or full node refuses.
+        ended = self.over or self.leaving > 1 or peer is None or peer.closed or peer._shut
+        return ended and bool(self.node.options["requeue_on_disconnect"])
+
     def frame(self, kind: int, data: bytes) -> None:
         if kind == MESSAGE:
             self._message(data)
@@ -210,7 +230,7 @@ class Consumer(_Nsq):
             if data.startswith((b"E_FIN_FAILED", b"E_REQ_FAILED", b"E_TOUCH_FAILED")):
                 for id in list(self._unconfirmed):
                     if id in words:
-                        del self._unconfirmed[id]
+                        self._fin_failed(*self._unconfirmed.pop(id))
             elif self._due:
                 self._due.popleft()
         elif data == b"CLOSE_WAIT":
@@ -221,6 +241,13 @@ class Consumer(_Nsq):
                 self.subscribed = True
             elif what == "barrier":
                 self._confirm()
+
+    def _fin_failed(self, body: bytes, generation: int, in_time: bool) -> None:
+        book = self.book
+        if in_time and not self.disturbed and book is not None and book.generation == generation:
+            self.run.world.violated(
+                f"FIN: {self.node.name} {self.topic}/{self.channel} refuses the FIN of what is in flight: {body[:60]!r}"
+            )
 
     def _message(self, data: bytes) -> None:
         world = self.run.world
@@ -261,11 +288,14 @@ class Consumer(_Nsq):
         generation = -1 if book is None else book.generation
         lines = []
         for id in ids:
-            body, _ = self.held.pop(id)
+            body, at = self.held.pop(id)
             lines.append(b"FIN %b\n" % id)
             if book is not None:
                 book.release(body)
-                self._unconfirmed[id] = (body, generation)
+                # Not what came while the channel was emptied, or sent elsewhere: it may have been on its way then.
+                is_certain = book.during is None and at > book.changed_at + LATENCY
+                in_time = is_certain and self.run.world.seconds - at < self.timeout - LATENCY
+                self._unconfirmed[id] = (body, generation, in_time)
         if not self.send(b"".join(lines)):
             self._unconfirmed.clear()
         elif barrier or self.run.world.rng.random() < 0.1:
@@ -283,7 +313,7 @@ class Consumer(_Nsq):
         if self.last_words:
             # It may have died before it could write this down.
             return
-        for id, (body, generation) in self._asked.items():
+        for id, (body, generation, _) in self._asked.items():
             if self._unconfirmed.pop(id, None) is not None and book is not None and book.generation == generation:
                 book.confirmed[body] = self.run.world.seconds
                 self.run.reached["FIN confirmed"] += 1
@@ -291,11 +321,13 @@ class Consumer(_Nsq):
     def requeue(self, id: bytes, seconds: float) -> None:
         if self.over or id not in self.held:
             return
-        body, _ = self.held.pop(id)
+        body, at = self.held.pop(id)
         book = self.book
         if book is not None:
             book.held.pop(body, None)
-            book.not_before[body] = self.run.world.seconds + seconds
+        # Else it may have timed out, or its process is gone.
+        if book is not None and not self.last_words and self.run.world.seconds - at < self.timeout - LATENCY:
+            book.not_before[body] = (self.run.world.seconds + seconds, self.run.world.seconds)
         self.send(b"REQ %b %d\n" % (id, round(seconds * 1000)))
 
     def touch(self, id: bytes) -> None:
@@ -311,6 +343,10 @@ class Consumer(_Nsq):
         self.ready.append((self.run.world.seconds, count))
         self.send(b"RDY %d\n" % count)
 
+    def leave(self) -> None:
+        self.leaving += 1
+        self.send(b"CLS\n")
+
     def ended(self) -> None:
         book = self.book
         if book is not None:
@@ -323,9 +359,13 @@ class Consumer(_Nsq):
 class Reader(_Nsq):
     """Takes and finishes everything of a channel, whoever published it."""
 
-    def __init__(self, run: Run, node: Nsqd, topic: str, channel: str, wanted: dict[bytes, None]) -> None:
+    def __init__(
+        self, run: Run, node: Nsqd, topic: str, channel: str, wanted: dict[bytes, None], over: dict[bytes, None]
+    ) -> None:
         super().__init__(run, node, (node.host, 4150))
         self.wanted = wanted
+        #: What must not come.
+        self.done_with = over
         self.send(f"  V2SUB {topic} {channel}\nRDY 100\n".encode())
 
     def frame(self, kind: int, data: bytes) -> None:
@@ -333,7 +373,21 @@ class Reader(_Nsq):
             self.wanted.pop(data[26:], None)
             if data[26:] not in self.run.ledger.sent:
                 self.run.world.violated(f"invented: {self.node.name} delivers {data[26:86]!r}")
+            if data[26:] in self.done_with:
+                self.run.world.violated(f"backup: {self.node.name} delivers what was finished: {data[26:86]!r}")
             self.send(b"FIN %b\n" % data[10:26])
+
+
+class Flooder(_Nsq):
+    """Asks for thousands of answers and reads none."""
+
+    def __init__(self, run: Run, node: Nsqd, lines: int) -> None:
+        super().__init__(run, node, (node.host, 4150))
+        self.disturbed = True
+        if self.sock is not None:
+            self.sock.paused = True
+            self.sock.link.window = 256 << 10
+            self.send(b"  V2" + b"FIN 0123456789abcdef\n" * lines)
 
 
 class Http(_Client):

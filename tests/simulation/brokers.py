@@ -17,6 +17,7 @@ promises; a clean stop leaves no descriptor open; and what was finished stays so
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import errno
 import gc
@@ -40,10 +41,13 @@ import pytest
 from flintmq import kernel
 from flintmq.broker import backup
 from flintmq.broker.storage import journal as journal_module
+from flintmq.broker.storage import log as log_module
+from flintmq.broker.storage import store as store_module
+from flintmq.broker.storage import syncer as syncer_module
 
-from .actors import Consumer, Http, Producer, Reader, Request, Talk, _Client, _records
+from .actors import Consumer, Flooder, Http, Producer, Reader, Request, Talk, _Client, _records
 from .cluster import SECOND, SYNC_TIMEOUT, Lookupd, Nsqd
-from .ledger import LATENCY, Book, Ledger, Sent
+from .ledger import FORGOTTEN_BY_A_KILL, LATENCY, Book, Ledger, Sent
 from .network import Network
 from .world import Stuck, World
 
@@ -57,6 +61,8 @@ PATIENCE = 12.0
 MOST_CALLS = 3_000
 #: Descriptors that a node may hold beside its connections.
 MOST_FILES = 420
+#: Bytes that a connection may hold for a client that does not read them.
+MOST_UNREAD = 600_000
 
 #: Topics, and the channels that are there from the start.
 TOPICS = {
@@ -125,6 +131,7 @@ OPERATIONS: list[tuple[str, float, float, float]] = [
     ("redrive", 0.8, 0.0, 0.1),
     ("stage", 1.5, 0.0, 0.05),
     ("ask_for_stats", 1, 0.0, 0.02),
+    ("flood", 0.4, 0.0, 0.02),
     ("back_up", 0.5, 0.0, 0.02),
 ]
 
@@ -147,7 +154,6 @@ EXPECTED: dict[str, int] = {
                 "error of a consumer",
                 "CLS",
                 "another's message",
-                "another's message",
                 "redelivered",
             ),
             *("clean stop", "kill", "power", "stop by a fault", "EMFILE", "ENOSPC at write", "EIO at write"),
@@ -160,6 +166,23 @@ EXPECTED: dict[str, int] = {
                 "attempts compared",
                 "paused",
                 "drained",
+            ),
+            *(
+                "topic paused",
+                "timed out",
+                "attempts compared over a crash",
+                "whole batches looked for",
+                "start refused",
+            ),
+            *(
+                "delay over a reboot and a clock step",
+                "refused over HTTP",
+                "expired",
+                "host name changed",
+                "clock stepped",
+                "superseded run is fenced",
+                "written in a thread",
+                "written by the kernel",
             ),
             *("found by a lookupd", "snapshot of the journal", "segment removed", "read back from the disk"),
         ],
@@ -203,6 +226,16 @@ class Outcome:
         return self.violations[0].split(": ", 2)[1] if self.violations else ""
 
 
+@dataclass
+class _Owed:
+    """What the copy of a node must deliver, and what it must not."""
+
+    topic: str
+    channel: str
+    wanted: dict[bytes, None]
+    finished: dict[bytes, None]
+
+
 class Run:
     """One seed."""
 
@@ -235,7 +268,7 @@ class Run:
         self._producers: dict[tuple[str, str], list[Producer]] = {}
         self._web: dict[str, Http] = {}
         #: Nodes made from a backup, and what they must deliver.
-        self.copies: list[tuple[Nsqd, list[tuple[Nsqd, str, str, dict[bytes, None]]]]] = []
+        self.copies: list[tuple[Nsqd, list[_Owed]]] = []
         self.keyed: list[tuple[Nsqd, list[Sent], bool]] = []
 
     def _options(self, number: int) -> dict[str, Any]:
@@ -248,7 +281,7 @@ class Run:
             "id": number * 100 + rng.randrange(100),
             "durability": rng.choice(["os", "os", "fsync", "fsync", "memory"]),
             "nsqlookupd_tcp_addresses": tuple(f"{lookupd.host}:4160" for lookupd in self.lookupds),
-            "max_bytes_per_file": rng.choice([3_000, 20_000, 200_000]),
+            "max_bytes_per_file": rng.choice([3_000, 20_000, 200_000, 2_000_000]),
             "mem_queue_size": rng.choice([0, 5, 50, 10_000]),
             "cold_cache_bytes": rng.choice([0, 2_000, 1 << 20]),
             "sync_every": rng.choice([0, 3, 100]),
@@ -266,14 +299,21 @@ class Run:
     def say(self, text: str) -> None:
         self.world.note("step", text)
 
-    def refused(self, node: Nsqd, why: bytes) -> None:
-        """A publish was refused: something must be wrong with the node."""
-        expected = (b"drained", b"no space", b"too many open files", b"input/output error", b"nearly full", b"exiting")
-        if (
-            self.world.seconds > node.unsound_until
-            and not node.stopping
-            and not any(word in why.lower() for word in expected)
+    def refused(self, node: Nsqd, why: bytes, last_words: str) -> None:
+        """A publish was refused: something must be wrong with the node, and the reason must say what."""
+        words = why.lower()
+        if any(word in words for word in (b"drain", b"exiting", b"stopp")):
+            # A failed sync, or a failed write of the journal, ends it, too.
+            sound = not node.stopping and not last_words and self.world.seconds > node.unsound_until
+            # So do publishers of a topic that is being deleted hear.
+            sound = sound and self.world.seconds > node.deleted_until
+        elif any(
+            word in words for word in (b"no space", b"nearly full", b"too many open files", b"input/output error")
         ):
+            sound = self.world.seconds > node.unsound_until
+        else:
+            sound = True
+        if sound:
             self.world.violated(f"refused: {node.name} refuses a publish without a fault: {why[:100]!r}")
 
     def body(self, rng: random.Random, node: Nsqd, topic: str) -> bytes:
@@ -325,16 +365,24 @@ class Run:
         kind = rng.choice(["", " batch"])
         producers = dict.fromkeys(self._producer(rng, node, topic + kind) for _ in range(rng.randint(2, 5)))
 
+        # Those of the same host send the next one while the kernel still answers others.
+        local = rng.random() < 0.6
+
         def again(producer: Producer, left: int) -> None:
             if left and not producer.over:
                 if not producer.waiting:
                     sents = [self._sent(rng, node, topic) for _ in range(3 if kind else 1)]
                     producer.publish(topic, sents, batch=bool(kind))
                     left -= 1
-                self.world.after(0.0004, lambda: again(producer, left))
+                if local:
+                    producer.then = lambda: again(producer, left)
+                else:
+                    self.world.after(0.0004, lambda: again(producer, left))
 
         for producer in producers:
-            again(producer, rng.randint(2, 6))
+            if local and producer.sock is not None:
+                producer.sock.link.delay = 1e-6
+            again(producer, rng.randint(2, 6) * (2 if local else 1))
 
     def publish_deferred(self, rng: random.Random) -> None:
         node, topic = self._node(rng), rng.choice(["plain", "safe"])
@@ -366,6 +414,7 @@ class Run:
         delay = rng.choice([0.02, 0.4]) if kind == "defer" and topic in ("plain", "safe") else 0.0
         sents = [self._sent(rng, node, topic, delay) for _ in range(rng.choice([1, 5]) if kind == "mpub" else 1)]
         for sent in sents:
+            sent.batch = sents
             self.ledger.publish(sent)
         target = f"/{'mpub' if kind == 'mpub' else 'pub'}?topic={topic}"
         target += f"&defer={round(delay * 1000)}" if delay else ""
@@ -378,7 +427,10 @@ class Run:
                 for sent in sents:
                     self.ledger.acknowledge(sent, web.last_words)
             elif status:
-                self.refused(node, answer)
+                self.reached["refused over HTTP"] += 1
+                self.refused(node, answer, web.last_words)
+                for sent in sents:
+                    self.ledger.refuse(sent)
 
         web.ask("POST", target, data, answered)
 
@@ -479,7 +531,7 @@ class Run:
     def leave_politely(self, rng: random.Random) -> None:
         consumers = self.consumers()
         if consumers:
-            rng.choice(consumers).send(b"CLS\n")
+            rng.choice(consumers).leave()
 
     def wait(self, rng: random.Random) -> None: ...
 
@@ -517,6 +569,7 @@ class Run:
         node = self._node(rng)
         node.options = {**node.options, "id": (node.options["id"] // 100) * 100 + rng.randrange(100)}
         node.hostname = f"{node.name}-{rng.randrange(10)}"
+        self.reached["host name changed"] += node.up
         node.stop()
 
     def drain(self, rng: random.Random) -> None:
@@ -539,6 +592,8 @@ class Run:
         node = self._node(rng)
         if node.machine is None or node.machine.dead:
             return None
+        if self.world.seconds > node.unsound_until:
+            node.unsound_since = self.world.seconds
         node.unsound_until = max(node.unsound_until, self.world.seconds + seconds)
         return node
 
@@ -564,16 +619,20 @@ class Run:
 
             self.world.after(seconds, over)
 
-    def _failing(self, rng: random.Random, kind: str) -> None:
+    def _failing(self, rng: random.Random, kind: str) -> Nsqd | None:
         node = self._unsound(rng, 4)
         if node is not None and node.machine is not None:
-            node.machine.fail(kind, errno.EIO, times=rng.choice([1, 1, 3]), short=rng.choice([0, 0, 10]))
+            node.machine.fail(kind, errno.EIO, times=rng.choice([1, 1, 3]), short=rng.choice([0, 10, 900]))
+        return node
 
     def failing_write(self, rng: random.Random) -> None:
         self._failing(rng, "write")
 
     def failing_sync(self, rng: random.Random) -> None:
-        self._failing(rng, "sync")
+        """Often with the power to follow: what was not synced is gone then, whatever the broker thinks."""
+        node = self._failing(rng, "sync")
+        if node is not None and rng.random() < 0.5:
+            node.kill_in(rng.randint(5, 60), "power")
 
     def failing_read(self, rng: random.Random) -> None:
         self._failing(rng, "read")
@@ -596,9 +655,11 @@ class Run:
         node.step += step
         if node.machine is not None:
             node.machine.clock.step += step  # type: ignore[attr-defined]
-        for topic in self.ledger._of(node.name):
-            if topic.ttl:
-                topic.stepped = True
+        self.reached["clock stepped"] += node.up
+        self.ledger.stepped[node.name] = self.world.seconds
+        self.ledger.steps[node.name] = node.step / SECOND
+        if step < 0:
+            self.ledger.set_back.add(node.name)
         node.date_changed = True
 
     def _link(self, rng: random.Random) -> _Client | None:
@@ -690,12 +751,21 @@ class Run:
 
     def pause_topic(self, rng: random.Random) -> None:
         node, topic = self._node(rng), self._topic(rng)
-        self._ask(node, "POST", f"/topic/pause?topic={topic}", b"", lambda status: None)
+        starts, book = node.starts, self.ledger.topic(node.name, topic)
+
+        def then(status: int) -> None:
+            if status == 200 and node.is_still(starts) and book is not None:
+                book.paused_at = self.world.seconds
+                self.reached["topic paused"] += 1
+
+        self._ask(node, "POST", f"/topic/pause?topic={topic}", b"", then)
 
     def unpause_topic(self, rng: random.Random) -> None:
         for node in self.nsqds:
             for topic in TOPICS:
                 if rng.random() < 0.5:
+                    if (book := self.ledger.topic(node.name, topic)) is not None:
+                        book.paused_at = None
                     self._ask(node, "POST", f"/topic/unpause?topic={topic}", b"", lambda status: None)
 
     def _changing(self, book: Book, target: str, done: Callable[[bool], object]) -> None:
@@ -710,7 +780,6 @@ class Run:
 
         book.clear()
         taken()
-        book.paused_at = None
         book.during = during = {}
         generation = book.generation
         node, starts = self._node_of(book), self._node_of(book).starts
@@ -774,8 +843,14 @@ class Run:
             topic.generation += 1
             topic.books.clear()
             topic.acked.clear()
+            topic.paused_at = None
             topic.durability = "unknown"
-            then = lambda status: self.reached.update({"topic deleted": status == 200})  # noqa: E731
+            node.deleted_until = float("inf")
+
+            def then(status: int) -> None:
+                self.reached["topic deleted"] += status == 200
+                node.deleted_until = self.world.seconds + (LATENCY if status == 200 else 4)
+
             self._ask(node, "POST", f"/topic/delete?topic={name}", b"", then)
 
     def create_channel(self, rng: random.Random) -> None:
@@ -838,6 +913,11 @@ class Run:
         target = rng.choice(["/stats?format=json&include_mem=false", "/ping", "/info"])
         self._ask(self._node(rng), "GET", target, b"", lambda status: None)
 
+    def flood(self, rng: random.Random) -> None:
+        """A client that asks and does not read: the broker must stop reading, too."""
+        client = Flooder(self, self._node(rng), rng.choice([1_000, 12_000]))
+        self.world.after(rng.choice([0.05, 0.5]), client.close)
+
     def stage(self, rng: random.Random) -> None:
         """A transaction of one or two nodes, until it is done or given up."""
         self.numbers += 1
@@ -851,11 +931,12 @@ class Run:
                 for sent in chunk:
                     sent.visible = False
                     self.ledger.publish(sent)
-        Talk(self, self._transaction(f"q{self.numbers}", nodes, rows))
+        Talk(self, self._transaction(f"q{self.numbers}", nodes, rows, rival=rng.random() < 0.25))
 
     def _transaction(
-        self, producer: str, nodes: list[Nsqd], rows: dict[Nsqd, list[list[Sent]]]
+        self, producer: str, nodes: list[Nsqd], rows: dict[Nsqd, list[list[Sent]]], *, rival: bool
     ) -> Generator[Request, tuple[int, bytes], None]:
+        """With a ``rival`` another run of the same producer begins before the decision: then there must be none."""
         home = nodes[0]
 
         def call(node: Nsqd, verb: str, **fields: Any) -> Request:
@@ -892,6 +973,17 @@ class Run:
             if prepared["topics"].get("staged", {}).get("count") != count:
                 self.world.violated(f"staged: {node.name} has prepared {prepared['topics']}, not {count} rows")
             sets[f"{node.host}:4151"] = prepared["set"]
+        if rival:
+            other = yield from insist(call(home, "open", run="r2", job="j2", txn=0))
+            if other is None:
+                return
+            if other["epoch"] <= epoch:
+                self.world.violated(f"staged: {home.name} gives the epoch {other['epoch']} after {epoch}")
+            late = yield from insist(call(home, "decide", epoch=epoch, txn=0, nodes=sets, print="p"))
+            if late is not None:
+                self.world.violated(f"staged: {home.name} lets a run decide that another one has superseded")
+            self.reached["superseded run is fenced"] += 1
+            return
         for chunks in rows.values():
             for chunk in chunks:
                 for sent in chunk:
@@ -921,11 +1013,28 @@ class Run:
         self.numbers += 1
         tree = restored(machine.tree, lambda: machine.clock.wall() / 1e9, rng)
         copy = node.copy(f"copy{self.numbers}", "10.0.2.1", tree)
+        # The copy counts delays by the date, which may have changed since they began: no promise for these.
+        stepped = self.ledger.stepped.get(node.name, -1.0)
+        late = {
+            body
+            for book in self.ledger.all_books()
+            if book.topic.node == node.name
+            for body in book.owed
+            if (self.ledger.sent[body].delay and self.ledger.sent[body].at <= stepped)
+            or book.not_before.get(body, (0.0, stepped + 1))[1] <= stepped
+        }
         owed = [
-            (copy, topic.name, book.name, dict.fromkeys(book.owed))
+            _Owed(
+                topic.name,
+                book.name,
+                dict.fromkeys(body for body in book.owed if body not in late),
+                # It is of the moment at which the journal was copied, and that is written within milliseconds.
+                {body: None for body, at in book.confirmed.items() if at < self.world.seconds - FORGOTTEN_BY_A_KILL},
+            )
             for topic in self.ledger._of(node.name)
             for book in topic.books.values()
-            # What is only in memory is in no backup, and a change that is under way may be in it or not.
+            # What is only in memory is in no backup, and a change that is under way may be in it or not. Dead letters
+            # are owed in another topic.
             if book.owed and topic.durability in ("os", "fsync") and book.during is None and topic.name != "hard"
         ]
         self.copies = [(copy, owed)]
@@ -936,18 +1045,19 @@ class Run:
         """What a backup holds is delivered by its copy."""
         for copy, owed in self.copies:
             self.world.run(lambda copy=copy: copy.up, 20)  # type: ignore[misc]
-            for _, topic, channel, _wanted in owed:
-                for target in (f"/topic/unpause?topic={topic}", f"/channel/unpause?topic={topic}&channel={channel}"):
+            for each in owed:
+                channel = f"topic={each.topic}&channel={each.channel}"
+                for target in (f"/topic/unpause?topic={each.topic}", f"/channel/unpause?{channel}"):
                     self._ask(copy, "POST", target, b"", lambda status: None)
             self.world.run(lambda: not self.talks, 20)
-            for _, topic, channel, wanted in owed:
-                Reader(self, copy, topic, channel, wanted)
+            for each in owed:
+                Reader(self, copy, each.topic, each.channel, each.wanted, each.finished)
             with contextlib.suppress(Stuck):
-                self.world.run(lambda owed=owed: not any(wanted for *_, wanted in owed), 5)  # type: ignore[misc]
-            for _, topic, channel, wanted in owed:
-                if wanted and not copy.date_changed:
-                    some = next(iter(wanted))[:60]
-                    self.world.violated(f"backup: {len(wanted)} of {topic}/{channel} are not in it, as {some!r}")
+                self.world.run(lambda owed=owed: not any(each.wanted for each in owed), 5)  # type: ignore[misc]
+            for each in owed:
+                if each.wanted:
+                    some, place = next(iter(each.wanted))[:60], f"{each.topic}/{each.channel}"
+                    self.world.violated(f"backup: {len(each.wanted)} of {place} are not in it, as {some!r}")
             copy.retire()
         self.world.run_for(0.01)
 
@@ -1022,6 +1132,8 @@ class Run:
         world.run(lambda: all(node.up and not node.stopping for node in self.nsqds), 60)
         for node in self.nsqds:
             for topic in TOPICS:
+                if (found := self.ledger.topic(node.name, topic)) is not None:
+                    found.paused_at = None
                 self._ask(node, "POST", f"/topic/unpause?topic={topic}", b"", lambda status: None)
         for book in self.ledger.all_books():
             book.paused_at = None
@@ -1064,6 +1176,11 @@ class Run:
         self.check_copies()
         if world.violations:
             return
+        self._probe()
+        self.ledger.check_batches()
+        self._check_memory()
+        if world.violations:
+            return
         # What was finished stays so over a clean stop.
         for consumer in self.consumers():
             consumer.finish(list(consumer.held))
@@ -1086,6 +1203,55 @@ class Run:
         world.run_for(0.1)
         self.over = True
 
+    def _probe(self) -> None:
+        """Nothing is wrong any more: every topic takes a message, and delivers it, also one with a time to live."""
+        world = self.world
+        wanted: list[Sent] = []
+        for node in self.nsqds:
+            Consumer(self, node, "brief", "a", 300, auto=0.0001)
+        world.run_for(0.05)
+        for node in self.nsqds:
+            for name in TOPICS:
+                topic = self.ledger.topic(node.name, name)
+                if topic is None or name == "hard.a.dead" or (name != "brief" and not topic.books):
+                    continue
+                sent = Sent(self.body(random.Random(0), node, name), node.name, name, world.seconds)
+                Producer(self, node).publish(name, [sent], batch=False)
+                wanted.append(sent)
+        probes = {sent.body for sent in wanted}
+        with contextlib.suppress(Stuck):
+            world.run(lambda: probes <= self.ledger.came and all(s.acknowledged is not None for s in wanted), TTL)
+        for sent in wanted:
+            if sent.acknowledged is None:
+                world.violated(f"stopped: {sent.node} {sent.topic} does not answer a publish when all is well again")
+            elif sent.body not in self.ledger.came:
+                world.violated(f"stopped: {sent.node} {sent.topic} does not deliver a message when all is well again")
+
+    def _check_memory(self) -> None:
+        """Beyond its limit, met to within a block, a topic holds the block that it fills, and what it was lent."""
+        for node in self.nsqds:
+            for topic in node.broker.topics.values() if node.broker is not None else ():
+                log = topic.log
+                held = log.memory_count - sum(block.count for block in log.blocks[-2:])
+                if held > topic.settings.mem_queue_size and not log._lent and not topic.ephemeral:
+                    self.world.violated(
+                        f"memory: {node.name} {topic.name} holds {held} messages beside its last blocks"
+                    )
+
+    def check(self) -> None:
+        """What must hold after every step."""
+        for node in self.nsqds:
+            machine, broker = node.machine, node.broker
+            if machine is None or machine.dead or broker is None or not node.up:
+                continue
+            files = len(machine._open) - len(broker.sessions)
+            if files > MOST_FILES:
+                self.world.violated(f"descriptors: {node.name} has {files} open beside its connections")
+            for session in broker.sessions.values():
+                unread = session._transport.get_write_buffer_size()
+                if unread > MOST_UNREAD:
+                    self.world.violated(f"unread: {node.name} holds {unread} bytes for a client that does not read")
+
     def go(self) -> None:
         self.start()
         for step in self.script:
@@ -1094,16 +1260,22 @@ class Run:
             self.reached[step.do] += 1
             getattr(self, step.do)(rng)
             self.world.run_for(step.wait)
+            self.check()
             if self.world.violations:
                 return
         self.finale()
         for node in self.nsqds:
             if node.machine is not None:
                 self.reached.update(node.machine.reached)
+                self.reached["written by the kernel"] += node.machine.kernel_writes
         self.reached["redelivered"] += self.ledger.redelivered
         self.reached["dead letter"] += self.ledger.dead_letters
         self.reached["attempts compared"] += self.ledger.checked_attempts
         self.reached["early deliveries looked for"] += self.ledger.checked_early
+        self.reached["timed out"] += self.ledger.timed_out
+        self.reached["attempts compared over a crash"] += self.ledger.attempts_after_a_crash
+        self.reached["whole batches looked for"] += self.ledger.checked_batches
+        self.reached["delay over a reboot and a clock step"] += len(self.ledger.loose)
         if self.most_calls > MOST_CALLS:
             self.world.violated(f"turn: one turn of a loop made {self.most_calls} system calls")
 
@@ -1134,15 +1306,46 @@ class _Errors(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         error = record.exc_info[1] if record.exc_info else None
-        dying = any(node.machine is not None and node.machine.dead for node in self._run.nsqds)
+        machine = getattr(asyncio._get_running_loop(), "machine", None)
+        # A thread does not say whose it is: there any death excuses it.
+        machines = [node.machine for node in self._run.nsqds] if machine is None else [machine]
+        dying = any(each is not None and each.dead for each in machines)
         if error is not None and not dying:
             self._run.world.violated(f"logged: {record.getMessage()}: {error!r}")
+
+
+def _limits(patch: pytest.MonkeyPatch, rng: random.Random) -> None:
+    """Limits of megabytes and of hundreds of files, so small that they are reached."""
+    # Snapshots are taken in every state.
+    patch.setattr(journal_module, "ROLL_AT", 6_000)
+    patch.setattr(journal_module, "_SPACE", 12_000)
+    if rng.random() < 0.6:
+        # The kernel writes by itself only where a file has room for twice as much.
+        patch.setattr(log_module, "TAKE_AT_ONCE", 4_000)
+    if rng.random() < 0.3:
+        patch.setattr(log_module, "WRITE_IN_THREAD_AT", rng.choice([0, 5_000, 40_000]))
+    if rng.random() < 0.3:
+        total = rng.choice([10_000, 60_000])
+        patch.setattr(store_module, "SYNC_TOTAL_AT", total)
+        patch.setattr(syncer_module, "SYNC_TOTAL_AT", total)
+        patch.setattr(store_module, "SYNC_TOTAL_LEAVES", total // 3)
+        patch.setattr(store_module, "PAUSE_AT", rng.choice([2, 5]) * total)
+    if rng.random() < 0.3:
+        # Batches of a few messages are appended, and larger records written, in several pieces.
+        for module in [module for name, module in sys.modules.items() if name.startswith("flintmq.broker")]:
+            for limit, value in (("SLICED_FROM", 6), ("SLICE", 3), ("RECORD_BYTES", 3_000)):
+                if isinstance(getattr(module, limit, None), int):
+                    patch.setattr(module, limit, value)
+    if rng.random() < 0.3:
+        _, rest = store_module.shares_of_descriptors()
+        files = rng.choice([2, 6])
+        patch.setattr(store_module, "shares_of_descriptors", lambda: (files, rest))
 
 
 @contextlib.contextmanager
 def _surroundings(run: Run) -> Iterator[None]:
     """Chance, garbage and journals as a simulation wants them."""
-    roll_at, state = (journal_module.ROLL_AT, journal_module._SPACE), random.getstate()
+    state, patch = random.getstate(), pytest.MonkeyPatch()
     before = kernel.replace_calls(None)
     logger, handler = logging.getLogger("flintmq"), _Errors(run)
     level, propagate = logger.level, logger.propagate
@@ -1150,8 +1353,7 @@ def _surroundings(run: Run) -> Iterator[None]:
     logger.setLevel(logging.ERROR)
     logger.propagate = False
     random.seed(run.seed)
-    # Journals are small, so that snapshots are taken in every state.
-    journal_module.ROLL_AT, journal_module._SPACE = 6_000, 12_000
+    _limits(patch, random.Random(f"limits {run.seed}"))
     try:
         yield
     finally:
@@ -1164,7 +1366,7 @@ def _surroundings(run: Run) -> Iterator[None]:
                 loop.set_exception_handler(lambda loop, context: None)
         run.graves.clear()
         run.world.processes.clear()
-        journal_module.ROLL_AT, journal_module._SPACE = roll_at
+        patch.undo()
         random.setstate(state)
         kernel.replace_calls(before)
 

@@ -14,6 +14,7 @@ from flintmq.broker.daemon import Broker
 from flintmq.errors import FlintError
 from flintmq.lookup.daemon import Lookupd as LookupDaemon
 
+from .ledger import FORGOTTEN_BY_A_KILL
 from .loop import Loop
 from .machine import Machine, Workers
 from .network import Socket
@@ -64,6 +65,7 @@ class _Node:
         assert self.machine is not None and self.loop is not None
         self.up = False
         self.run.reached.update(self.machine.reached)
+        self.run.reached["written by the kernel"] += self.machine.kernel_writes
         self.run.most_calls = max(self.run.most_calls, self.loop.most_calls)
         self.machine.close_sockets(silently=silently)
         if self.loop in self.run.world.processes:
@@ -101,7 +103,7 @@ class Nsqd(_Node):
         self.durability: str = options["durability"]
         self.msg_timeout = options["msg_timeout"] / SECOND
         self.step = 0
-        #: Somebody has changed the date: delays that a new start of the machine counts by it are wrong.
+        #: Somebody has changed the date.
         self.date_changed = False
         self.was_full = False
         self.broker: Broker | None = None
@@ -109,7 +111,9 @@ class Nsqd(_Node):
         #: How the process is to end that is dying: "kill", "power", or "exit" by itself.
         self.death = "kill"
         #: Something is wrong with the disk until then: what is not synced may be old.
-        self.unsound_until = 0.0
+        self.unsound_since = self.unsound_until = 0.0
+        #: A topic of it is being deleted until then.
+        self.deleted_until = 0.0
         self.capacity: int | None = None
         self._silent: list[Socket] = []
         self.stopping = False
@@ -147,7 +151,8 @@ class Nsqd(_Node):
         except FlintError as exc:
             self.failed_starts += 1
             self.run.reached["start refused"] += 1
-            if self.capacity is None and machine.most_files is None:
+            # The fault may be over by now; it must have been one.
+            if not any(what.startswith(("ENOSPC", "EMFILE")) for what in machine.reached):
                 self.run.world.violated(f"{self.name} does not start: {exc}")
             self.death = "exit"
             machine.die()
@@ -190,6 +195,10 @@ class Nsqd(_Node):
         if self.broker is not None:
             run.reached["published by a lane"] += self.broker.counters.lane_published
             run.reached["finished by a lane"] += self.broker.counters.lane_finished
+            brief = self.broker.topics.get("brief")
+            run.reached["expired"] += (
+                sum(each.leaving.expired_count for each in brief.channels.values()) if brief is not None else 0
+            )
         machine.death = self.death
         power = self.death == "power"
         if power:
@@ -209,16 +218,13 @@ class Nsqd(_Node):
             run.reached["torn or reordered"] += how == "some"
             self._tree = machine.tree.survivor(self.loss if how == "some" else None, how == "all")
             self.booted = run.world.now
-            run.ledger.powerless.add(self.name)
-        if self.date_changed and self.name in run.ledger.powerless:
-            run.ledger.forgive_delays(self.name)
-        if power:
-            unsound = run.world.seconds < self.unsound_until
-            run.ledger.lost_power(self.name, float("inf") if unsound else 2 * SYNC_TIMEOUT + 0.3)
+            # A slow or failing disk may not have completed a sync since that began.
+            unsound = run.world.seconds - self.unsound_since if run.world.seconds < self.unsound_until else 0.0
+            run.ledger.lost_power(self.name, unsound + 2 * SYNC_TIMEOUT + 0.3)
         elif self.death == "exit":
             run.ledger.stopped(self.name)
         else:
-            run.ledger.killed(self.name)
+            run.ledger.killed(self.name, SYNC_TIMEOUT + FORGOTTEN_BY_A_KILL)
         run.world.after(run.world.rng.uniform(0.001, 0.05), self._again)
 
     def copy(self, name: str, host: str, tree: Any) -> Nsqd:

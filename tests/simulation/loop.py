@@ -12,6 +12,7 @@ import concurrent.futures
 import heapq
 import selectors
 import socket
+import sys
 import threading
 from asyncio import events, selector_events
 from collections.abc import Callable
@@ -52,8 +53,20 @@ class _Selector(selectors._BaseSelectorImpl):  # type: ignore[name-defined,misc]
 class Loop(selector_events.BaseSelectorEventLoop):
     """`host` is the address that its connections come from; `machine` owns them, and can die under the loop."""
 
-    def __init__(self, world: World, network: Network, host: str = "10.0.9.1", machine: Machine | None = None) -> None:
+    def __init__(
+        self,
+        world: World,
+        network: Network,
+        host: str = "10.0.9.1",
+        machine: Machine | None = None,
+        *,
+        call_cost: int = 0,
+    ) -> None:
         self.machine = machine
+        #: Nanoseconds that each call of a function takes, so that long work takes long.
+        self._call_cost = call_cost
+        self._calls = 0
+        self._signals: dict[int, Callable[[], object]] = {}
         #: System calls of the longest turn.
         self.most_calls = 0
         self.world = world
@@ -74,7 +87,11 @@ class Loop(selector_events.BaseSelectorEventLoop):
     # --- Stepping ----------------------------------------------------------------------------------------------------
 
     def time(self) -> float:
-        return self.world.now / 1e9
+        return (self.world.now + self._calls * self._call_cost) / 1e9
+
+    def _count(self, frame: object, event: str, argument: object) -> None:
+        if event in ("call", "c_call"):
+            self._calls += 1
 
     def due(self) -> bool:
         if self.machine is not None and self.machine.dead:
@@ -105,9 +122,16 @@ class Loop(selector_events.BaseSelectorEventLoop):
         self._thread_id = threading.get_ident()
         events._set_running_loop(self)
         before = 0 if self.machine is None else self.machine.calls
+        profile = sys.getprofile()
+        if self._call_cost:
+            sys.setprofile(self._count)
         try:
             self._run_once()
         finally:
+            if self._call_cost:
+                sys.setprofile(profile)
+                calls, self._calls = self._calls, 0
+                self.world.pass_time(calls * self._call_cost)
             if self.machine is not None:
                 self.most_calls = max(self.most_calls, self.machine.calls - before)
             self._thread_id = None
@@ -125,6 +149,19 @@ class Loop(selector_events.BaseSelectorEventLoop):
     def _close_self_pipe(self) -> None: ...
 
     def _write_to_self(self) -> None: ...
+
+    # --- Signals -----------------------------------------------------------------------------------------------------
+
+    def add_signal_handler(self, sig: int, callback: Callable[..., object], *args: Any) -> None:
+        self._signals[sig] = lambda: callback(*args)
+
+    def remove_signal_handler(self, sig: int) -> bool:
+        return self._signals.pop(sig, None) is not None
+
+    def deliver(self, sig: int) -> None:
+        """The process is sent a signal; one that it does not handle is lost."""
+        if sig in self._signals:
+            self.call_soon(self._signals[sig])
 
     # --- Threads, names, connections ---------------------------------------------------------------------------------
 

@@ -336,6 +336,7 @@ class Workers(Disk):
         if self._stopping:
             raise RuntimeError("the disk was closed")
         machine = self.system
+        machine.reached["written in a thread"] += "_write_in_thread" in getattr(work, "__qualname__", "")
         self._order += 1
         self.under_way += 1
         self._queue.append((urgency, self._order, work, done))

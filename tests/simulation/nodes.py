@@ -190,6 +190,7 @@ class Nsqd:
         self.lookupds: list[Lookupd] = []
         self.timed_out: list[tuple[Session, bytes]] = []
         self.finished_hook: Callable[[bytes], object] = lambda body: None
+        self.stored_hook: Callable[[bytes, bytes], object] = lambda topic, body: None
         self.timed_out_hook: Callable[[Session, bytes], object] = lambda session, body: None
         self.opened_hook: Callable[[Session], object] = lambda session: None
         #: Called where RDY is counted down by a delivery.
@@ -314,6 +315,7 @@ class Nsqd:
     def store(self, topic: bytes, body: bytes, delay: float = 0) -> None:
         """Put a message into a topic and all its channels."""
         self.log.setdefault(topic, []).append(body)
+        self.stored_hook(topic, body)
         for (of, _), channel in self.channels.items():
             if of == topic:
                 self._ids += 1

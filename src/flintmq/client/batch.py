@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import deque
 from dataclasses import dataclass
 from types import TracebackType
 
@@ -29,6 +30,12 @@ class Batch(list[Message[T]]):
     """Messages that are answered together. As a context manager it is a single message to its block."""
 
     __slots__ = ()
+
+    def fill(self, queue: deque[Message[T]], size: int, now: float, most_attempts: int) -> bool:
+        """Take messages from a queue, up to the first that has expired or come too often; return whether it is full."""
+        while queue and len(self) < size and queue[0].deadline > now and queue[0].attempts <= most_attempts:
+            self.append(queue.popleft())
+        return len(self) >= size
 
     def finish(self) -> None:
         """All are done."""

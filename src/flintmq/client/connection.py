@@ -166,10 +166,12 @@ class Message(kernel.Delivery, Generic[T]):
     block raises.
     """
 
-    __slots__ = ("_value",)
+    __slots__ = ("_batch_end", "_value")
 
     source: Connection | None
     _value: T
+    #: When the batch is to be handed out that it was put into; only there if nobody has got that batch.
+    _batch_end: float
 
     def __init__(
         self,

@@ -3,6 +3,8 @@
 A Consumer owns what it was sent and has not handed out yet; it is bounded by `max_in_flight`, so the reader never waits
 for a handler and heartbeats are answered whatever handlers do. Who may send how much is its Flow's business, the
 sockets are its Connections'. Handlers run in a fixed number of tasks, not in one per message.
+
+Size: one class, whose text says why it is one.
 """
 
 from __future__ import annotations
@@ -213,6 +215,10 @@ class Consumer(Generic[T]):
                     self._changed.clear()
                     await self._changed.wait()
 
+    def _check_loop(self) -> None:
+        if asyncio.get_running_loop() is not self._loop:
+            raise RuntimeError("the consumer belongs to another event loop: for several threads there is flintmq.sync")
+
     def stop(self) -> None:
         """Take nothing more. What is here is still handed out; then the iteration, or `run`, ends."""
         if self._stopping or not self._started:
@@ -230,8 +236,9 @@ class Consumer(Generic[T]):
         A second call waits for the first. A handler cannot close its own consumer, which would wait for it: `stop` is
         what it may call.
         """
-        if not self._started:
+        if not self._started or (self._closing is not None and self._closing.done()):
             return
+        self._check_loop()
         task = asyncio.current_task()
         if task in self._workers or task in self._giving_up:
             raise RuntimeError("close() in a handler would wait for this very handler: call stop() there")
@@ -400,6 +407,7 @@ class Consumer(Generic[T]):
         """Ask the lookupds now, and not only when the poll interval is over. Those that fail, `on_error` hears of."""
         if not self._started:
             raise ClosedError("start the consumer first: async with Consumer(…) as consumer")
+        self._check_loop()
         await self._brokers.look()
 
     # --- Messages out ------------------------------------------------------------------------------------------------
@@ -416,6 +424,7 @@ class Consumer(Generic[T]):
             raise OptionError("a consumer with a handler cannot be asked for messages")
         if not self._started:
             raise ClosedError("start the consumer first: async with Consumer(…) as consumer")
+        self._check_loop()
         message = await self._next()
         if message is None:
             raise StopAsyncIteration
@@ -430,6 +439,7 @@ class Consumer(Generic[T]):
             raise OptionError("a consumer with a handler cannot be asked for messages")
         if not self._started:
             raise ClosedError("start the consumer first: async with Consumer(…) as consumer")
+        self._check_loop()
         if self._time() >= self._slice_end:
             # Before the time counts: a message that is here is given out whatever the timeout is.
             await self._give_way()
@@ -465,14 +475,19 @@ class Consumer(Generic[T]):
             batch = Batch([await self.get()])
         except ClosedError:
             return None
-        end = self._time() + wait
+        # One that was in a batch before, which nobody has got, has waited already.
+        end = min(self._time() + wait, getattr(batch[0], "_batch_end", float("inf")))
         while len(batch) < size and (self._queue or self.in_flight < self.max_in_flight):
+            if self._type is None and batch.fill(self._queue, size, self._time(), self._max_attempts or 65535):
+                break
             try:
                 batch.append(await self.get(max(0.0, end - self._time())))
             except (TimeoutError, ClosedError):
                 break
             except BaseException:
                 # Cancelled: nobody will have this batch.
+                for message in batch:
+                    message._batch_end = end
                 self._put_back(batch)
                 raise
         return batch
@@ -492,6 +507,20 @@ class Consumer(Generic[T]):
         await asyncio.sleep(0)
         self._slice_end = self._time() + _SLICE_SECONDS
         self._slice_left = _SLICE_MESSAGES
+
+    def _take(self) -> Message[T] | None:
+        """The next message if it can be handled at once, as nearly all can; None where `_next` must look."""
+        queue = self._queue
+        if not queue or self._type is not None:
+            return None
+        now = self._time()
+        message = queue[0]
+        if now >= self._slice_end or self._slice_left < 1 or message.deadline <= now:
+            return None
+        if 0 < self._max_attempts < message.attempts:
+            return None
+        self._slice_left -= 1
+        return queue.popleft()
 
     async def _next(self) -> Message[T] | None:
         """The next message that is worth handling; None at the end."""
@@ -645,7 +674,7 @@ class Consumer(Generic[T]):
         assert task is not None
         while True:
             try:
-                message = await self._next()
+                message = self._take() or await self._next()
             except asyncio.CancelledError as exc:
                 if self._ends_a_task(exc):
                     raise

@@ -118,10 +118,26 @@ class Flow:
             return
         share = self._share(self._peers.index(peer))
         if peer.credit <= 1 or peer.credit < peer.ready // 4 or peer.credit > share:
-            self._grant(peer, share)
+            self._refill(peer)
+
+    def _refill(self, peer: Peer) -> None:
+        """Tell a broker that counts RDY down what it may send: those in flight take places."""
+        room = self._share(self._peers.index(peer)) - self._holds(peer)
+        if room > 0 or peer.credit > 0:
+            self._grant(peer, max(0, room))
+        if room <= 0:
+            # An answer brings the next; so does the end of a message's time.
+            self._look_at_turns_later()
 
     def answered(self, peer: Peer) -> None:
         """A message was answered. Where connections take turns, that may end one's turn."""
+        if peer.counts_down and peer.credit <= 1 and not self._takes_turns:
+            if self._wait is None and not self._stopped and peer in self._granted:
+                share = self._share(self._peers.index(peer))
+                # Not for every single place.
+                if share - peer.in_flight >= max(1, share // 4):
+                    self._refill(peer)
+            return
         if self._takes_turns and peer.ready == 0 and not self._stopped and not self._holds(peer):
             if peer.counts_down and self._may_go_on(peer):
                 peer.set_ready(1)
@@ -272,7 +288,12 @@ class Flow:
 
     def _next_turn(self) -> None:
         self._turns = None
-        if self._wait is not None or self._stopped or not self._takes_turns:
+        if self._wait is not None or self._stopped:
+            return
+        if not self._takes_turns:
+            for peer in self._peers:
+                if peer.counts_down and peer.credit <= 0:
+                    self._refill(peer)
             return
         now = self._clock.time()
         for peer in self._peers:

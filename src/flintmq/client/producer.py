@@ -194,6 +194,7 @@ class Producer:
         self._spans = tracing.publish_spans()
         self._started = False
         self._closed = False
+        self._closing: asyncio.Future[None] | None = None
         self._abandoned = False
         self._outlets: dict[Connection, _Outlet] = {}
         # Calls that may still be joined, by topic; commands that no broker could be given yet.
@@ -263,10 +264,22 @@ class Producer:
         await self._idle.wait()
 
     async def close(self) -> None:
-        """Wait for what was published (each has its timeout), then disconnect."""
-        if self._closed or not self._started:
+        """Wait for what was published (each has its timeout), then disconnect. A second call waits for the first."""
+        if not self._started:
+            return
+        if self._closing is not None and self._closing.done():
             return
         self._check_loop()
+        if self._closing is not None:
+            await asyncio.shield(self._closing)
+            return
+        self._closing = self._loop.create_future()
+        try:
+            await self._close()
+        finally:
+            self._closing.set_result(None)
+
+    async def _close(self) -> None:
         self._closed = True
         self._make_room()
         try:

@@ -47,6 +47,7 @@ from flintmq.compat.pynsq_conn import (
     requeue,
     running,
     subscribe,
+    text,
     tornado_loop,
     touch,
     unpack_response,
@@ -453,13 +454,13 @@ class Writer(_Client):
         return Peer(address)
 
     def pub(self, topic: str | bytes, msg: bytes, callback: Callback | None = None) -> asyncio.Task[None]:
-        name, [body] = _text(topic), _bodies([msg])
+        name, [body] = text(topic), _bodies([msg])
         return self._publish("pub", len(body), lambda producer: producer.publish(name, body), callback)
 
     def mpub(
         self, topic: str | bytes, msg: bytes | Iterable[bytes], callback: Callback | None = None
     ) -> asyncio.Task[None]:
-        name, bodies = _text(topic), _bodies([msg] if isinstance(msg, bytes | bytearray | memoryview) else msg)
+        name, bodies = text(topic), _bodies([msg] if isinstance(msg, bytes | bytearray | memoryview) else msg)
         size = sum(map(len, bodies))
         return self._publish("mpub", size, lambda producer: producer.publish_many(name, bodies), callback)
 
@@ -467,7 +468,7 @@ class Writer(_Client):
         self, topic: str | bytes, delay_ms: int, msg: bytes, callback: Callback | None = None
     ) -> asyncio.Task[None]:
         assert isinstance(delay_ms, int), "dpub delay_ms must be an integer"
-        name, [body] = _text(topic), _bodies([msg])
+        name, [body] = text(topic), _bodies([msg])
         return self._publish("dpub", len(body), lambda producer: producer.defer(name, body, delay_ms / 1000), callback)
 
     def _publish(
@@ -626,11 +627,6 @@ def _listed(given: str | Iterable[str] | None) -> list[str]:
     if given is None:
         return []
     return [given] if isinstance(given, str) else list(given)
-
-
-def _text(topic: str | bytes) -> str:
-    assert isinstance(topic, str | bytes), f"a topic must be str or bytes, not {type(topic).__name__}"
-    return topic if isinstance(topic, str) else topic.decode(errors="replace")
 
 
 def _bodies(given: Iterable[Any]) -> list[bytes]:

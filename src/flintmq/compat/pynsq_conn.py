@@ -528,10 +528,10 @@ def identify(data: dict[str, Any]) -> bytes:
     return wire.encode_command(b"IDENTIFY", body=msgspec.json.encode(data))
 
 
-def subscribe(topic: str, channel: str) -> bytes:
+def subscribe(topic: str | bytes, channel: str | bytes) -> bytes:
     assert valid_topic_name(topic)
     assert valid_channel_name(channel)
-    return wire.encode_command(b"SUB", topic.encode(), channel.encode())
+    return wire.encode_command(b"SUB", text(topic).encode(), text(channel).encode())
 
 
 def ready(count: int) -> bytes:
@@ -556,17 +556,23 @@ def nop() -> bytes:
     return wire.encode_command(b"NOP")
 
 
-def pub(topic: str, data: bytes) -> bytes:
-    return wire.encode_command(b"PUB", topic.encode(), body=data)
+def pub(topic: str | bytes, data: bytes) -> bytes:
+    return wire.encode_command(b"PUB", text(topic).encode(), body=data)
 
 
-def mpub(topic: str, data: Iterable[bytes]) -> bytes:
-    return wire.encode_mpub(topic.encode(), list(data))
+def mpub(topic: str | bytes, data: Iterable[bytes]) -> bytes:
+    return wire.encode_mpub(text(topic).encode(), list(data))
 
 
-def valid_topic_name(topic: str) -> bool:
-    return wire.valid_name(topic)
+def valid_topic_name(topic: str | bytes) -> bool:
+    return wire.valid_name(text(topic))
 
 
-def valid_channel_name(channel: str) -> bool:
-    return wire.valid_name(channel)
+def valid_channel_name(channel: str | bytes) -> bool:
+    return wire.valid_name(text(channel))
+
+
+def text(name: str | bytes) -> str:
+    """A topic or channel, which pynsq takes both as text and as bytes."""
+    assert isinstance(name, str | bytes), f"a topic must be str or bytes, not {type(name).__name__}"
+    return name if isinstance(name, str) else name.decode(errors="replace")
