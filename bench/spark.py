@@ -3,16 +3,22 @@
 The ceiling is a source of the same shape that makes its rows in the reader: no broker, no network. Each scenario runs
 on all its sides in turn, round after round, so that whatever else slows the machine down hits all of them. Needs
 pyspark, pyarrow and Java. Spark is started once, with as many cores as the machine has.
+
+``--latency SECONDS`` measures something else: how long a message takes from its PUB to a function of foreachBatch, at
+a steady rate, with the defaults of the broker and of the source.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import os
 import platform
 import shutil
+import socket
 import statistics
+import struct
 import sys
 import tempfile
 import time
@@ -298,6 +304,93 @@ class Bench:
             time.sleep(0.5)
 
 
+# --- Latency ----------------------------------------------------------------------------------------------------------
+
+
+def publish_steadily(port: int, rate: int, size: int, seconds: float) -> None:
+    """Publish messages one by one, at the moments that the rate says; each begins with its time."""
+    with socket.create_connection(("127.0.0.1", port)) as connection:
+        connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        connection.sendall(b"  V2")
+        begun = time.monotonic()
+        sent = 0
+        while (now := time.monotonic() - begun) < seconds:
+            while sent < now * rate:
+                body = struct.pack(">d", time.time()).ljust(size, b".")
+                connection.sendall(b"PUB latency\n" + struct.pack(">I", len(body)) + body)
+                sent += 1
+            connection.setblocking(False)
+            try:
+                # Answers are of no interest, but must not pile up.
+                while connection.recv(1 << 16):
+                    pass
+            except BlockingIOError:
+                pass
+            connection.setblocking(True)
+            time.sleep(0.0005)
+
+
+def measure_latency(
+    spark: SparkSession, daemon: Daemon, folder: Path, options: argparse.Namespace
+) -> dict[str, dict[str, float]]:
+    """Seconds from PUB until foreachBatch is called, and until its function has the rows: median and the like."""
+    daemon.create_channel("latency", "holder")
+    called: list[float] = []
+    read: list[float] = []
+    since = 0.0
+
+    def take(rows: DataFrame, batch: int) -> None:
+        at = time.time()
+        bodies = [bytes(row.value) for row in rows.select("value").collect()]
+        had = time.time()
+        published = [float(struct.unpack_from(">d", body)[0]) for body in bodies]
+        called.extend(at - sent for sent in published if sent >= since)
+        read.extend(had - sent for sent in published if sent >= since)
+
+    where = {"nsq.nsqd.addresses": f"127.0.0.1:{daemon.port}", "subscribe": "latency"}
+    query = (
+        spark.readStream.format("nsq")
+        .options(**where)
+        .load()
+        .writeStream.foreachBatch(take)
+        .option("checkpointLocation", str(folder / "latency"))
+        .start()
+    )
+    warm_up = 10.0
+    publisher = multiprocessing.get_context("spawn").Process(
+        target=publish_steadily, args=(daemon.port, options.rate, options.size, warm_up + options.latency)
+    )
+    publisher.start()
+    # What comes before the query runs smoothly is not counted.
+    since = time.time() + warm_up
+    publisher.join()
+    give_up = time.monotonic() + 60
+    expected = 0.9 * options.rate * options.latency
+    while len(read) < expected and time.monotonic() < give_up and query.isActive:
+        time.sleep(0.5)
+    query.stop()
+    if len(read) < expected:
+        raise SystemExit(f"bench: of {expected:.0f} messages {len(read)} came")
+    result = {}
+    for name, found in (("called", called), ("read", read)):
+        cuts = statistics.quantiles(found, n=100)
+        result[name] = {"count": len(found), "p50": cuts[49], "p90": cuts[89], "p99": cuts[98], "max": max(found)}
+    return result
+
+
+def report_latency(found: dict[str, dict[str, float]], options: argparse.Namespace) -> None:
+    table = Table(title=f"from PUB to foreachBatch, {options.rate:,} messages/s of {options.size} bytes, seconds")
+    for column in ("until", "messages", "p50", "p90", "p99", "max"):
+        table.add_column(column, justify="left" if column == "until" else "right")
+    for name, numbers in found.items():
+        until = {"called": "it is called", "read": "it has the rows"}[name]
+        shown = [f"{numbers[key]:.2f}" for key in ("p50", "p90", "p99", "max")]
+        table.add_row(until, f"{numbers['count']:,}", *shown)
+    Console(width=None if sys.stdout.isatty() else 110).print(table)
+    if options.json:
+        options.json.write_text(json.dumps({"latency": found, "rate": options.rate}, indent=1))
+
+
 def main() -> int:
     options = parse_options()
     console = Console(stderr=True)
@@ -306,9 +399,16 @@ def main() -> int:
         with console.status("starting Spark"):
             spark = make_session(options.cores, folder)
         with fresh(Side.ours(None, "os")) as daemon:
+            if options.latency:
+                with console.status(f"{options.rate} messages a second for {options.latency:g} s"):
+                    found = measure_latency(spark, daemon, folder, options)
+                spark.stop()
+                report_latency(found, options)
+                return 0
             bench = Bench(options, spark, daemon, folder)
-            with console.status(f"publishing {options.rows} messages of {options.size} bytes"):
-                bench.prepare()
+            if any(not name.endswith("write") for name in bench.scenarios() if options.only in name):
+                with console.status(f"publishing {options.rows} messages of {options.size} bytes"):
+                    bench.prepare()
             samples = measure(bench, options, console)
         spark.stop()
     finally:
@@ -383,6 +483,10 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--size", type=int, default=200, help="bytes of a message (default: 200)")
     parser.add_argument("--cores", type=int, default=os.cpu_count() or 2, help="of Spark (default: all)")
     parser.add_argument("--repeat", type=int, default=3, help="runs per side, after one to warm up (default: 3)")
+    parser.add_argument(
+        "--latency", type=float, default=0.0, metavar="SECONDS", help="measure that instead, for so long"
+    )
+    parser.add_argument("--rate", type=int, default=1000, help="messages a second for --latency (default: 1000)")
     parser.add_argument("--only", default="", metavar="TEXT", help="scenarios with this in their names")
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every sample")
     return parser.parse_args()

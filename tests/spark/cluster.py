@@ -9,6 +9,7 @@ import signal
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 #: A JVM on a busy machine takes its time.
@@ -70,9 +71,17 @@ class Program:
 
 
 class Cluster:
-    """A master and workers on this machine."""
+    """A master and workers on this machine, one at each of ``hosts``, which are addresses of it."""
 
-    def __init__(self, folder: Path, *, workers: int = 2, cores: int = 1, memory: str = "1g", **variables: str) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        *,
+        hosts: Sequence[str] = ("127.0.0.1", "127.0.0.1"),
+        cores: int = 1,
+        memory: str = "1g",
+        **variables: str,
+    ) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         program = str(spark_home() / "bin" / "spark-class")
         deploy = "org.apache.spark.deploy"
@@ -85,8 +94,8 @@ class Cluster:
         try:
             self.url = self.master.wait_for(r"Starting Spark master at (spark://\S+)")[1]
             self.master.wait_for("elected leader")
-            for number in range(workers):
-                flags = ["--host", "127.0.0.1", "--cores", str(cores), "--memory", memory, "--webui-port", "0"]
+            for number, host in enumerate(hosts):
+                flags = ["--host", host, "--cores", str(cores), "--memory", memory, "--webui-port", "0"]
                 self.workers.append(
                     Program(
                         [program, f"{deploy}.worker.Worker", *flags, self.url],

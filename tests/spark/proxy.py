@@ -1,4 +1,4 @@
-"""A TCP way to a broker that can be cut: after an answer, at once, or for a while."""
+"""A TCP way to a broker that can be cut, after an answer, at once, or for a while, and that can fall silent."""
 
 from __future__ import annotations
 
@@ -17,6 +17,8 @@ class Proxy:
         self.cuts = 0
         self._answers_left: int | None = None
         self._is_down = False
+        self._flows = threading.Event()
+        self._flows.set()
         self._lock = threading.Lock()
         self._open: set[socket.socket] = set()
         self._server = socket.create_server(("127.0.0.1", 0))
@@ -40,11 +42,17 @@ class Proxy:
         self._is_down = True
         self.cut()
 
+    def hold(self) -> None:
+        """Carry nothing, and tell nobody, until ``up``."""
+        self._flows.clear()
+
     def up(self) -> None:
         self._is_down = False
+        self._flows.set()
 
     def close(self) -> None:
         self._server.close()
+        self.up()
         self.cut()
 
     def _accept(self) -> None:
@@ -76,6 +84,7 @@ class Proxy:
     def _copy(self, from_: socket.socket, to: socket.socket, is_answer: bool) -> None:
         with contextlib.suppress(OSError):
             while data := from_.recv(65536):
+                self._flows.wait()
                 if is_answer and self._is_cut():
                     break
                 to.sendall(data)

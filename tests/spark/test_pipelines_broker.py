@@ -17,6 +17,7 @@ import pytest
 
 pytest.importorskip("pyarrow")
 
+from flintmq.cli import main
 from flintmq.errors import PipelineError
 from flintmq.spark.pipelines import archive as archiving
 from flintmq.spark.pipelines import common, dead_letters, metrics, replay, sql
@@ -224,12 +225,55 @@ def test_commands_end_to_end_and_their_exit_status(spark_environment, broker: No
     bad = run("audit", topic, "--archive", archive, "--json", *small)
     assert bad.returncode == 1
     assert "Traceback" not in bad.stderr
-    nobody = run(
-        "archive", topic, "--to", str(tmp_path / "other"), "--once", *small[2:], "--nsqd", f"127.0.0.1:{unused_port()}"
-    )
-    assert nobody.returncode == 1
-    assert nobody.stderr.splitlines()[-1].startswith("flintmq pipeline archive: ")
-    assert "Traceback" not in nobody.stderr
+
+
+def test_brokers_that_nobody_answers_for_are_named_without_starting_spark(topic: str, tmp_path: Path, capsys):
+    address = f"127.0.0.1:{unused_port()}"
+    assert main(["pipeline", "archive", topic, "--to", str(tmp_path / "other"), "--once", "--nsqd", address]) == 1
+    told = capsys.readouterr().err
+    assert re.fullmatch(f"flintmq pipeline archive: nsqd {address} cannot be reached: .*\n", told), told
+
+
+@pytest.mark.parametrize("pipeline", ["archive", "metrics", "sql"])
+def test_topics_that_no_broker_knows_are_named_and_fail_a_run_that_ends(
+    broker: Node, topic: str, tmp_path: Path, capsys, pipeline: str
+):
+    query = tmp_path / "query.sql"
+    query.write_text("SELECT 1")
+    where = {"archive": [topic, "--to", str(tmp_path / "archive")], "metrics": [topic]}
+    argv = where.get(pipeline, [str(query), "--topic", topic])
+    assert main(["pipeline", pipeline, *argv, "--nsqd", broker.tcp, "--once"]) == 1
+    sentence = f"flintmq pipeline {pipeline}: no broker knows the topic {topic}; asked were {broker.tcp}\n"
+    assert capsys.readouterr().err == sentence, "and Spark was not started for it"
+
+
+def test_what_is_known_is_done_where_another_topic_is_not(spark, broker: Node, topic: str, tmp_path: Path, capsys):
+    publish(broker, topic, bodies(0, 3))
+    argv = [topic, f"{topic}-not", "--to", str(tmp_path / "archive"), "--nsqd", broker.tcp, "--once"]
+    assert main(["pipeline", "archive", *argv]) == 1
+    told = capsys.readouterr()
+    assert f"no broker knows the topic {topic}-not; asked" in told.err
+    assert "archive: 3 messages in 1 batches" in told.out
+
+
+@pytest.mark.parametrize(
+    ("query", "sentence"),
+    [
+        ("SELEC 1", "the query is refused: "),
+        ("SELECT * FROM nowhere", "the query is refused: .*nowhere"),
+        ("SELECT cast(text AS int) FROM {table}", "a word"),
+    ],
+)
+def test_a_query_that_cannot_run_ends_with_a_sentence(
+    spark, broker: Node, topic: str, tmp_path: Path, capsys, query: str, sentence: str
+):
+    publish(broker, topic, [b"a word"])
+    file = tmp_path / "query.sql"
+    file.write_text(query.format(table=sql.table_name(topic)))
+    assert main(["pipeline", "sql", str(file), "--topic", topic, "--nsqd", broker.tcp, "--batch"]) == 1
+    told = capsys.readouterr().err.splitlines()
+    assert re.match(f"flintmq pipeline sql: .*{sentence}", told[-1]), told
+    assert not [line for line in told if "Traceback" in line]
 
 
 def unused_port() -> int:

@@ -288,5 +288,8 @@ def test_two_drivers_and_a_zombie_lose_nothing(
     done = run("archive", *arguments(broker, topic, tmp_path), "--once", "--json")
     assert done.returncode == 0, done.stderr
     assert rows() == 9010
-    judged = run("audit", topic, "--archive", str(root), "--complete", *arguments(broker, topic, tmp_path)[3:])
-    assert judged.returncode == 0, judged.stdout + judged.stderr
+    # Each message once, as a reader finds it who knows nothing of the archive's own files.
+    import pyarrow.dataset
+
+    plain = pyarrow.dataset.dataset(str(root), format="parquet", partitioning="hive").to_table(columns=["value"])
+    assert sorted(plain["value"].to_pylist()) == sorted(bodies(0, 9010))

@@ -22,6 +22,7 @@ import pyarrow as pa
 from pyspark import TaskContext, cloudpickle
 
 from flintmq.errors import ConnectError, FlintError, OptionError, PublishError
+from flintmq.protocol.wire import valid_name
 from flintmq.spark.shipped.options import read_sink_options, read_source_options
 from flintmq.spark.sink import BatchWriter, StreamWriter, staging, writers
 from flintmq.spark.sink.chunks import Chunk, Chunks
@@ -733,6 +734,26 @@ def test_a_batch_write_with_an_id_is_written_once(nodes):
         writer.commit(messages)
 
 
+def test_writes_with_ids_of_one_query_have_one_home_that_their_checkpoint_names(nodes, tmp_path):
+    """The batches of foreachBatch: one that is repeated while its home is not listed is not decided elsewhere."""
+    name = f"query-{uuid.uuid4().hex}"
+    place = {"checkpointLocation": str(tmp_path)}
+    rows = make_rows(0, 900)
+    for number in range(2):
+        writer, messages = batch_write(nodes, rows[number::3], writeId=f"{name}-{number}", **place)
+        writer.commit(messages)
+    home = json.loads((tmp_path / "_nsq_home").read_text())["node"]
+    others = [node for node in nodes if node.get("/info", extended="true")["flintmq"]["node"] != home]
+    assert len(others) == 2
+    for number in (1, 2):
+        with pytest.raises(ConnectError, match=f"{home} keeps the decisions of this query and does not answer"):
+            batch_write(others, rows[number::3], writeId=f"{name}-{number}", **place, **{"fetch.numRetries": "0"})
+    for number in (1, 2):
+        writer, messages = batch_write(nodes, rows[number::3], writeId=f"{name}-{number}", **place)
+        writer.commit(messages)
+    assert visible(nodes) == exactly(rows)
+
+
 def test_one_write_id_twice_at_once(nodes):
     rows = make_rows(0, 300)
     name = f"report-{uuid.uuid4().hex}"
@@ -769,6 +790,40 @@ def test_large_bodies_come_in_whole_on_every_route(nodes):
         body = Chunk("t0", 0, [b"x" * size]).body()
         node.post("/stage/put", body, producer=name, epoch=1, txn=0, attempt="a", chunk=chunk, topic="t0")
     call("abort", epoch=1, txn=0)
+
+
+# --- Rows that cannot be messages -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("size", "rows", "options", "sentences"),
+    [
+        (1_048_577, 1, {}, ["a row for t0 has 1048577 bytes", "--max-msg-size is 1048576", "filter them, or raise"]),
+        (7_000_001, 1, {}, ["a row for t0 has 7000001 bytes", "5242880 bytes of --max-body-size"]),
+        (1_000_001, 6, {"mpubMaxBytes": "9m"}, ["6 rows for t0, 6000034 bytes", "Set mpubMaxBytes below"]),
+        (1_048_577, 1, {"idempotent": "false"}, ["a row for t0 has 1048577 bytes", "1048577 > 1048576", "raise"]),
+        (1_000_001, 6, {"mpubMaxBytes": "9m", "idempotent": "false"}, ["6000034 > 5242880", "Set mpubMaxBytes below"]),
+    ],
+)
+def test_rows_that_are_too_large_are_named_with_topic_size_limit_and_advice(
+    nodes, checkpoint, size, rows, options, sentences
+):
+    batch = Run(nodes, checkpoint, **options).batch(0)
+    with pytest.raises(PublishError) as caught:
+        batch.task(0, [("t0", b"x" * size)] * rows)
+    for sentence in sentences:
+        assert sentence in str(caught.value)
+
+
+def test_what_is_no_name_for_the_broker_is_none_for_the_sink(nodes, checkpoint):
+    batch = Run(nodes, checkpoint).batch(0)
+    for name in ("n" * 64, "n" * 54 + "#ephemeral", ".", "a-_.9"):
+        assert valid_name(name)
+        batch.task(0, [(name, b"x")])
+    for name in ("n" * 65, "n" * 55 + "#ephemeral", "#ephemeral", "a\n", "a#ephemeral\n", "a b", "a#b", "\N{SNOWMAN}"):
+        assert not valid_name(name)
+        with pytest.raises(OptionError, match=r"no name of a topic: 1 to 64 letters.*#ephemeral counts"):
+            batch.task(0, [(name, b"x")])
 
 
 # --- Chunks -----------------------------------------------------------------------------------------------------------

@@ -1,4 +1,7 @@
-"""The same scenario on clusters of several processes, with flintmq on every machine and shipped to those without it."""
+"""The same scenario on clusters of several processes, with flintmq on every machine and shipped to those without it.
+
+A standalone cluster that has flintmq is the one of the torture.
+"""
 
 from __future__ import annotations
 
@@ -121,12 +124,6 @@ def standalone(folder, env):
 def test_executors_in_processes_of_their_own(spark_environment, broker, topic, tmp_path):
     found = play("local-cluster[2,1,1024]", broker, topic, tmp_path, ship=False)
     assert found == {"executors have flintmq": [True], **RIGHT}
-
-
-def test_a_standalone_cluster_that_has_flintmq(spark_environment, broker, topic, tmp_path):
-    env = environment(PYTHONPATH=str(SOURCE))
-    with standalone(tmp_path, env) as url:
-        assert play(url, broker, topic, tmp_path / "app", ship=False) == {"executors have flintmq": [True], **RIGHT}
 
 
 def test_a_standalone_cluster_that_gets_it_shipped(spark_environment, bare_python, broker, topic, tmp_path):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 
 pytest.importorskip("pyspark")
@@ -126,3 +128,31 @@ def test_the_right_spool_goes_on(nsqd, topic, reader, consumed):
     assert end["spool"] == consumed["spool"]
     again.commit(consumed)
     wait_for(lambda: nsqd.depth(topic, "c") == 0, "all is consumed")
+
+
+def test_a_spool_from_a_backup_that_was_filled_again_is_not_taken_for_what_it_was(nsqd, topic, reader, tmp_path):
+    """The same count of the same bodies: only the messages' ids tell that they are others."""
+    bodies = [b"tick"] * 13
+
+    def whole_batch(one, start):
+        return wait_for(lambda: (end := one.latestOffset(start, ALL))["o"] == 13 and end, "all is spooled")
+
+    first = reader("spool")
+    start = first.initialOffset()
+    shutil.copytree(tmp_path / "spool", tmp_path / "backup")
+    nsqd.publish(topic, bodies)
+    before = whole_batch(first, start)
+    assert before == first.latestOffset(start, ALL), "the same rows are the same offset"
+    first.partitions(start, before)
+    wait_for(lambda: nsqd.depth(topic, "c") == 0, "all is consumed")
+    first.stop()
+    shutil.rmtree(tmp_path / "spool")
+    shutil.copytree(tmp_path / "backup", tmp_path / "spool")
+    nsqd.publish(topic, bodies)
+    second = reader("spool")
+    after = whole_batch(second, start)
+    assert {**after, "last": before["last"]} == before
+    assert after != before, "who compares offsets sees other rows"
+    with pytest.raises(SpoolError, match="other messages in its rows up to 13 than when the batch was planned"):
+        second.partitions(start, before)
+    second.partitions(start, after)

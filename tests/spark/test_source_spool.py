@@ -27,6 +27,7 @@ def nsqd(request):
 def options(nsqd, topic, folder, **more):
     return {
         "nsq.nsqd.addresses": nsqd.tcp,
+        "nsq.nsqd.http.addresses": nsqd.http,
         "subscribe": topic,
         "channel": "spark",
         "mode": "spool",

@@ -277,3 +277,34 @@ def test_two_queries_cannot_share_a_spool(tmp_path, monkeypatch):
         Spool(str(tmp_path))
     first.close()
     Spool(str(tmp_path)).close()
+
+
+def test_a_silence_is_no_end_while_the_broker_has_messages(nsqd, topic, filling, monkeypatch):
+    """As on a busy machine: the first silence is over before the broker was told RDY."""
+    nsqd.publish(topic, (b"%d" % n for n in range(100)))
+    waited = []
+    set_ready, waiting = spools.Feed.set_ready, spools.Cluster.waiting
+
+    def noted_waiting(self, channel, wanted):
+        waited.append(waiting(self, channel, wanted))
+        for feed in spooler._feeds.values():
+            set_ready(feed, 50)
+        return waited[-1]
+
+    monkeypatch.setattr(spools.Feed, "set_ready", lambda self, count: None)
+    monkeypatch.setattr(spools.Cluster, "waiting", noted_waiting)
+    spooler = filling(nsqd, subscribe=topic, **{"nsq.nsqd.http.addresses": nsqd.http})
+    spooler.wait_connected(10)
+    spooler.wait_idle(0.2, 30)
+    assert waited[0] == 100 and waited[-1] == 0
+    assert spooler.spool.end == 100
+
+
+def test_messages_that_never_come_do_not_hold_the_wait(nsqd, topic, filling, monkeypatch, caplog):
+    nsqd.publish(topic, (b"%d" % n for n in range(7)))
+    monkeypatch.setattr(spools.Feed, "set_ready", lambda self, count: None)
+    spooler = filling(nsqd, subscribe=topic, **{"nsq.nsqd.http.addresses": nsqd.http})
+    spooler.wait_connected(10)
+    spooler.wait_idle(0.02, 3600)
+    assert spooler.spool.end == 0
+    assert "7 messages wait in the channel and do not come" in caplog.text

@@ -229,16 +229,24 @@ def test_readers_during_merges_never_see_a_message_twice_or_not_at_all(archive: 
 #: Children that end themselves before the n-th file operation of what they are asked to do, for n = 0, 1, … until one
 #: comes to its end. Forked, so that pyarrow is imported once; the parent never uses it, and so has no threads.
 KILLED = """
-import itertools, os, signal, sys
+import itertools, os, shutil, signal, sys
 from pathlib import Path
 from spark import test_store
 from flintmq.spark.pipelines import store
 
-def work(root, moment):
+# What was written before a kill survives it either way.
+os.fsync = lambda descriptor: None
+
+def prepare(root):
     archive = store.Archive(root)
     archive.prepare()
     for batch in range(2):
         test_store.do_batch(archive, batch)
+    archive.close()
+
+def work(root, moment):
+    archive = store.Archive(root)
+    archive.prepare()
     left = moment
     def deadly(function):
         def call(*arguments, **options):
@@ -248,7 +256,6 @@ def work(root, moment):
                 os.kill(os.getpid(), signal.SIGKILL)
             return function(*arguments, **options)
         return call
-    # Not fsync: what was written before it survives a kill either way.
     for name in ("link", "rename", "replace", "unlink", "mkdir", "rmdir"):
         setattr(os, name, deadly(getattr(os, name)))
     way = store._exchange_folders if sys.argv[3] == "exchange" else lambda one, other: False
@@ -258,18 +265,24 @@ def work(root, moment):
     else:
         archive.merge(1 << 20, test_store.LATER)
 
-for moment in itertools.count():
-    root = Path(sys.argv[1]) / str(moment) / "archive"
-    root.parent.mkdir()
+def in_child(function, *arguments):
     child = os.fork()
     if child == 0:
         try:
-            work(root, moment)
+            function(*arguments)
         except BaseException:
             sys.excepthook(*sys.exc_info())
             os._exit(1)
         os._exit(0)
-    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+first = Path(sys.argv[1]) / "first"
+if status := in_child(prepare, first):
+    sys.exit(status)
+for moment in itertools.count():
+    root = Path(sys.argv[1]) / str(moment) / "archive"
+    shutil.copytree(first, root)
+    status = in_child(work, root, moment)
     if status != -signal.SIGKILL:
         sys.exit(status)
 """
@@ -290,6 +303,7 @@ def test_a_kill_before_any_file_operation_costs_and_doubles_nothing(
     roots = sorted(tmp_path.glob("*/archive"))
     assert len(roots) > 8
     before = list(range(2 * PER_BATCH))
+    monkeypatch.setattr(os, "fsync", lambda descriptor: None)
     for root in roots:
         # As the kill left it: a batch may be there in part, but nothing is there twice and no file is half.
         seen = Counter(by_listing(root))
@@ -306,9 +320,9 @@ def test_a_kill_before_any_file_operation_costs_and_doubles_nothing(
 
         # Whoever comes next finishes it, with other files for the same batch.
         again = Archive(root)
-        monkeypatch.setattr(store, "_LITTER_SECONDS", -1)
-        again.prepare()
-        monkeypatch.undo()
+        with monkeypatch.context() as patch:
+            patch.setattr(store, "_LITTER_SECONDS", -1)
+            again.prepare()
         do_batch(again, 2, files=4)
         again.merge(1 << 20, LATER)
         again.close()

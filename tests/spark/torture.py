@@ -1,26 +1,32 @@
 """``python -m tests.spark.torture``: Spark between brokers while everything fails; is each row there once?
 
-    --rows 4000000 --faults 100 --to topic,archive --on local-cluster,standalone --folder DIR --seed N
+    --rows 4000000 --faults 100 --to topic,archive --on local-cluster,standalone --results FILE --minutes 10
 
 Rows of odd sizes (99 % up to 1 KB, 1 % up to 100 KB) are published to three topics of a source broker. A query on a
 cluster takes them through a shuffle into five topics on three target brokers (``topic``), or `flintmq pipeline archive`
-archives them (``archive``). Speculation is set, although Spark starts copies on another host only and so none on one
-machine; rows come in another order at each computation, and every new driver has
-other options. One after the other, faults happen:
+archives them (``archive``). Rows come in another order at each computation, and every new driver has other options. One
+after the other, faults happen:
 
-    driver      killed, with all its processes or its Python alone
-    executor    killed
-    source      the source broker killed, back after a while
-    target      one of the target brokers killed, back after a while
-    cut         connections between Spark and a broker cut, at once or for a while
-    upstream    a function before the sink fails
-    zombie      the driver stopped, a second one started, the first one continued
-    rollback    the checkpoint loses its newest batches, up to three; if the query stops with advice, that is followed
-    restart     the driver stopped as one would, and started with other options
+    driver       killed, with all its processes or its Python alone
+    executor     killed
+    source       the source broker killed, back after a while
+    target       one of the target brokers killed, back after a while
+    cut          connections between Spark and a broker cut, at once or for a while, or silent for a while
+    upstream     a function before the sink fails
+    speculation  a task stands still in the middle of its rows until Spark has started a copy of it, and goes on
+    zombie       the driver stopped, a second one started, the first one continued
+    rollback     the checkpoint loses its newest batches, up to three; if the query stops with advice, that is followed
+    restart      the driver stopped as one would, and started with other options
 
-The query drops some rows, so that some of its batches are empty.
+Spark starts a copy of a task on another host only. The workers of the standalone cluster have different addresses of
+this machine, and so are two hosts; ``local-cluster`` is one, and has no speculation. The query drops some rows, so that
+some of its batches are empty.
 
 The ledger decides: every other row in its topic once, with the bytes it had. Exit status 1 says that it is not so.
+
+It is run in parts of ``--part`` rows, each with brokers, a cluster and a seed of its own. What each part came to is
+added to the results, a JSON line with commit and machine. After ``--minutes`` no other part is started; the same
+command with the same results goes on where it ended, until rows and faults are reached.
 """
 
 from __future__ import annotations
@@ -29,7 +35,9 @@ import argparse
 import contextlib
 import json
 import os
+import platform
 import random
+import re
 import shutil
 import signal
 import struct
@@ -58,12 +66,28 @@ IN_TOPICS = 3
 TARGETS = 3
 #: Holds the logs: what nobody has finished is not freed.
 HOLDER = "audit"
-FAULTS = ("driver", "executor", "source", "target", "cut", "upstream", "zombie", "rollback", "restart")
+FAULTS = (
+    "driver",
+    "executor",
+    "source",
+    "target",
+    "cut",
+    "speculation",
+    "zombie",
+    "rollback",
+    "upstream",
+    "restart",
+)
 #: Faults that the archive cannot have: it writes to no broker, and its functions are its own.
 NOT_FOR_ARCHIVE = ("target", "upstream")
+#: Workers are hosts of their own, all on this machine: Spark starts copies of a task on another host.
+HOSTS = ("127.0.0.1", "127.0.0.2")
 _BATCH = 500
 #: Seconds that nothing here should ever take.
 _PATIENCE = 1800.0
+#: What an executor says of a task that it runs again, and of one that is not needed since a copy of it has ended.
+_AGAIN = re.compile(r"Running task \d+\.[1-9]\d* in stage")
+_OVERTAKEN = re.compile("reason: another attempt succeeded")
 _SENTENCES = ("was committed with other rows", "checkpoint went back", "restore it")
 
 Say = Callable[[str], None]
@@ -121,8 +145,11 @@ class Publisher(threading.Thread):
 class Torture:
     """One route on one kind of cluster."""
 
-    def __init__(self, folder: Path, rows: int, faults: int, seed: int, route: str, master: str, say: Say) -> None:
+    def __init__(
+        self, folder: Path, rows: int, faults: int, seed: int, route: str, master: str, say: Say, first_fault: int
+    ) -> None:
         self._folder, self._rows, self._faults, self._say = folder, rows, faults, say
+        self._first_fault = first_fault
         self._is_archive = route == "archive"
         self._master_kind = master
         self._dice = random.Random(seed)
@@ -135,7 +162,7 @@ class Torture:
         self._cluster: Cluster | None = None
         self._driver: Program | None = None
         self._drivers = 0
-        self._flag = folder / "fail"
+        self._fails, self._is_slow = folder / "fail", folder / "slow"
         self.happened: list[str] = []
         self._given_up: Counter[str] = Counter()
 
@@ -160,7 +187,7 @@ class Torture:
                     node.post("/channel/create", topic=f"{prefix}-{number}", channel=HOLDER)
             if self._master_kind == "standalone":
                 # Room for two drivers at a time.
-                self._cluster = Cluster(self._folder / "cluster", workers=2, cores=2, memory="2g")
+                self._cluster = Cluster(self._folder / "cluster", hosts=HOSTS, cores=2, memory="2g")
             publisher = Publisher(self._source, self._rows, max(4000, self._rows // (self._faults + 2)), self._arrived)
             publisher.start()
             self._torment(publisher)
@@ -181,6 +208,7 @@ class Torture:
             for node in (self._source, *self._targets):
                 node.stop()
         report["faults"] = dict(Counter(self.happened))
+        report["copies of tasks"] = self._logged(_OVERTAKEN)
         report["drivers"] = {"started": self._drivers, "ended by themselves": dict(self._given_up)}
         report["seconds"] = round(time.monotonic() - started, 1)
         return report
@@ -216,6 +244,8 @@ class Torture:
         if self._is_archive:
             return Program(self._archive_command(once), log)
         dice = self._dice
+        # Many batches, but not so many that nothing else is done.
+        most = max(1, self._rows // 60_000)
         spec = {
             "master": self._master(),
             "conf": self._conf(),
@@ -225,7 +255,7 @@ class Torture:
                 "nsq.nsqd.http.addresses": self._proxies[0].address,
                 "subscribe": ",".join(f"in-{number}" for number in range(IN_TOPICS)),
                 "startingOffsets": "earliest",
-                "maxMessagesPerTrigger": str(dice.choice([2999, 5501, 8191])),
+                "maxMessagesPerTrigger": str(dice.choice([2999, 5501 * most, 8191 * most])),
                 "minPartitions": str(dice.randint(1, 6)),
                 "arrowBatchRows": str(dice.choice([701, 4001, 10_000])),
                 "fetch.timeoutMs": "15000",
@@ -233,14 +263,15 @@ class Torture:
             "writing": {
                 "nsq.nsqd.addresses": ",".join(node.tcp for node in self._targets),
                 "nsq.nsqd.http.addresses": ",".join(proxy.address for proxy in self._proxies[1:]),
-                "mpubMaxMessages": str(dice.choice([7, 101, 1000, 4999])),
-                "mpubMaxBytes": dice.choice(["3k", "64k", "1m"]),
+                "mpubMaxMessages": str(dice.choice([37, 101, 1000, 4999])),
+                "mpubMaxBytes": dice.choice(["13k", "64k", "1m"]),
                 "fetch.timeoutMs": "15000",
                 "idempotent": "true",
             },
             "checkpoint": str(self.checkpoint),
             "progress": str(self._folder / "progress"),
-            "flag": str(self._flag),
+            "fails": str(self._fails),
+            "is slow": str(self._is_slow),
             "once": once,
         }
         path = self._folder / f"driver-{self._drivers}.json"
@@ -252,7 +283,14 @@ class Torture:
         conf = [part for key, value in self._conf().items() for part in ("--conf", f"{key}={value}")]
         topics = [f"in-{number}" for number in range(IN_TOPICS)]
         where = ["--nsqd", self._source.tcp, "--master", self._master(), "--to", str(self._folder / "archive")]
-        return [sys.executable, "-m", "flintmq", "pipeline", "archive", *topics, *where, *flags, *conf]
+        options = [
+            f"nsq.nsqd.http.addresses={self._proxies[0].address}",
+            f"maxMessagesPerTrigger={self._dice.choice([5501, 14983, 30011])}",
+            f"minPartitions={self._dice.randint(1, 6)}",
+            f"arrowBatchRows={self._dice.choice([701, 4001, 10_000])}",
+        ]
+        reading = [part for option in options for part in ("--option", option)]
+        return [sys.executable, "-m", "flintmq", "pipeline", "archive", *topics, *where, *flags, *reading, *conf]
 
     def _keep_running(self) -> Program:
         """Return a driver that runs; one that ended by itself is followed by another."""
@@ -283,7 +321,7 @@ class Torture:
     # --- Faults ------------------------------------------------------------------------------------------------------
 
     def _torment(self, publisher: Publisher) -> None:
-        kinds = [kind for kind in FAULTS if not (self._is_archive and kind in NOT_FOR_ARCHIVE)]
+        kinds = self.kinds
         give_up = time.monotonic() + _PATIENCE
         while publisher.is_alive() or len(self.happened) < self._faults:
             assert time.monotonic() < give_up, "it does not get on"
@@ -298,11 +336,17 @@ class Torture:
             due = self._rows * (len(self.happened) + 1) // (self._faults + 1) - 2 * _BATCH
             if len(self.happened) < self._faults and arrived >= min(due, self._rows) and arrived:
                 time.sleep(self._dice.uniform(0.0, 1.5))
-                kind = kinds[len(self.happened) % len(kinds)]
+                kind = kinds[(self._first_fault + len(self.happened)) % len(kinds)]
                 if getattr(self, f"_fault_{kind}")():
                     self.happened.append(kind)
                     give_up = time.monotonic() + _PATIENCE
             time.sleep(0.2)
+
+    @property
+    def kinds(self) -> list[str]:
+        """The faults that can happen here."""
+        impossible = {*(NOT_FOR_ARCHIVE if self._is_archive else ()), *(() if self._cluster else ("speculation",))}
+        return [kind for kind in FAULTS if kind not in impossible]
 
     def _fault_driver(self) -> bool:
         driver = self._keep_running()
@@ -346,19 +390,57 @@ class Torture:
 
     def _fault_cut(self) -> bool:
         proxy = self._dice.choice(self._proxies)
-        if self._dice.random() < 0.5:
+        how = self._dice.randrange(3)
+        if how == 0:
             for _ in range(5):
                 proxy.cut()
                 time.sleep(self._dice.uniform(0.0, 0.3))
-        else:
+            return True
+        if how == 1:
             proxy.down()
-            time.sleep(self._dice.uniform(0.5, 4.0))
-            proxy.up()
+        else:
+            # Nothing arrives and nobody is told, as when a cable is pulled.
+            proxy.hold()
+        time.sleep(self._dice.uniform(0.5, 4.0))
+        proxy.up()
+        if self._dice.random() < 0.5:
+            # Not all of what was on its way arrives.
+            proxy.cut()
         return True
 
     def _fault_upstream(self) -> bool:
-        self._flag.touch()
+        self._fails.touch()
         return True
+
+    def _fault_speculation(self) -> bool:
+        """A task stands still; a copy of it runs elsewhere, and then both do."""
+        # The first one wakes up when there is a copy, and both race; or when the copy was faster.
+        awaited = self._dice.choice([_AGAIN, _OVERTAKEN])
+        before = self._logged(awaited)
+        stopped: list[int] = []
+        if self._is_archive or self._dice.random() < 0.3:
+            executors = self._executors()
+            if not executors:
+                return False
+            stopped = _family(self._dice.choice(executors))
+            for pid in stopped:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(pid, signal.SIGSTOP)
+        else:
+            self._is_slow.write_text(str(len(self.happened)))
+        give_up = time.monotonic() + 15
+        while self._logged(awaited) == before and time.monotonic() < give_up and self._keep_running():
+            time.sleep(0.2)
+        for pid in stopped:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+        self._is_slow.unlink(missing_ok=True)
+        return True
+
+    def _logged(self, pattern: re.Pattern[str]) -> int:
+        """How often the executors of the cluster said something."""
+        logs = self._folder.glob("cluster/work-*/*/*/stderr")
+        return sum(len(pattern.findall(path.read_text(errors="replace"))) for path in logs)
 
     def _fault_zombie(self) -> bool:
         """Two drivers of one query: the first sleeps while the second gets on, and wakes up."""
@@ -521,6 +603,19 @@ def _group(program: Program) -> dict[int, _Process]:
     return found
 
 
+def _family(pid: int) -> list[int]:
+    """A process and all that it started."""
+    children: dict[int, list[int]] = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            parent = int((folder / "stat").read_text().rpartition(")")[2].split()[1])
+            children.setdefault(parent, []).append(int(folder.name))
+    found = [pid]
+    for member in found:
+        found += children.get(member, [])
+    return found
+
+
 def _stop_without_executors(program: Program) -> list[int]:
     """Stop a driver, its Java and its Python, and let executors run on; return who was stopped."""
     group = _group(program)
@@ -555,10 +650,11 @@ def torture(
     route: str = "topic",
     master: str = "local-cluster",
     say: Say = lambda line: None,
+    first_fault: int = 0,
 ) -> dict[str, Any]:
-    """Run one route on one kind of cluster; return what was found."""
+    """Run one route on one kind of cluster; return what was found. Faults begin with the one of this number."""
     folder.mkdir(parents=True)
-    return Torture(folder, rows, faults, seed, route, master, say).run()
+    return Torture(folder, rows, faults, seed, route, master, say, first_fault).run()
 
 
 def line_writer() -> Say:
@@ -593,35 +689,89 @@ def run_command(
     return 0 if report["passed"] else 1
 
 
+class Results:
+    """What the parts of a long torture came to: a file with a JSON line for each of them."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.lines: list[dict[str, Any]] = []
+        if path.exists():
+            self.lines = [json.loads(line) for line in path.read_text().splitlines()]
+
+    def add(self, line: dict[str, Any]) -> None:
+        self.lines.append(line)
+        with open(self._path, "a") as file:
+            file.write(json.dumps(line) + "\n")
+
+    def done(self, route: str, master: str) -> tuple[int, int]:
+        """Rows and faults of a combination, as far as it was passed."""
+        passed = [line for line in self.lines if (line["to"], line["on"]) == (route, master) and line["passed"]]
+        return sum(line["rows"] for line in passed), sum(sum(line["faults"].values()) for line in passed)
+
+    def totals(self) -> dict[str, Any]:
+        faults: Counter[str] = Counter()
+        for line in self.lines:
+            faults.update(line["faults"])
+        total = {
+            name: sum(line[name] for line in self.lines)
+            for name in ("rows", "lost", "doubled", "wrong", "copies of tasks")
+        }
+        passed = all(line["passed"] for line in self.lines)
+        return {"parts": len(self.lines), **total, "faults": dict(faults), "passed": passed}
+
+
+def _machine() -> str:
+    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") >> 30
+    return f"{os.cpu_count()} cores, {memory} GB, {platform.system()} {platform.release()}"
+
+
+def _commit() -> str:
+    command = ["git", "-C", str(HERE), "describe", "--always", "--dirty", "--exclude", "*"]
+    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.spark.torture", description=__doc__.partition("\n")[0])
     parser.add_argument("--rows", type=int, default=4_000_000, help="shared by the combinations")
     parser.add_argument("--faults", type=int, default=100, help="shared by the combinations")
     parser.add_argument("--to", default="topic,archive", help="topic, archive or both (default: both)")
     parser.add_argument("--on", default="local-cluster,standalone", help="kinds of clusters (default: both)")
-    parser.add_argument("--folder", type=Path, help="where everything is kept")
+    parser.add_argument("--part", type=int, default=200_000, help="rows of one part")
+    parser.add_argument("--results", type=Path, help="what parts came to; what it has is not done again")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="begin no other part after so many")
+    parser.add_argument("--folder", type=Path, help="where everything is kept; parts that passed are removed")
     parser.add_argument("--seed", type=int, default=random.randrange(10**6))
     arguments = parser.parse_args(argv)
-    folder = arguments.folder or Path(tempfile.mkdtemp(prefix="flintmq-spark-torture-"))
-    sys.stderr.write(f"seed {arguments.seed}; everything is in {folder}\n")
-    parts = [(route, master) for route in arguments.to.split(",") for master in arguments.on.split(",")]
-    reports: dict[str, Any] = {"seed": arguments.seed}
-    for number, (route, master) in enumerate(parts):
-        faults = arguments.faults * (number + 1) // len(parts) - arguments.faults * number // len(parts)
-        name = f"{route} on {master}"
-        reports[name] = torture(
-            folder.absolute() / f"{route}-{master}",
-            arguments.rows // len(parts),
-            faults,
-            arguments.seed + number,
-            route,
-            master,
-            line_writer(),
-        )
-        sys.stderr.write(f"\n{name}: {json.dumps(reports[name])}\n")
-    reports["passed"] = all(report["passed"] for report in reports.values() if isinstance(report, dict))
-    sys.stdout.write(json.dumps(reports, indent=2) + "\n")
-    return 0 if reports["passed"] else 1
+    folder = (arguments.folder or Path(tempfile.mkdtemp(prefix="flintmq-spark-torture-"))).absolute()
+    folder.mkdir(parents=True, exist_ok=True)
+    results = Results(arguments.results or folder / "results")
+    combinations = [(route, master) for route in arguments.to.split(",") for master in arguments.on.split(",")]
+    rows, faults = arguments.rows // len(combinations), -(-arguments.faults // len(combinations))
+    about = {"commit": _commit(), "machine": _machine()}
+    over = time.monotonic() + 60 * arguments.minutes
+    number = len(results.lines)
+    is_whole, has_passed = False, True
+    while time.monotonic() < over:
+        # The combination that is farthest behind.
+        (done, had), route, master = min((results.done(*pair), *pair) for pair in combinations)
+        if done >= rows:
+            is_whole = True
+            break
+        part = min(arguments.part, rows - done)
+        seed = arguments.seed + number
+        where = folder / f"{number}-{route}-{master}-{seed}"
+        sys.stderr.write(f"{where}\n")
+        due = max(1, faults * (done + part) // rows - had)
+        report = torture(where, part, due, seed, route, master, line_writer(), had)
+        results.add({"to": route, "on": master, "seed": seed, **about, **report})
+        sys.stderr.write(f"\n{json.dumps(results.lines[-1])}\n")
+        number += 1
+        if report["passed"]:
+            shutil.rmtree(where)
+        else:
+            has_passed = False
+    sys.stdout.write(json.dumps({**results.totals(), "finished": is_whole}, indent=2) + "\n")
+    return 0 if has_passed else 1
 
 
 if __name__ == "__main__":

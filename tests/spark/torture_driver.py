@@ -2,9 +2,9 @@
 
     python torture_driver.py SPEC
 
-SPEC is a JSON file: master, conf, reading and writing options, checkpoint, the file for progress, the file that makes a
-task fail, and whether to end when everything is written. Rows come in another order at each computation. A filter drops
-a fifth of them, in blocks that are larger than a batch: some batches have no rows.
+SPEC is a JSON file: master, conf, reading and writing options, checkpoint, the file for progress, the files that make a
+task fail or stand still, and whether to end when everything is written. Rows come in another order at each computation.
+A filter drops a fifth of them, in blocks that are larger than a batch: some batches have no rows.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ def is_dropped(number: int) -> bool:
     return number // BLOCK % 5 == 2
 
 
-def transformation(flag):
+def transformation(fails_while, slow_while):
     def run(batches):
         import contextlib
         import os
@@ -50,16 +50,23 @@ def transformation(flag):
             topics = pa.array([f"out-{numbers[at] % OUT_TOPICS}" for at in kept], pa.string())
             size = random.choice([61, 997, 5003])
             whole = pa.record_batch([values, topics], names=["value", "topic"])
-            fails = False
-            if kept and os.path.exists(flag):
+            fails = is_slow = False
+            if kept and os.path.exists(fails_while):
                 with contextlib.suppress(FileNotFoundError):
-                    os.unlink(flag)
+                    os.unlink(fails_while)
                     fails = True
+            if kept and os.path.exists(slow_while):
+                # One of them alone: who makes the file that belongs to this time.
+                with contextlib.suppress(FileNotFoundError, FileExistsError), open(slow_while) as file:
+                    open(f"{slow_while}-{file.read()}", "x").close()
+                    is_slow = True
             for first in range(0, whole.num_rows, size):
                 yield whole.slice(first, size)
                 if fails:
                     time.sleep(0.5)
                     raise RuntimeError("upstream fails")
+                while is_slow and os.path.exists(slow_while):
+                    time.sleep(0.05)
 
     return run
 
@@ -72,7 +79,9 @@ def main() -> int:
     spark = builder.getOrCreate()
     spark.sparkContext.setLogLevel("WARN")
     read = spark.readStream.format("nsq").options(**spec["reading"]).load().select("value")
-    rows = read.repartition(spec["partitions"]).mapInArrow(transformation(spec["flag"]), "value binary, topic string")
+    rows = read.repartition(spec["partitions"]).mapInArrow(
+        transformation(spec["fails"], spec["is slow"]), "value binary, topic string"
+    )
     writer = rows.writeStream.format("nsq").options(**spec["writing"]).option("checkpointLocation", spec["checkpoint"])
     writer = writer.trigger(availableNow=True) if spec["once"] else writer.trigger(processingTime="0 seconds")
     query = writer.start()

@@ -24,7 +24,7 @@ from flintmq.spark import java
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-__all__ = ["LOCAL_MASTER", "session"]
+__all__ = ["LOCAL_MASTER", "check_pyspark", "session"]
 
 #: All cores, and four attempts for each task: plain `local[*]` ends a query at the first one that fails.
 LOCAL_MASTER = "local[*,4]"
@@ -52,6 +52,16 @@ appender.console.layout.pattern = %d{{HH:mm:ss}} %p %c{{1}}: %m%n%ex
 """
 
 
+def check_pyspark() -> None:
+    """PipelineError, with what to install, if there is no pyspark, or one that is too old."""
+    try:
+        import pyspark
+    except ImportError as exc:
+        raise PipelineError(f"pyspark is not installed ({exc}): pip install 'flintmq[spark]'") from exc
+    if int(pyspark.__version__.split(".")[0]) < 4:
+        raise PipelineError(f"pyspark {pyspark.__version__} is too old: pip install 'flintmq[spark]'")
+
+
 def session(
     app: str = "flintmq",
     *,
@@ -67,13 +77,9 @@ def session(
     """
     if master and remote:
         raise PipelineError("give a master or a remote server, not both")
-    try:
-        import pyspark
-        from pyspark.sql import SparkSession
-    except ImportError as exc:
-        raise PipelineError(f"pyspark is not installed ({exc}): pip install 'flintmq[spark]'") from exc
-    if int(pyspark.__version__.split(".")[0]) < 4:
-        raise PipelineError(f"pyspark {pyspark.__version__} is too old: pip install 'flintmq[spark]'")
+    check_pyspark()
+    import pyspark
+    from pyspark.sql import SparkSession
 
     # Workers and the processes of our sources are started by Java, which would take the first `python3` in PATH.
     os.environ.setdefault("PYSPARK_PYTHON", sys.executable)

@@ -50,7 +50,7 @@ __all__ = ["NsqDataSource"]
 
 logger = logging.getLogger("flintmq.spark")
 
-#: With trigger AvailableNow a channel counts as empty when nothing has come for so long; waiting for that has an end.
+#: Seconds without a message after which AvailableNow asks whether the channel is empty, and seconds until it gives up.
 _IDLE_SECONDS = 2.0
 _DRAIN_SECONDS = 600.0
 
@@ -243,10 +243,18 @@ class SpoolReader:
         if end <= at:
             return start
         self._last_batch = time.monotonic()
-        return self._offset(end)
+        return {**self._offset(end), "last": self._spool.id_at(end - 1)}
 
     def partitions(self, start: dict[str, Any], end: dict[str, Any]) -> list[InputPartition]:
-        return _spool_partitions(self._location, self._row(start), self._row(end), self._options)
+        stop, last = self._row(end), str(end.get("last") or "")
+        found = self._spool.id_at(stop - 1)
+        if last and found and found != last:
+            raise SpoolError(
+                f"the spool in {self._location} has other messages in its rows up to {stop} than when the batch was "
+                "planned: it was restored from a backup. Restore the checkpoint of the same time, or start with a new "
+                "checkpoint and a new spool"
+            )
+        return _spool_partitions(self._location, self._row(start), stop, self._options)
 
     def commit(self, end: dict[str, Any]) -> None:
         self._spooler.forget(self._row(end))

@@ -49,6 +49,14 @@ def main(argv: Sequence[str]) -> int:
     except FlintError as exc:
         sys.stderr.write(f"flintmq pipeline {arguments.pipeline}: {exc}\n")
         return 1
+    except Exception as exc:
+        if not type(exc).__module__.startswith(("pyspark.", "py4j.")):
+            raise
+        # What Spark refuses only when it computes: a query that cannot run, a topic that is gone.
+        from flintmq.spark.pipelines.common import explain
+
+        sys.stderr.write(f"flintmq pipeline {arguments.pipeline}: {explain(exc)}\n")
+        return 1
     except KeyboardInterrupt:
         sys.stderr.write(f"flintmq pipeline {arguments.pipeline}: stopped\n")
         return 130

@@ -347,6 +347,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.compact:
         return _run_compact(arguments)
     common.need_topics(arguments)
+    status = common.check_topics(arguments)
     spark = common.open_session(arguments, "flintmq archive")
     summary = archive(
         spark,
@@ -368,7 +369,7 @@ def run(arguments: argparse.Namespace) -> int:
         summary.details = {"archive": str(local_path(arguments.to)), "files": len(live.files)}
         summary.details |= {"archived": live.rows, "bytes": live.bytes}
     common.print_summary(summary, as_json=arguments.json)
-    return 0
+    return status
 
 
 def _run_compact(arguments: argparse.Namespace) -> int:

@@ -12,6 +12,7 @@ from __future__ import annotations
 import argparse
 import contextlib
 import json
+import logging
 import re
 import signal
 import sys
@@ -22,7 +23,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flintmq.errors import PipelineError
+from flintmq.errors import ConnectError, HttpError, PipelineError
 from flintmq.options import parse_duration
 
 if TYPE_CHECKING:
@@ -40,6 +41,7 @@ __all__ = [
     "asked_to_stop",
     "batch_reader",
     "broker_arguments",
+    "check_topics",
     "decode_json",
     "duration",
     "explain",
@@ -184,6 +186,50 @@ def topics_of(arguments: argparse.Namespace) -> Topics:
     return Topics(arguments.topics, options | dict(arguments.option))
 
 
+def check_topics(arguments: argparse.Namespace) -> int:
+    """Say which topics of a command line no broker knows; PipelineError if that is all of them and none can still come,
+    or if no broker answers at all.
+
+    Returns the exit status of a run that does the rest. Where not everybody answers, or the brokers are for a Connect
+    server to reach, nothing is said: the query itself will.
+    """
+    from flintmq.spark.session import check_pyspark
+    from flintmq.spark.shipped.net import Cluster
+    from flintmq.spark.shipped.options import read_source_options
+
+    # Before anybody is asked: without it nothing can be done.
+    check_pyspark()
+    wanted = topics_of(arguments)
+    if arguments.remote or "subscribePattern" in wanted.options:
+        return 0
+    options = read_source_options({"subscribe": ",".join(wanted.names), **wanted.options}, streaming=True)
+    cluster = Cluster(options.network)
+    try:
+        found = cluster.survey()
+        if not found.brokers and found.failures:
+            raise PipelineError("; ".join(found.failures))
+        brokers = found.brokers
+        known = {topic for broker in brokers for topic in cluster.topics(broker)}
+        if found.failures or not brokers:
+            return 0
+    except (ConnectError, HttpError):
+        return 0
+    finally:
+        cluster.close()
+    missing = [topic for topic in wanted.names if topic not in known]
+    if not missing:
+        return 0
+    asked = ", ".join(sorted(broker.tcp or broker.http for broker in brokers))
+    text = f"no broker knows the topic {', '.join(missing)}; asked were {asked}"
+    if not getattr(arguments, "once", False) and not getattr(arguments, "batch", False):
+        say(f"{text}. It is read when it appears")
+        return 0
+    if len(missing) == len(wanted.names):
+        raise PipelineError(text)
+    say(text)
+    return 1
+
+
 def stream_reader(arguments: argparse.Namespace) -> Source:
     return topics_of(arguments).stream
 
@@ -244,8 +290,13 @@ def duration(text: str) -> float:
 
 def open_session(arguments: argparse.Namespace, app: str) -> SparkSession:
     """The session that a command line asks for; says on standard error that it starts."""
+    from pyspark.logger import PySparkLogger
+
     from flintmq.spark.session import session
 
+    for name in ("SQLQueryContextLogger", "DataFrameQueryContextLogger"):
+        # They write each error of a query to standard error, with traceback and all; it is told in a sentence.
+        PySparkLogger.getLogger(name).setLevel(logging.CRITICAL)
     report = None if sys.stderr.isatty() else say
     return session(app, master=arguments.master, remote=arguments.remote, report=report, **dict(arguments.conf))
 

@@ -268,6 +268,7 @@ def run(arguments: argparse.Namespace) -> int:
     board, show = (Board(), None)
     if live:
         board, show = _live(arguments)
+    status = common.check_topics(arguments)
     spark = common.open_session(arguments, "flintmq metrics")
     summary = metrics(
         spark,
@@ -291,7 +292,7 @@ def run(arguments: argparse.Namespace) -> int:
     if live and arguments.json:
         summary.details = {"windows": [row for topic in board.topics for row in board.of(topic)]}
     common.print_summary(summary, as_json=arguments.json)
-    return 0
+    return status
 
 
 def _live(arguments: argparse.Namespace) -> tuple[Board, Callable[[Board], None] | None]:

@@ -187,7 +187,9 @@ def replay(
         for number in range(notes.done, len(chunks)):
             if asked.is_set():
                 break
-            rows = _publish(spark, read, chunks[number], topic, where, dict(network), f"{notes.name}-{number}")
+            # One broker keeps the decisions of all chunks, and the folder of the plan names it.
+            sink = {**network, "writeId": f"{notes.name}-{number}", "checkpointLocation": str(notes.folder)}
+            rows = _publish(spark, read, chunks[number], topic, where, sink)
             notes.finished(number + 1)
             summary.rows += rows
             summary.batches += 1
@@ -206,7 +208,7 @@ def replay(
 
 
 def _publish(
-    spark: SparkSession, read: ReadChunk, chunk: Chunk, topic: Any, where: str | None, network: dict[str, str], key: str
+    spark: SparkSession, read: ReadChunk, chunk: Chunk, topic: Any, where: str | None, sink: dict[str, str]
 ) -> int:
     from pyspark.sql import Observation
     from pyspark.sql import functions as f
@@ -222,7 +224,7 @@ def _publish(
     ordered = messages.coalesce(1).sortWithinPartitions("timestamp_ns", "topic", "node", "offset", "id")
     published = ordered.select("value", topic.alias("topic")).observe(seen, f.count(f.lit(1)).alias("rows"))
     try:
-        published.write.format("nsq").mode("append").options(**network, writeId=key).save()
+        published.write.format("nsq").mode("append").options(**sink).save()
     except Exception as exc:
         raise PipelineError(common.explain(exc)) from exc
     return int(seen.get["rows"])
@@ -232,26 +234,26 @@ class _Notes:
     """How far a replay is, in its checkpoint folder: the plan, and how many chunks of it are done."""
 
     def __init__(self, folder: Path, terms: dict[str, Any]) -> None:
-        self._folder = folder
+        self.folder = folder
         self._terms = terms
         self.name = ""
         self.done = 0
 
     def begin(self, plan: Callable[[], list[Chunk]]) -> list[Chunk]:
         """The chunks of the plan that is there, or of a new one."""
-        path = self._folder / "plan.json"
+        path = self.folder / "plan.json"
         if not path.exists():
             chunks = [[chunk.rows, chunk.what] for chunk in plan()]
-            self._folder.mkdir(parents=True, exist_ok=True)
+            self.folder.mkdir(parents=True, exist_ok=True)
             self._write("plan.json", {"name": uuid.uuid4().hex, "terms": self._terms, "chunks": chunks})
         known = json.loads(path.read_text())
         if known["terms"] != self._terms:
             raise PipelineError(
-                f"{self._folder} is of another replay ({json.dumps(known['terms'])}): say the same, or take another"
+                f"{self.folder} is of another replay ({json.dumps(known['terms'])}): say the same, or take another"
             )
         self.name = known["name"]
-        if (self._folder / "done.json").exists():
-            self.done = json.loads((self._folder / "done.json").read_text())
+        if (self.folder / "done.json").exists():
+            self.done = json.loads((self.folder / "done.json").read_text())
         return [Chunk(rows, what) for rows, what in known["chunks"]]
 
     def finished(self, done: int) -> None:
@@ -259,12 +261,12 @@ class _Notes:
         self._write("done.json", done)
 
     def _write(self, name: str, value: Any) -> None:
-        partial = self._folder / f".{name}"
+        partial = self.folder / f".{name}"
         with open(partial, "w") as file:
             json.dump(value, file)
             file.flush()
             os.fsync(file.fileno())
-        os.replace(partial, self._folder / name)
+        os.replace(partial, self.folder / name)
 
 
 def _ns(when: datetime.datetime | None, default: int) -> int:

@@ -110,6 +110,8 @@ class Publisher:
 
     def __call__(self, rows: DataFrame, batch: int) -> None:
         writer = as_messages(rows, self.topic).write.format("nsq").mode("append").options(**self.network)
+        # One broker keeps the decisions of all batches, and the checkpoint names it.
+        writer = writer.option("checkpointLocation", str(local_path(self.checkpoint)))
         writer.option("writeId", f"{query_id(self.checkpoint)}-{batch}").save()
 
 
@@ -194,6 +196,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.to_topic and arguments.to_table:
         raise PipelineError("give --to-topic or --to-table, not both")
     query = _read(arguments.query)
+    status = common.check_topics(arguments)
     spark = common.open_session(arguments, "flintmq sql")
     schemas: dict[str, StructType | str | None] = dict(arguments.schema)
     for ddl in schemas.values():
@@ -222,7 +225,7 @@ def run(arguments: argparse.Namespace) -> int:
                     sys.stdout.write(f"{row}\n")
             else:
                 rows.show(1000, truncate=False)
-        return 0
+        return status
     summary = stream(
         spark,
         query,
@@ -237,7 +240,7 @@ def run(arguments: argparse.Namespace) -> int:
         quiet=False,
     )
     common.print_summary(summary, as_json=arguments.json)
-    return 0
+    return status
 
 
 def _read(name: str) -> str:

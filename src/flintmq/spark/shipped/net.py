@@ -369,6 +369,30 @@ class Cluster:
             raise ConnectError(f"{broker.http} does not list its topics: {exc}") from exc
         return [entry["topic_name"] for entry in stats.get("topics") or []]
 
+    def waiting(self, channel: str, wanted: Callable[[str], bool]) -> int:
+        """Messages that the channel could deliver now, of the wanted topics on brokers whose HTTP side answers.
+
+        Paused topics and channels count nothing: their messages do not come, however long one waits.
+        """
+        total = 0
+        for broker in self.survey().brokers:
+            if not broker.http:
+                continue
+            try:
+                stats = self._web.ask("GET", broker.http, "/stats", format="json", include_clients="false")
+            except (ConnectError, HttpError) as exc:
+                logger.info("%s does not say what waits: %s", broker.http, exc)
+                continue
+            for topic in stats.get("topics") or []:
+                if not wanted(topic["topic_name"]) or topic.get("paused"):
+                    continue
+                total += topic["depth"] + sum(
+                    entry["depth"]
+                    for entry in topic.get("channels") or []
+                    if entry["channel_name"] == channel and not entry.get("paused")
+                )
+        return total
+
     def _from_options(self) -> Found:
         brokers: dict[str, Broker] = {}
         failures: list[str] = []

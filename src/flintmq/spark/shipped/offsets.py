@@ -7,7 +7,8 @@ A log's offset says, for each topic and node, up to where it was read, and in wh
 ``init`` says where a range begins that has no end of an earlier batch to begin at: all of them in the first batch, a
 topic that is new, one that skips what is gone. It is part of the batch's end, so that a batch which is run again
 after a crash begins where it began the first time; nothing else may be trusted for that. The offset of a spool counts
-its rows: ``{"v":1, "mode":"spool", "spool":"<id>", "o":123}``.
+its rows: ``{"v":1, "mode":"spool", "spool":"<id>", "o":123, "last":"<id of the message in row 122>"}``. A spool from a
+backup that was filled again has other messages in the same rows, and so other offsets; 0.1.0 wrote no ``last``.
 """
 
 from __future__ import annotations

@@ -30,8 +30,10 @@ __all__ = [
     "read_source_options",
 ]
 
-#: A topic or a channel, as NSQ names them.
-NAME = re.compile(r"[.a-zA-Z0-9_-]{1,64}(#ephemeral)?")
+#: A topic or a channel, as NSQ names them: ``flintmq.protocol.wire.valid_name``, which does not travel to executors.
+NAME = re.compile(r"(?=.{1,64}\Z)[.a-zA-Z0-9_-]+(#ephemeral)?")
+#: What is said of a name that is none.
+NAME_RULE = "1 to 64 letters, digits and ._- make one; #ephemeral counts, too"
 READER_NAME = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 _SIZE_UNITS = {"": 1, "b": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
@@ -256,7 +258,7 @@ def read_source_options(options: Mapping[str, str], *, streaming: bool) -> Sourc
         batch_rows=given.count("arrowBatchRows", 10_000),
     )
     if read.channel and not NAME.fullmatch(read.channel):
-        raise OptionError(f'channel: "{read.channel}" is no name of a channel')
+        raise OptionError(f'channel: "{read.channel}" is no name of a channel: {NAME_RULE}')
     if read.mode == "spool" and streaming and not read.channel:
         raise OptionError("spool mode consumes a channel: name it by the option channel")
     if reads_files and not read.spool_location:
@@ -298,7 +300,7 @@ def read_sink_options(options: Mapping[str, str]) -> SinkOptions:
         checkpoint=_Given(options).text("checkpointLocation"),
     )
     if read.topic and not NAME.fullmatch(read.topic):
-        raise OptionError(f'topic: "{read.topic}" is no name of a topic')
+        raise OptionError(f'topic: "{read.topic}" is no name of a topic: {NAME_RULE}')
     if read.write_id and not re.fullmatch(r"[!-~]{1,64}", read.write_id):
         raise OptionError("writeId: 1 to 64 printable ASCII characters without space")
     return read

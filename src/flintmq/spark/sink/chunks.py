@@ -11,7 +11,7 @@ from struct import pack
 from typing import TYPE_CHECKING, NamedTuple
 
 from flintmq.errors import OptionError
-from flintmq.spark.shipped.options import NAME, SinkOptions
+from flintmq.spark.shipped.options import NAME, NAME_RULE, SinkOptions
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -35,6 +35,20 @@ class Chunk(NamedTuple):
     #: Milliseconds until they are delivered; 0 is at once.
     delay: int
     rows: list[bytes]
+
+    def too_large(self, said: str) -> str:
+        """Return what to say of a chunk that a broker refused because of a size; ``said`` is what it said."""
+        largest = max(map(len, self.rows))
+        size = sum(map(len, self.rows)) + 4 * len(self.rows) + 4
+        if "BODY" in said.partition(" ")[0] and len(self.rows) > 1:
+            return (
+                f"{len(self.rows)} rows for {self.topic}, {size} bytes together, are too much for one request: {said}. "
+                "Set mpubMaxBytes below its --max-body-size, or raise that"
+            )
+        return (
+            f"a row for {self.topic} has {largest} bytes, and that is too large for a message: {said}. Make such rows "
+            "smaller or filter them, or raise --max-msg-size and --max-body-size of the broker"
+        )
 
     def body(self) -> bytes:
         """Return the rows as ``/mpub?binary=true`` takes them.
@@ -144,6 +158,6 @@ def _check(topic: str, delay: int) -> None:
     if not topic:
         raise OptionError("a row has no topic: fill the column, or set the option topic, which is for all rows")
     if not NAME.fullmatch(topic):
-        raise OptionError(f'a row is for the topic "{topic[:80]}", and that is no name of a topic')
+        raise OptionError(f'a row is for the topic "{topic[:80]}", and that is no name of a topic: {NAME_RULE}')
     if not 0 <= delay <= _LONGEST_DEFER:
         raise OptionError(f"a row for {topic} has defer_ms = {delay}: it is a number of milliseconds, 0 or more")

@@ -42,6 +42,10 @@ class Checkpoint:
         self._folder = Path(path) if location and "://" not in path else None
 
     @property
+    def is_there(self) -> bool:
+        return self._folder is not None and self._folder.is_dir()
+
+    @property
     def query(self) -> str:
         """The id of the query it belongs to; nothing where it cannot be read."""
         if self._folder is None:

@@ -7,6 +7,7 @@ nothing that was published is taken back.
 from __future__ import annotations
 
 import logging
+import re
 import time
 from collections import deque
 from struct import pack
@@ -25,9 +26,13 @@ logger = logging.getLogger("flintmq.spark")
 _OUTSTANDING = 4
 
 
+#: What a broker says of a message or a body that is too large; NSQ's own nsqd says the same.
+_TOO_LARGE = re.compile("E_BAD_(MESSAGE|BODY) .* too big")
+
+
 class _Command(NamedTuple):
     data: bytes
-    topic: str
+    chunk: Chunk
 
 
 class Publisher:
@@ -44,11 +49,11 @@ class Publisher:
         topic = chunk.topic.encode()
         if not chunk.delay:
             body = chunk.body()
-            self._publish(_Command(b"MPUB %b\n" % topic + pack(">I", len(body)) + body, chunk.topic))
+            self._publish(_Command(b"MPUB %b\n" % topic + pack(">I", len(body)) + body, chunk))
             return
         for row in chunk.rows:
             head = b"DPUB %b %d\n" % (topic, chunk.delay)
-            self._publish(_Command(head + pack(">I", len(row)) + row, chunk.topic))
+            self._publish(_Command(head + pack(">I", len(row)) + row, chunk._replace(rows=[row])))
 
     def finish(self) -> None:
         """Wait for the answers to everything."""
@@ -83,11 +88,11 @@ class Publisher:
             self._lost(exc)
             return
         if kind != 0:
-            command = self._outstanding[0]
-            raise PublishError(
-                f"nsqd {self._address} refused a publish to {command.topic}: {data.decode(errors='replace')}",
-                code=data.partition(b" ")[0].decode(errors="replace"),
-            )
+            chunk, said = self._outstanding[0].chunk, data.decode(errors="replace")
+            text = f"nsqd {self._address} refused a publish to {chunk.topic}: {said}"
+            if _TOO_LARGE.match(said):
+                text = f"nsqd {self._address}: {chunk.too_large(said)}"
+            raise PublishError(text, code=said.partition(" ")[0])
         self._outstanding.popleft()
         self._failures = 0
 

@@ -244,6 +244,9 @@ class Attempt:
                 self._calls.put(broker, chunk, self.chunks, query)
                 break
             except Refused as exc:
+                if exc.status == 413:
+                    text = f"nsqd {broker}: {chunk.too_large(exc.reason)}"
+                    raise PublishError(text, code=refusal(broker, exc).code) from exc
                 if exc.status not in _PASSING:
                     raise refusal(broker, exc) from exc
                 pause(exc)

@@ -37,6 +37,7 @@ _AT_LEAST_ONCE = (
     "rows are published at least once, not exactly once: a task that is tried again publishes its rows again, "
     "because %s"
 )
+_NOT_NAMED = "the checkpoint cannot name the query's home ({}): brokers have to remember it"
 _PAUSE = 0.5
 
 T = TypeVar("T")
@@ -252,14 +253,28 @@ class BatchWriter(DataSourceArrowWriter):
         self._job = job = Job(options, columns, overwrite)
         # Made anew, nobody can have committed it before.
         self._write = Write(options.write_id or job.id, job.id, job.id, 0)
-        job.prepare(self._find_home, lambda: options.home)
+        # Writes with ids that belong together, as the batches of a query in foreachBatch, may have one place for it.
+        checkpoint = Checkpoint(options.checkpoint if options.write_id else "")
+        job.prepare(lambda: self._find_home(checkpoint), lambda: options.home or checkpoint.read_home())
 
-    def _find_home(self) -> Broker:
+    def _find_home(self, checkpoint: Checkpoint) -> Broker:
         job = self._job
         if job.options.home:
             return named(job.options.home, job.brokers)
         if not job.options.write_id:
             return choose(self._write.producer, job.brokers)
+        if node := checkpoint.read_home():
+            return named(node, job.brokers)
+        home = self._remembered()
+        if checkpoint.is_there:
+            try:
+                return named(checkpoint.write_home(home.node), job.brokers)
+            except OSError as exc:
+                _say_once(_NOT_NAMED.format(exc))
+        return home
+
+    def _remembered(self) -> Broker:
+        job = self._job
         calls = Calls(job.options)
         try:
             return find(calls, self._write, job.brokers, job.silent)
@@ -298,7 +313,7 @@ class StreamWriter(DataSourceStreamArrowWriter):
             node = checkpoint.read_home() or checkpoint.write_home(self._remembered(checkpoint, query).node)
         except OSError as exc:
             # Not writable here, or without hard links: as good as a checkpoint that Python cannot reach.
-            _say_once(f"the checkpoint cannot name the query's home ({exc}): brokers have to remember it")
+            _say_once(_NOT_NAMED.format(exc))
             return None
         return named(node, job.brokers)
 

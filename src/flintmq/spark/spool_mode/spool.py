@@ -49,6 +49,8 @@ _LONGEST_PAUSE = 15.0
 #: The newest ids, to know a message that is delivered again although it was spooled. Most repeats come at once, or
 #: after a message timeout.
 _REMEMBERED_IDS = 100_000
+#: Silences in a row after which messages that wait in the channel, and do not come, are left there.
+_MOST_SILENCES = 10
 #: So much received and unwritten is written at once.
 _FLUSH_BYTES = 8 << 20
 
@@ -193,6 +195,24 @@ class Spool:
                 file = self._files.popleft()
                 file.path.unlink(missing_ok=True)
                 self.size -= file.size
+
+    def id_at(self, row: int) -> str:
+        """Return the id of the message in a row; nothing where the row is gone."""
+        import pyarrow as pa
+
+        with self._books:
+            file = next((file for file in self._files if file.first <= row < file.stop), None)
+            if file is None:
+                return ""
+            source = pa.memory_map(str(file.path))
+        at = row - file.first
+        with source, pa.ipc.open_file(source) as reader:
+            for number in range(reader.num_record_batches):
+                batch = reader.get_batch(number)
+                if at < batch.num_rows:
+                    return str(batch.column("id")[at].as_py())
+                at -= batch.num_rows
+        return ""
 
     def newest_ids(self, count: int) -> Iterator[tuple[str, str, bytes]]:
         """Topic, node and id of the newest rows, the newest file first."""
@@ -392,18 +412,45 @@ class Spooler:
                 raise ConnectError("; ".join(dict.fromkeys(feed.problem for feed in feeds if feed.problem)))
 
     def wait_idle(self, seconds: float, limit: float) -> None:
-        """Wait until nothing has come for a while, the spool is full, or the limit is reached; then hold."""
+        """Wait until nothing has come for a while and nothing waits at the brokers, or until the limit; then hold.
+
+        A full spool ends it too. Silence alone is not enough: a busy machine is silent for seconds.
+        """
         give_up = time.monotonic() + limit
+        end, silences = self.spool.end, 0
+        while self._wait_for_silence(seconds, give_up) and (waiting := self._waiting()):
+            end, silences = (end, silences + 1) if self.spool.end == end else (self.spool.end, 1)
+            if silences == _MOST_SILENCES:
+                logger.warning("%d messages wait in the channel and do not come: going on without them", waiting)
+                break
+        with self._changed:
+            self._held = True
+            self._share_ready()
+
+    def _wait_for_silence(self, seconds: float, give_up: float) -> bool:
+        """Return True after a silence, False if waiting for one makes no sense any more."""
         with self._changed:
             self._last_arrival = time.monotonic()
             while True:
                 self.check()
                 now = time.monotonic()
-                if now >= give_up or self._full or (now - self._last_arrival >= seconds and not self._received):
-                    break
+                if now >= give_up or self._full:
+                    return False
+                if now - self._last_arrival >= seconds and not self._received:
+                    return True
                 self._changed.wait(min(0.1, max(0.01, give_up - now)))
-            self._held = True
-            self._share_ready()
+
+    def _waiting(self) -> int:
+        """Messages that the brokers still have for the channel, as far as they can be asked over HTTP."""
+        # A connection of its own: the writing thread uses the other one.
+        cluster = Cluster(self._options.network)
+        try:
+            return cluster.waiting(self._options.channel or "", self._options.wants)
+        except (FlintError, OSError) as exc:
+            logger.info("what waits is not known now: %s", exc)
+            return 0
+        finally:
+            cluster.close()
 
     def resume(self) -> None:
         with self._changed:
