@@ -1,0 +1,171 @@
+"""What is wrong with a cluster, the worst first, each with the page that shows it.
+
+A ``Watch`` looks at a ``State`` after each sample and remembers since when each problem is there. It judges numbers
+that others have made, and makes none itself.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import TYPE_CHECKING, Any
+from urllib.parse import quote
+
+if TYPE_CHECKING:
+    from flintmq.admin.state import State
+
+__all__ = ["Watch"]
+
+Problem = dict[str, Any]
+
+#: Messages a second by which a depth must grow to be a problem, and the share of deliveries that may time out.
+LEAST_GROWTH = 0.5
+MOST_TIMEOUTS = 0.01
+#: Milliseconds for which a reader with a lag may stand still.
+STILL = 600_000
+
+
+def _amount(number: float) -> str:
+    return f"{number:,.0f}" if number >= 10 or number == int(number) else f"{number:.1f}"
+
+
+def _duration(seconds: float) -> str:
+    for size, unit in ((86_400, "d"), (3600, "h"), (60, "min")):
+        if seconds >= size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+class Watch:
+    def __init__(self) -> None:
+        self._since: dict[tuple[Any, ...], float] = {}
+        #: Dead letters by channel: times and counts of the last hour.
+        self._dead: dict[tuple[str, str], deque[tuple[float, int]]] = {}
+
+    def look(self, state: State) -> list[Problem]:
+        found: list[Problem] = []
+        for part in (self._nodes, self._channels, self._topics, self._readers):
+            part(state, found)
+        kept: dict[tuple[Any, ...], float] = {}
+        for problem in found:
+            key = tuple(problem[name] for name in ("kind", "topic", "channel", "node", "reader"))
+            kept[key] = self._since.get(key, state.at)
+            problem["since"] = kept[key] * 1000
+            if problem["kind"] == "no_consumers":
+                problem["text"] += f" for {_duration(state.at - kept[key])}"
+        self._since = kept
+        found.sort(key=lambda problem: (-problem["level"], -float(problem.pop("weight"))))
+        return found
+
+    def _nodes(self, state: State, found: list[Problem]) -> None:
+        for address, error in state.lookupds.items():
+            if error is not None:
+                found.append(
+                    _problem("lookupd_down", 2, f"nsqlookupd {address} does not answer", "/lookup", node=address)
+                )
+        for address, row in state.node_rows.items():
+            link = f"/nodes/{quote(address, safe=':[]')}"
+            if not row["up"]:
+                found.append(_problem("node_down", 3, f"{address} does not answer: {row['error']}", link, node=address))
+                continue
+            free, reserve = row["disk_free"], row["disk_reserve"]
+            if free is not None and reserve and free < 2 * reserve:
+                level, what = (3, "publishes are refused") if free < reserve else (2, "publishes stop soon")
+                text = f"disk of {address} nearly full, {free >> 20:,} MiB free: {what}"
+                values = {"disk_free": free, "disk_reserve": reserve}
+                found.append(_problem("disk_full", level, text, link, node=address, values=values))
+            elif row["health"] not in (None, "OK"):
+                found.append(_problem("unhealthy", 3, f"{address}: {row['health']}", link, node=address))
+        versions = {row["version"] for row in state.node_rows.values() if row["up"]}
+        if len(versions) > 1:
+            found.append(
+                _problem("versions", 1, f"nodes of {len(versions)} versions: {', '.join(sorted(versions))}", "/nodes")
+            )
+
+    def _channels(self, state: State, found: list[Problem]) -> None:
+        for (topic, channel), row in state.channels.items():
+            names = {"topic": topic, "channel": channel}
+            link = f"/topics/{quote(topic, safe='')}/{quote(channel, safe='')}"
+            depth, growth = row["depth"], row["growth"] or 0
+            values = {"depth": depth, "growth": growth}
+            grows = growth > LEAST_GROWTH and depth > 10 * growth
+            if row["paused"] and depth:
+                found.append(
+                    _problem("paused", 1, f"paused with {_amount(depth)} messages", link, depth, values, **names)
+                )
+            elif depth and not row["clients"]:
+                rate = f" grows by {_amount(growth)}/s" if growth > LEAST_GROWTH else ""
+                text = f"depth {_amount(depth)}{rate}, no consumers"
+                level = 2 if growth > LEAST_GROWTH else 1
+                found.append(_problem("no_consumers", level, text, link, depth, values, **names))
+            elif grows:
+                text = f"depth {_amount(depth)} grows by {_amount(growth)}/s"
+                found.append(_problem("growing", 2, text, link, growth, values, **names))
+            timeouts, delivered = row["timed_out"] or 0, row["delivered"] or 0
+            if timeouts and timeouts > MOST_TIMEOUTS * delivered:
+                text = f"{_amount(timeouts)}/s of {_amount(delivered)}/s deliveries time out"
+                found.append(_problem("timeouts", 1, text, link, timeouts, {"timed_out": timeouts}, **names))
+            self._dead_letters(state, row, found)
+
+    def _dead_letters(self, state: State, row: dict[str, Any], found: list[Problem]) -> None:
+        count = row["dead_lettered_count"]
+        if count is None:
+            return
+        key = (row["topic"], row["channel"])
+        past = self._dead.get(key)
+        if past is None:
+            # What died before we looked is not of the last hour, as far as we know.
+            self._dead[key] = deque([(state.at, count)])
+            return
+        if count != past[-1][1]:
+            if count < past[-1][1]:
+                past.clear()
+            past.append((state.at, count))
+        while len(past) > 1 and past[1][0] < state.at - 3600:
+            past.popleft()
+        recent = count - past[0][1]
+        if recent > 0:
+            level = 2 if past[-1][0] > state.at - 60 else 1
+            link = f"/dead?topic={quote(key[0], safe='')}&channel={quote(key[1], safe='')}"
+            text = f"{_amount(recent)} dead letters in the last hour"
+            found.append(
+                _problem("dead_letters", level, text, link, recent, {"count": recent}, topic=key[0], channel=key[1])
+            )
+
+    def _topics(self, state: State, found: list[Problem]) -> None:
+        for topic, row in state.topics.items():
+            link = f"/topics/{quote(topic, safe='')}"
+            depth = row["topic_depth"]
+            values = {"depth": depth}
+            if row["paused"] and depth:
+                text = f"paused with {_amount(depth)} messages"
+                found.append(_problem("paused", 1, text, link, depth, values, topic=topic))
+            elif depth and not row["channels"] and not topic.endswith((".dead", ".dead#ephemeral")):
+                text = f"{_amount(depth)} messages and no channel"
+                found.append(_problem("no_channels", 1, text, link, depth, values, topic=topic))
+
+    def _readers(self, state: State, found: list[Problem]) -> None:
+        for name, row in state.readers.items():
+            still = state.at * 1000 - row["moved"]
+            if row["lag"] and still > STILL:
+                text = (
+                    f"{name} is {_amount(row['lag'])} messages behind and has not moved for {_duration(still / 1000)}"
+                )
+                values = {"lag": row["lag"]}
+                found.append(_problem("reader_behind", 2, text, "/pipelines", row["lag"], values, reader=name))
+
+
+def _problem(
+    kind: str,
+    level: int,
+    text: str,
+    link: str,
+    weight: float = 0,
+    values: dict[str, Any] | None = None,
+    *,
+    topic: str | None = None,
+    channel: str | None = None,
+    node: str | None = None,
+    reader: str | None = None,
+) -> Problem:
+    names = {"topic": topic, "channel": channel, "node": node, "reader": reader}
+    return {"kind": kind, "level": level, **names, "text": text, "values": values or {}, "link": link, "weight": weight}
