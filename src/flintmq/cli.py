@@ -30,13 +30,23 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from flintmq import __version__, logs
 from flintmq.errors import BackupError, FlintError, OptionError, StartError, StorageError
-from flintmq.options import NsqdOptions, NsqlookupdOptions, Options, changes, help_text, nearest, read_flags, resolve
+from flintmq.options import (
+    NsqadminOptions,
+    NsqdOptions,
+    NsqlookupdOptions,
+    Options,
+    changes,
+    help_text,
+    nearest,
+    read_flags,
+    resolve,
+)
 
 if TYPE_CHECKING:
     from flintmq.broker.backup import Manifest
     from flintmq.broker.daemon import Broker
 
-__all__ = ["main", "nsqd", "nsqlookupd"]
+__all__ = ["main", "nsqadmin", "nsqd", "nsqlookupd"]
 
 logger = logging.getLogger(__name__)
 
@@ -52,7 +62,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if command in ("-version", "--version"):
         print(_own_version())
         return 0
-    if command.isidentifier() and importlib.util.find_spec(f"flintmq.tools.{command}") is not None:
+    is_name = command.isidentifier() and not command.startswith("_")
+    if is_name and importlib.util.find_spec(f"flintmq.tools.{command}") is not None:
         status: int = importlib.import_module(f"flintmq.tools.{command}").main(rest)
         return status
     known = [*_COMMANDS, *_tools()]
@@ -63,12 +74,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 2
 
 
-def _tools() -> dict[str, str]:
-    """Return the commands that are modules of `flintmq.tools`, each with its line of help."""
+def _tools(*, imported: bool = True) -> dict[str, str]:
+    """Return the commands that are modules of `flintmq.tools`, each with its line of help where it may be imported."""
     from flintmq import tools
 
-    names = sorted(module.name for module in pkgutil.iter_modules(tools.__path__) if module.name not in _COMMANDS)
-    return {name: importlib.import_module(f"flintmq.tools.{name}").ABOUT for name in names}
+    found = (module.name for module in pkgutil.iter_modules(tools.__path__))
+    # Modules with an underscore are what tools share.
+    names = sorted(name for name in found if name not in _COMMANDS and not name.startswith("_"))
+    return {name: importlib.import_module(f"flintmq.tools.{name}").ABOUT if imported else "" for name in names}
 
 
 def _usage() -> str:
@@ -93,7 +106,12 @@ def nsqlookupd(argv: Sequence[str] | None = None) -> int:
     return _daemon(NsqlookupdOptions, argv, _serve_lookupd)
 
 
-DaemonOptions = TypeVar("DaemonOptions", NsqdOptions, NsqlookupdOptions)
+def nsqadmin(argv: Sequence[str] | None = None) -> int:
+    """The program `nsqadmin`."""
+    return _daemon(NsqadminOptions, argv, _serve_admin)
+
+
+DaemonOptions = TypeVar("DaemonOptions", NsqdOptions, NsqlookupdOptions, NsqadminOptions)
 
 
 def _daemon(
@@ -115,6 +133,8 @@ def _daemon(
     if flags.get("version"):
         print(f"{_nsq_version(options_class)} {_own_version()}")
         return 0
+    if flags.get("hash-password"):
+        return _hash_password()
 
     # Until the file is read, only flags can say how log lines look.
     logs.setup(flags.get("log-prefix", f"[{program}] "), "info", flags.get("log-format", "text"), program)
@@ -191,6 +211,12 @@ def _up(argv: Sequence[str]) -> int:
         help="of nsqlookupd, for consumers (default %(default)s)",
     )
     parser.add_argument(
+        "--admin-http-address",
+        metavar="ADDRESS",
+        default="127.0.0.1:4171",
+        help="of nsqadmin, for your browser (default %(default)s)",
+    )
+    parser.add_argument(
         "--log-level",
         metavar="LEVEL",
         default="warn",
@@ -219,12 +245,13 @@ def _up(argv: Sequence[str]) -> int:
         log_level=arguments.log_level,
     )
     try:
-        return _run(_serve_all(options, lookupd_options), _event_loop(options.event_loop))
+        serving = _serve_all(options, lookupd_options, arguments.admin_http_address)
+        return _run(serving, _event_loop(options.event_loop))
     except StartError as exc:
         print(f"flintmq up: {exc}", file=sys.stderr)
         if str(exc).startswith("listen "):
             flag = "tcp-address"
-            for name in ("http_address", "lookupd_tcp_address", "lookupd_http_address"):
+            for name in ("http_address", "lookupd_tcp_address", "lookupd_http_address", "admin_http_address"):
                 if f"({getattr(arguments, name)})" in str(exc):
                     flag = name.replace("_", "-")
             print(
@@ -237,11 +264,12 @@ def _up(argv: Sequence[str]) -> int:
         return 1
 
 
-def _welcome(broker: Broker, options: NsqdOptions, lookupd: str) -> None:
+def _welcome(broker: Broker, options: NsqdOptions, lookupd: str, admin: str) -> None:
     """Say where things are, and what to type next."""
     address = broker.tcp_address
     elsewhere = "" if address == "127.0.0.1:4150" else f" --nsqd {address}"
     facts = (
+        f"in your browser     {admin}\n"
         f"nsqd (TCP)          {address}\n"
         f"nsqd (HTTP)         {broker.http_address}\n"
         f"nsqlookupd (HTTP)   {lookupd}\n"
@@ -352,16 +380,23 @@ def _with_progress(command: str, work: Callable[[Callable[[int, int], None]], st
     return 0
 
 
-async def _serve_all(options: NsqdOptions, lookupd_options: NsqlookupdOptions) -> int:
-    """A broker and an nsqlookupd that it is registered with, until a signal asks for their end."""
+async def _serve_all(options: NsqdOptions, lookupd_options: NsqlookupdOptions, admin_address: str) -> int:
+    """A broker, an nsqlookupd that it is registered with and an nsqadmin, until a signal asks for their end."""
+    from flintmq.admin.daemon import Admin
     from flintmq.lookup.daemon import Lookupd
 
     async with Lookupd(lookupd_options) as lookupd:
         options = replace(options, nsqlookupd_tcp_addresses=(lookupd.tcp_address,))
-        return await _serve(
-            options,
-            announce=lambda broker, options: _welcome(broker, options, lookupd.http_address),
+        admin_options = NsqadminOptions(
+            http_address=admin_address,
+            nsqlookupd_http_addresses=(lookupd.http_address,),
+            log_level=options.log_level,
         )
+        async with Admin(admin_options) as admin:
+            return await _serve(
+                options,
+                announce=lambda broker, options: _welcome(broker, options, lookupd.http_address, admin.url),
+            )
 
 
 async def _serve_lookupd(options: NsqlookupdOptions, report_changes: Callable[[], None]) -> int:
@@ -384,6 +419,46 @@ async def _serve_lookupd(options: NsqlookupdOptions, report_changes: Callable[[]
         # A collection that looks at 100,000 names again and again would hold up everybody.
         lookupd.when_grown = gc.freeze
         await asked_to_stop.wait()
+    return 0
+
+
+async def _serve_admin(options: NsqadminOptions, report_changes: Callable[[], None]) -> int:
+    """Run an nsqadmin until a signal asks for its end."""
+    from flintmq.admin.daemon import Admin
+
+    def reload() -> None:
+        admin.reload()
+        report_changes()
+
+    admin = Admin(options)
+    asked_to_stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    for number in (signal.SIGINT, signal.SIGTERM):
+        loop.add_signal_handler(number, asked_to_stop.set)
+    await admin.start()
+    loop.add_signal_handler(signal.SIGHUP, reload)
+    try:
+        await asked_to_stop.wait()
+    finally:
+        await admin.stop()
+    return 0
+
+
+def _hash_password() -> int:
+    """Print what belongs into a users file for a password, which is typed or piped in and shown nowhere."""
+    import getpass
+
+    from flintmq.admin.access import hash_password
+
+    try:
+        password = getpass.getpass() if sys.stdin.isatty() else sys.stdin.readline().rstrip("\n")
+        if not password:
+            print("nsqadmin: the password is empty", file=sys.stderr)
+            return 1
+        print(f"NAME view {hash_password(password)}")
+    except OptionError as exc:
+        print(f"nsqadmin: {exc}", file=sys.stderr)
+        return 1
     return 0
 
 
@@ -501,6 +576,12 @@ def _recover(argv: Sequence[str]) -> int:
     return recover.main(argv, leftovers.find)
 
 
+def _completion(argv: Sequence[str]) -> int:
+    from flintmq.tools import completion
+
+    return completion.main(argv, [*_COMMANDS, *_tools(imported=False)], main)
+
+
 def _pipeline(argv: Sequence[str]) -> int:
     from flintmq.spark import pipelines
 
@@ -524,8 +605,10 @@ _COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "up": (_up, "the whole platform in one process, on this machine only"),
     "nsqd": (nsqd, "the broker, with the flags of NSQ's nsqd"),
     "nsqlookupd": (nsqlookupd, "where consumers find brokers, with the flags of NSQ's nsqlookupd"),
+    "nsqadmin": (nsqadmin, "the cluster in the browser, with the flags and the API of NSQ's nsqadmin"),
     "backup": (_backup, "copy the data path of a broker, while it runs"),
     "restore": (_restore, "create a data path from a backup"),
     "recover": (_recover, "list what a broker set aside after damage, and publish its messages again"),
     "pipeline": (_pipeline, "archive, measure, replay or query topics with Spark"),
+    "completion": (_completion, "print a script that completes commands in bash, zsh or fish"),
 }

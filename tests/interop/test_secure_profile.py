@@ -102,6 +102,10 @@ class Secure:
 async def secure(tmp_path: Path) -> AsyncIterator[Secure]:
     certificates = Certificates(tmp_path)
     shutil.copy(certificates.ca, tmp_path / "clients-ca.pem")
+    # nsqjs looks for a name, and always for this one.
+    own = certificates.authority.issue_cert("127.0.0.1", "localhost")
+    own.private_key_pem.write_to_path(certificates.key)
+    own.cert_chain_pems[0].write_to_path(certificates.cert)
     (tmp_path / "tokens").touch(0o600)
     (tmp_path / "tokens").write_text("hush admin\n")
     issued = certificates.authority.issue_cert("client.example")
@@ -126,6 +130,32 @@ async def test_a_client_publishes_with_the_secure_profile(secure: Secure, client
     if importlib.util.find_spec(module) is None:
         pytest.skip(f"{client} is not installed")
     status, said = await secure.run(sys.executable, "-c", PUBLISH[client], secure.broker.tcp_address, *secure.files)
+    assert (status, "OK" in said) == (0, True), said
+    await until(lambda: secure.broker.topics["orders"].message_count == 1)
+
+
+NSQJS = """
+const fs = require('fs')
+const { Writer } = require('nsqjs')
+const [address, ca, cert, key] = process.argv.slice(1)
+const [host, port] = address.split(':')
+const files = { ca: fs.readFileSync(ca), cert: fs.readFileSync(cert), key: fs.readFileSync(key) }
+const writer = new Writer(host, Number(port), { tls: true, authSecret: 'good', ...files })
+writer.on('error', error => { console.log(String(error)); process.exit(1) })
+writer.on('ready', () => writer.publish('orders', 'from nsqjs', error => {
+  console.log(error || 'OK')
+  process.exit(error ? 1 : 0)
+}))
+writer.connect()
+"""
+
+
+async def test_nsqjs_publishes_with_the_secure_profile(secure: Secure, monkeypatch: pytest.MonkeyPatch) -> None:
+    node, modules = shutil.which("node"), PEERS / "nsqjs" / "node_modules"
+    if node is None or not modules.exists():
+        pytest.skip("node or nsqjs is not installed: run scripts/peers")
+    monkeypatch.setenv("NODE_PATH", str(modules))
+    status, said = await secure.run(node, "-e", NSQJS, secure.broker.tcp_address, *secure.files)
     assert (status, "OK" in said) == (0, True), said
     await until(lambda: secure.broker.topics["orders"].message_count == 1)
 

@@ -24,6 +24,7 @@ import msgspec
 from flintmq.client.connection import Connection, Message, Settings, connect
 from flintmq.errors import ClosedError, ConnectError, FlintError, HttpError, OptionError, ProtocolError
 from flintmq.protocol import wire
+from flintmq.tools._output import open_standard_files
 
 if TYPE_CHECKING:
     import ssl
@@ -40,9 +41,12 @@ __all__ = [
     "place_of",
     "print_json",
     "print_line",
+    "read_token",
     "run",
     "run_on_node",
     "split_source",
+    "tls_flags",
+    "tls_of",
 ]
 
 DEFAULT_NSQD = "127.0.0.1:4150"
@@ -60,13 +64,13 @@ def link_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--auth-secret", metavar="SECRET", help="for a broker that asks for it; others can see it in ps")
     group.add_argument("--tls", action="store_true", help="use TLS; implied by the other --tls options")
-    _tls_flags(group)
+    tls_flags(group)
     compression = group.add_mutually_exclusive_group()
     compression.add_argument("--deflate", action="store_true", help="compress with deflate if the broker supports it")
     compression.add_argument("--snappy", action="store_true", help="compress with snappy if the broker supports it")
 
 
-def _tls_flags(group: argparse._ArgumentGroup) -> None:
+def tls_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--tls-root-ca-file", metavar="FILE", help="the authority that signed the broker's certificate")
     group.add_argument("--tls-cert", metavar="FILE", help="our own certificate, for a broker that asks for one")
     group.add_argument("--tls-key", metavar="FILE", help="the key of --tls-cert")
@@ -90,7 +94,7 @@ class Link:
         """Connect as the arguments say, and subscribe to a topic and channel where asked."""
         address: str = arguments.nsqd
         link = cls(address)
-        tls = _tls(arguments)
+        tls = tls_of(arguments)
         settings = Settings(
             # Without a flag there is no context: then TLS is as the system has it, or none.
             tls=arguments.tls if tls is None else tls,
@@ -260,7 +264,7 @@ def node_flags(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--token", metavar="TOKEN", help="for a broker that asks for one; others can see it in ps")
     group.add_argument("--token-file", metavar="FILE", help="read the token from this file")
-    _tls_flags(group)
+    tls_flags(group)
 
 
 def split_source(parser: argparse.ArgumentParser, source: str, *, channel: bool | None = True) -> tuple[str, str]:
@@ -295,12 +299,13 @@ def run_on_node(
     tool: str, arguments: argparse.Namespace, work: Callable[[NodeClient], Coroutine[Any, Any, int]]
 ) -> int:
     """Run a tool that asks one broker over HTTP, to its exit status."""
+    open_standard_files()
 
     async def main() -> int:
         from flintmq.cluster.node import NodeClient
 
         address = arguments.nsqd_http_address
-        async with NodeClient(address, token=_token(arguments), tls=_tls(arguments) or True) as node:
+        async with NodeClient(address, token=read_token(arguments), tls=tls_of(arguments) or True) as node:
             try:
                 status = await work(node)
                 sys.stdout.flush()
@@ -347,7 +352,7 @@ def _choice(names: list[str], kind: str) -> str:
     return f"it has {shown}" + (f" and {len(names) - 10} more" if len(names) > 10 else "")
 
 
-def _token(arguments: argparse.Namespace) -> str | None:
+def read_token(arguments: argparse.Namespace) -> str | None:
     if not arguments.token_file:
         token: str | None = arguments.token
         return token
@@ -358,7 +363,7 @@ def _token(arguments: argparse.Namespace) -> str | None:
     return words[0]
 
 
-def _tls(arguments: argparse.Namespace) -> ssl.SSLContext | None:
+def tls_of(arguments: argparse.Namespace) -> ssl.SSLContext | None:
     """What the flags say about TLS; None if nothing."""
     if not (arguments.tls_root_ca_file or arguments.tls_cert or arguments.tls_key or arguments.tls_insecure):
         return None

@@ -131,16 +131,18 @@ class _Printer:
 
     async def run(self) -> None:
         self._link.set_ready(self._ready)
-        try:
-            await self._receive(self._timeout)
-        except TimeoutError:
-            if self.failure is not None:
-                return
-            if self._stopping:
-                raise ConnectError(f"{self._link.address} does not answer") from None
-            self.timed_out = True
-            self.stop()
-            await self._receive(_GOODBYE_SECONDS)
+        seconds = self._timeout
+        while not self._closed:
+            try:
+                await self._receive(seconds)
+            except TimeoutError:
+                if self.failure is not None:
+                    return
+                if self._stopping:
+                    raise ConnectError(f"{self._link.address} does not answer") from None
+                self.timed_out = True
+                self.stop()
+                seconds = _GOODBYE_SECONDS
 
     async def _receive(self, seconds: float | None) -> None:
         try:
