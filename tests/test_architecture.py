@@ -30,7 +30,7 @@ ARROWS: dict[str, set[str]] = {
     "client": {"protocol", "cluster"},
     "sync": {"client"},
     "compat": {"client"},
-    "tools": {"client", "cluster"},
+    "tools": {"client", "cluster", "logs"},
     "spark.shipped": {"errors", "addresses", "kernel"},
     "spark.log_mode": {"spark.shipped"},
     "spark.spool_mode": {"spark.shipped"},
@@ -45,7 +45,7 @@ ARROWS: dict[str, set[str]] = {
     "broker.http": {"broker.delivery", "broker.net", "broker.observe", "broker.stage"},
     "broker": {"broker.http"},
     "lookup": {"system", "protocol", "http", "options", "cluster"},
-    "admin": {"cluster"},
+    "admin": {"cluster", "logs"},
 }
 # These stand above the others: the command line and the test plugin bring layers together, and `flintmq` itself
 # names what is public.

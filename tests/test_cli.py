@@ -552,25 +552,57 @@ def test_the_level_of_logs_is_changed_while_it_runs(tmp_path):
     assert b"unseen" not in stderr
 
 
+# --- nsqadmin
+
+
+@pytest.mark.parametrize(
+    ("flags", "reason"),
+    [
+        ([], "--nsqd-http-address or --lookupd-http-address required"),
+        (
+            ["--lookupd-http-address=127.0.0.1:1", "--nsqd-http-address=127.0.0.1:2"],
+            "use --nsqd-http-address or --lookupd-http-address not both",
+        ),
+        (
+            ["--lookupd-http-address=127.0.0.1:1", "--allow-config-from-cidr=zz"],
+            "failed to parse --allow-config-from-cidr (zz) - invalid CIDR address: zz",
+        ),
+        (
+            ["--lookupd-http-address=127.0.0.1", "--http-address=127.0.0.1:0"],
+            "failed to resolve --lookupd-http-address (127.0.0.1) - address 127.0.0.1: missing port in address",
+        ),
+    ],
+)
+def test_nsqadmin_refuses_to_start_in_the_words_of_nsq_s(flags, reason):
+    result = run("nsqadmin", *flags)
+    assert result.returncode == 1
+    assert f"failed to instantiate nsqadmin - {reason}\n" in result.stderr.decode()
+
+
 # --- up
 
 
 FREE_PORTS = [
-    f"--{name}=127.0.0.1:0" for name in ("tcp-address", "http-address", "lookupd-tcp-address", "lookupd-http-address")
+    f"--{name}=127.0.0.1:0"
+    for name in ("tcp-address", "http-address", "lookupd-tcp-address", "lookupd-http-address", "admin-http-address")
 ]
 
 
 @needs_broker
 def test_up_registers_its_broker_with_its_nsqlookupd(tmp_path):
     with process("up", "--data-path", str(tmp_path), *FREE_PORTS) as running:
-        pattern = r"nsqd \(TCP\) +\S+:(\d+)\n(?s:.*)nsqlookupd \(HTTP\) +(\S+)\n(?s:.*)hello"
-        found = read_until(running, "stdout", pattern)
+        pattern = (
+            r"in your browser +http://(\S+)\nnsqd \(TCP\) +\S+:(\d+)\n(?s:.*)nsqlookupd \(HTTP\) +(\S+)\n(?s:.*)hello"
+        )
+        admin, port, lookupd = read_until(running, "stdout", pattern).groups()
         deadline = time.monotonic() + PATIENCE
-        while not (producers := json.loads(fetch(found[2], "/nodes"))["producers"]):
+        while not (producers := json.loads(fetch(lookupd, "/nodes"))["producers"]):
             assert time.monotonic() < deadline
             time.sleep(0.01)
         [producer] = producers
-        assert (producer["broadcast_address"], producer["tcp_port"]) == ("127.0.0.1", int(found[1]))
+        assert (producer["broadcast_address"], producer["tcp_port"]) == ("127.0.0.1", int(port))
+        [node] = json.loads(fetch(admin, "/api/nodes"))["nodes"]
+        assert node["tcp_port"] == int(port)
         running.send_signal(signal.SIGINT)
         _, stderr = running.communicate(timeout=PATIENCE)
         assert (running.returncode, stderr) == (0, b"")
@@ -592,7 +624,7 @@ def test_up_makes_its_folder_and_prints_an_example_that_works(tmp_path):
 
 
 @needs_broker
-@pytest.mark.parametrize("flag", ["tcp-address", "lookupd-tcp-address", "lookupd-http-address"])
+@pytest.mark.parametrize("flag", ["tcp-address", "lookupd-tcp-address", "lookupd-http-address", "admin-http-address"])
 def test_up_on_a_busy_port_says_what_to_do(tmp_path, flag):
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"

@@ -77,3 +77,27 @@ def test_metrics_need_no_library() -> None:
         [sys.executable, "-c", SCRIPT], capture_output=True, text=True, timeout=90, env=os.environ, check=False
     )
     assert (result.stdout, result.returncode) == ("Broker 200 True\nLookupd 200 True\n", 0), result.stderr
+
+
+def test_the_lock_for_images_has_every_dependency_with_its_hash() -> None:
+    lines = [line for line in (ROOT / "deploy" / "requirements.lock").read_text().splitlines() if line[:1] != "#"]
+    assert all(re.fullmatch(r"[a-z0-9_.-]+==\S+ --hash=sha256:[0-9a-f]{64}", line) for line in lines)
+    locked = names([line.partition("==")[0] for line in lines])
+    assert names(PROJECT["dependencies"]) | names(PROJECT["optional-dependencies"]["uvloop"]) <= locked
+
+
+def licences(folder: Path, licence: str) -> subprocess.CompletedProcess[str]:
+    """Run scripts/licences where a package that a broker needs is under this licence."""
+    about = folder / "msgspec-0.99.dist-info"
+    about.mkdir(exist_ok=True)
+    (about / "METADATA").write_text(f"Metadata-Version: 2.4\nName: msgspec\nVersion: 0.99\nLicense: {licence}\n")
+    environment = {**os.environ, "PYTHONPATH": str(folder)}
+    command = [sys.executable, str(ROOT / "scripts" / "licences")]
+    return subprocess.run(command, capture_output=True, text=True, timeout=60, env=environment, check=False)
+
+
+def test_a_licence_that_binds_users_is_not_accepted_at_run_time(tmp_path: Path) -> None:
+    for licence in ("GPL-3.0", "LGPL-2.1", "MPL-2.0", "MIT OR GPL-2.0", "", "Proprietary"):
+        result = licences(tmp_path, licence)
+        assert result.returncode == 1 and "msgspec" in result.stderr.partition("not accepted: ")[2], licence
+    assert "msgspec" not in licences(tmp_path, "BSD-3-Clause").stderr

@@ -19,7 +19,7 @@ import trustme
 
 from flintmq.errors import HttpError, OptionError
 from flintmq.http import site as web
-from flintmq.http.server import Server
+from flintmq.http.server import Server, load
 from flintmq.http.site import ADMIN, CONSUME, OPEN, PUBLISH, READ, Answer, Request, Route, Site
 from flintmq.http.tls import server_tls
 from flintmq.http.tokens import Tokens
@@ -702,3 +702,16 @@ def test_nothing_heavy_is_imported_before_it_is_needed() -> None:
         [sys.executable, "-c", program], env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True
     )
     assert answer.stdout == "False\n", answer.stderr
+
+
+async def test_a_module_and_its_package_can_be_loaded_at_the_same_time(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python itself would begin with the module, and find half of its package."""
+    package = tmp_path / "two_at_once"
+    package.mkdir()
+    (package / "__init__.py").write_text("import time\ntime.sleep(0.1)\nis_whole = True\n")
+    (package / "web.py").write_text("import sys\nfound = vars(sys.modules['two_at_once']).get('is_whole')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    await asyncio.gather(load("two_at_once"), load("two_at_once.web"))
+    assert sys.modules["two_at_once.web"].found is True

@@ -185,3 +185,16 @@ def test_the_same_line_again_and_again_is_counted(capsys: pytest.CaptureFixture[
     first, second = capsys.readouterr().err.splitlines()
     assert f"{9 * logs.LINES_PER_SECOND} lines like the next one were left out" in first
     assert "client(x): bad command" in second
+
+
+@pytest.mark.parametrize("format", ["text", "json"])
+def test_a_long_message_is_cut(format: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Five hundred lines a second may not be five hundred times 16 KiB of what a client has sent."""
+    logs.setup("", "info", format)
+    try:
+        logging.getLogger("flintmq.long").error("client(x): E_INVALID invalid command %s", "X" * 16_000)
+    finally:
+        logging.basicConfig(handlers=[logging.NullHandler()], force=True)
+    line = capsys.readouterr().err
+    assert "E_INVALID invalid command XXX" in line and "more characters)" in line
+    assert len(line) < 1_300

@@ -8,7 +8,9 @@ import subprocess
 
 import pytest
 
+from mutants import generic
 from mutants.catalog import ROOT, Mutant, mutants
+from mutants.plausible import PLAUSIBLE, Change
 
 MUTANTS = [pytest.param(mutant, id=mutant.name) for mutant in mutants()]
 
@@ -36,3 +38,32 @@ def test_the_tests_that_kill_it_exist(mutant: Mutant) -> None:
         nodes = ast.walk(ast.parse((ROOT / path).read_text()))
         found = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)}
         assert set(rest.partition("[")[0].split("::")) <= found, name
+
+
+@pytest.mark.parametrize("change", [pytest.param(change, id=change.name) for change in PLAUSIBLE])
+def test_the_plausible_change_can_be_made(change: Change) -> None:
+    assert (ROOT / change.file).read_text().count(change.old) == 1
+    assert change.old != change.new
+
+
+def test_the_mutants_of_the_engine_are_known() -> None:
+    names = [each.name for each in generic.candidates()]
+    assert len(names) == len(set(names)) >= 46
+    assert set(generic.ENGINE) <= set(names)
+    assert generic.SURVIVORS.keys() <= set(names)
+
+
+#: Of those that few seeds find: a missing sync, a wrong order, an off-by-one, a forgotten guard in the kernel.
+FOUND_SOON = [
+    "sync_leaves_out_the_folder",
+    "snapshot_has_no_entry_yet_when_others_go",
+    "range_keeps_the_last_of_a_hole",
+    "lane_finishes_for_others",
+]
+
+
+@pytest.mark.timeout(300)
+@pytest.mark.parametrize("name", FOUND_SOON)
+def test_the_simulation_finds_a_defect_by_itself(name: str) -> None:
+    candidate = next(each for each in generic.candidates() if each.name == name)
+    assert "simulation seed" in generic.killer(candidate, seeds=8, seconds=280, machines=False)

@@ -25,6 +25,7 @@ from flintmq.options import (
     SECOND,
     STRING,
     STRINGS,
+    NsqadminOptions,
     NsqdOptions,
     NsqlookupdOptions,
     Option,
@@ -609,7 +610,7 @@ def test_help_has_every_flag_with_its_default():
 
 @pytest.mark.parametrize(
     ("options", "page"),
-    [(NsqdOptions, "options.md"), (NsqlookupdOptions, "nsqlookupd.md")],
+    [(NsqdOptions, "options.md"), (NsqlookupdOptions, "nsqlookupd.md"), (NsqadminOptions, "nsqadmin.md")],
     ids=lambda value: getattr(value, "program", value),
 )
 def test_every_option_is_in_the_docs_with_its_key_default_and_meaning(options, page):

@@ -390,6 +390,31 @@ def test_an_old_broker_with_a_small_share_is_told_at_the_last_message(clock: Mov
     assert peer.told == [2, 2]
 
 
+def test_an_old_broker_sends_no_more_than_there_are_places(clock: MovableClock) -> None:
+    flow = Flow(clock, 1)
+    peer = Peer(clock, counts_down=True)
+    flow.add(peer)
+    peer.in_flight = 1
+    flow.received(peer, 1)
+    assert peer.told == [1]
+    peer.in_flight = 0
+    flow.answered(peer)
+    assert peer.told == [1, 1]
+
+
+def test_an_old_broker_goes_on_when_the_time_of_its_messages_is_over(clock: MovableClock) -> None:
+    flow = Flow(clock, 4)
+    peer = Peer(clock, counts_down=True)
+    flow.add(peer)
+    peer.in_flight = 4
+    flow.received(peer, 4)
+    clock.advance(60)
+    assert peer.told == [4]
+    peer.in_flight = 1
+    clock.advance(60)
+    assert peer.told == [4, 3]
+
+
 def test_an_old_broker_in_backoff_is_not_told_again(clock: MovableClock) -> None:
     flow = Flow(clock, 10)
     peer = Peer(clock, counts_down=True)

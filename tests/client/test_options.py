@@ -110,6 +110,12 @@ MISTAKES = {
     "a handler of something else": ("type=Order, handler=handler", "type=int, handler=handler"),
     "a handler without the type": ("type=Order, handler=handler", "handler=handler"),
 }
+MISTAKES_IN_EXAMPLES = [
+    ("batching.py", "max_in_flight=", "max_in_fligth="),
+    ("script.py", '"reader", nsqd=', '"reader", nsdq='),
+    ("typed.py", "message.value.amount", "message.value.amuont"),
+    ("typed.py", "amount=2", "amuont=2"),
+]
 
 
 @pytest.mark.timeout(300)
@@ -117,12 +123,15 @@ def test_mypy_knows_every_option_and_field(tmp_path: Path) -> None:
     """The right program has no error, and each mistake is one, on its line."""
     program = textwrap.dedent(PROGRAM)
     files: dict[str, tuple[str, int | None]] = {"right": (program, None)}
-    for path in (Path(__file__).parents[2] / "examples" / "testing").glob("*.py"):
+    examples = Path(__file__).parents[2] / "examples"
+    for path in [*examples.glob("*.py"), *examples.glob("testing/*.py")]:
         files[path.stem] = (path.read_text(), None)
-    for number, (name, (right, wrong)) in enumerate(MISTAKES.items()):
-        assert program.count(right) == 1, name
-        line = program[: program.index(right)].count("\n") + 1
-        files[f"wrong{number}"] = (program.replace(right, wrong), line)
+    mistakes = [(program, *mistake) for mistake in MISTAKES.values()]
+    mistakes += [((examples / name).read_text(), right, wrong) for name, right, wrong in MISTAKES_IN_EXAMPLES]
+    for number, (text, right, wrong) in enumerate(mistakes):
+        assert text.count(right) == 1, right
+        line = text[: text.index(right)].count("\n") + 1
+        files[f"wrong{number}"] = (text.replace(right, wrong), line)
     for name, (text, _) in files.items():
         (tmp_path / f"{name}.py").write_text(text)
     command = [sys.executable, "-m", "mypy", "--strict", "--no-error-summary", "--cache-dir", str(tmp_path / "cache")]

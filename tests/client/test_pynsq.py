@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import dataclasses
 import importlib.util
+import re
 import signal
 import subprocess
 import sys
 import textwrap
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -235,6 +238,13 @@ def test_commands() -> None:
     message = nsq.decode_message(bytes(7) + b"\x05\xff\xff" + b"0" * 16 + b"body")
     assert (message.timestamp, message.attempts, message.body) == (5, 65535, b"body")
     assert nsq.valid_topic_name("a.b") and not nsq.valid_channel_name("a b")
+
+
+def test_commands_take_names_of_bytes_too() -> None:
+    assert nsq.subscribe(b"t", b"c") == nsq.subscribe("t", "c")
+    assert nsq.pub(b"t", b"x") == nsq.pub("t", b"x")
+    assert nsq.mpub(b"t", [b"x"]) == nsq.mpub("t", [b"x"])
+    assert nsq.valid_topic_name(b"a.b") and not nsq.valid_channel_name(b"a b")
 
 
 # --- Brokers that come later, and pauses ------------------------------------------------------------------------------
@@ -631,102 +641,27 @@ def test_a_program_moves_by_its_import(line: str, tmp_path: Path) -> None:
 
 needs_tornado = pytest.mark.skipif(importlib.util.find_spec("tornado") is None, reason="Tornado is not installed")
 
-#: From pynsq's documentation and its folder of examples; only the import, the address and the end are ours.
-PYNSQ_PROGRAMS = {
-    "the example of a Writer": """
-        import tornado.ioloop
-        import time
-
-        def pub_message():
-            writer.pub('test', time.strftime('%H:%M:%S').encode(), finish_pub)
-
-        def finish_pub(conn, data):
-            print(data)
-            told.append(data)
-            if len(told) == 2:
-                end()
-
-        told = []
-        writer = nsq.Writer([NSQD])
-        tornado.ioloop.PeriodicCallback(pub_message, 50).start()
-        nsq.run()
-    """,
-    "a Reader on Tornado's own loop": """
+#: Only the address is not in the program.
+TORNADO_PROGRAMS = {
+    "on Tornado's own loop": """
         import tornado.ioloop
 
         def handler(message):
             print(message.body)
-            tornado.ioloop.IOLoop.current().call_later(0, tornado.ioloop.IOLoop.current().stop)
+            loop.call_later(0, loop.stop)
             return True
 
-        r = nsq.Reader(message_handler=handler, nsqd_tcp_addresses=[NSQD], topic='numbers', channel='asdf',
-                       lookupd_poll_interval=15)
-        tornado.ioloop.IOLoop.current().start()
+        reader = nsq.Reader('numbers', 'tornado', handler, nsqd_tcp_addresses=[NSQD])
+        loop = tornado.ioloop.IOLoop.current()
+        loop.start()
     """,
-    "an asynchronous Reader": """
-        import tornado.ioloop
-        buf = []
-
-        def process_message(message):
-            message.enable_async()
-            buf.append(message)
-            if len(buf) >= 3:
-                for msg in buf:
-                    print(msg.body)
-                    msg.finish()
-                buf.clear()
-                end()
-
-        r = nsq.Reader(message_handler=process_message, nsqd_tcp_addresses=[NSQD], topic='numbers',
-                       channel='async', max_in_flight=9)
-        nsq.run()
-    """,
-    "a web application with a Writer": """
-        import functools
-        import tornado.ioloop
-        import tornado.web
-        import tornado.httpclient
-        import tornado.httpserver
-
-        class MainHandler(tornado.web.RequestHandler):
-            @property
-            def nsq(self):
-                return self.application.nsq
-
-            def get(self):
-                topic = 'log'
-                msg = b'Hello world'
-                self.nsq.pub(topic, msg)
-                self.nsq.pub(topic, msg, functools.partial(self.finish_pub, topic=topic, msg=msg))
-                self.write(msg)
-
-            def finish_pub(self, conn, data, topic, msg):
-                print(data)
-                tornado.ioloop.IOLoop.current().stop()
-
-        class Application(tornado.web.Application):
-            def __init__(self, handlers, **settings):
-                self.nsq = nsq.Writer([NSQD])
-                super(Application, self).__init__(handlers, **settings)
-
-        application = Application([(r'/', MainHandler)])
-        server = tornado.httpserver.HTTPServer(application)
-        server.listen(0, '127.0.0.1')
-        port = next(iter(server._sockets.values())).getsockname()[1]
-
-        async def ask():
-            await tornado.httpclient.AsyncHTTPClient().fetch('http://127.0.0.1:%d/' % port)
-
-        tornado.ioloop.IOLoop.current().add_callback(ask)
-        tornado.ioloop.IOLoop.current().start()
-    """,
-    "a Reader without Tornado": """
+    "without Tornado": """
         def handler(message):
             print(message.body)
-            end()
+            os.kill(os.getpid(), signal.SIGTERM)
             return True
 
-        r = nsq.Reader(message_handler=handler, nsqd_tcp_addresses=[NSQD], topic='numbers', channel='plain')
+        reader = nsq.Reader('numbers', 'plain', handler, nsqd_tcp_addresses=[NSQD])
         nsq.run()
     """,
 }
@@ -735,22 +670,85 @@ _BEFORE = """
 import os, signal, sys
 from flintmq.compat import pynsq as nsq
 NSQD = sys.argv[1]
-
-def end():
-    os.kill(os.getpid(), signal.SIGTERM)
 """
 
 
 @needs_tornado
-@pytest.mark.parametrize("name", PYNSQ_PROGRAMS)
-def test_programs_of_pynsq_run_unchanged(nsq_broker: NsqBroker, name: str) -> None:
+@pytest.mark.parametrize("name", TORNADO_PROGRAMS)
+def test_a_reader_that_is_made_before_the_loop_receives(nsq_broker: NsqBroker, name: str) -> None:
     nsq_broker.publish("numbers", b"1", b"2", b"3")
-    program = _BEFORE + textwrap.dedent(PYNSQ_PROGRAMS[name])
+    program = _BEFORE + textwrap.dedent(TORNADO_PROGRAMS[name])
     command = [sys.executable, "-c", program, nsq_broker.address]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert done.returncode == 0, done.stderr
     assert "b'" in done.stdout, done.stderr
     assert "Traceback" not in done.stderr
+
+
+def _documented_programs() -> dict[str, str]:
+    """The programs in the documentation of the pynsq that is installed, by class and number."""
+    spec = importlib.util.find_spec("nsq")
+    found: dict[str, str] = {}
+    if spec is None or spec.origin is None:
+        return found
+    for name in ("reader", "writer"):
+        module = ast.parse(Path(spec.origin).with_name(f"{name}.py").read_text(encoding="utf-8"))
+        text = next(ast.get_docstring(node) or "" for node in module.body if isinstance(node, ast.ClassDef))
+        for number, block in enumerate(re.findall(r"::\n\n((?: {4}.*\n|\n)+)", text)):
+            found[f"{name} {number}"] = textwrap.dedent(block)
+    return found
+
+
+DOCUMENTED = _documented_programs()
+#: What a program prints, or where it has published, when it works.
+WORKS = {"reader 0": 3, "reader 1": 5, "writer 0": 2, "writer 1": 0}
+#: A program that ends where a web application begins.
+_SERVE = """
+import tornado.httpclient
+server = tornado.httpserver.HTTPServer(Application([('/', MainHandler)]))
+server.listen(0, '127.0.0.1')
+port = next(iter(server._sockets.values())).getsockname()[1]
+tornado.ioloop.IOLoop.current().add_callback(
+    tornado.httpclient.AsyncHTTPClient().fetch, 'http://127.0.0.1:%d/' % port)
+tornado.ioloop.IOLoop.current().start()
+"""
+
+
+@needs_tornado
+@pytest.mark.skipif(not DOCUMENTED, reason="pynsq is not installed")
+@pytest.mark.parametrize("name", WORKS)
+def test_programs_of_pynsq_run_unchanged(nsq_cluster: Callable[..., NsqCluster], name: str) -> None:
+    cluster = nsq_cluster(brokers=1)
+    broker = cluster.brokers[0]
+    assert DOCUMENTED.keys() == WORKS.keys()
+    program = DOCUMENTED[name] + (_SERVE if name == "writer 1" else "")
+    # Python 2 is where they come from: there print is a statement, and text is bytes. The rest is where and how often.
+    program = re.sub(r"^( *)print ([^(\n].*)$", r"\1print(\2)", program, flags=re.MULTILINE)
+    program = program.replace("time.strftime('%H:%M:%S')", "time.strftime('%H:%M:%S').encode()").replace("1000", "50")
+    program = program.replace("127.0.0.1:4150", broker.address)
+    program = program.replace("http://127.0.0.1:4161", cluster.lookupd_addresses[0])
+    broker.publish("nsq_reader", b"1", b"2", b"3")
+    cluster.wait_until_registered("nsq_reader")
+    before = "import sys; from flintmq.compat import pynsq; sys.modules['nsq'] = pynsq\n"
+    command = [sys.executable, "-u", "-c", before + program]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+        watch = threading.Timer(30, process.kill)
+        watch.start()
+        assert process.stdout is not None and process.stderr is not None
+        lines = [process.stdout.readline().strip() for _ in range(WORKS[name])]
+        if name == "writer 1":
+            # Two that are published alone, and two together; one more is deferred.
+            assert len(broker.take("log", 4)) == 4
+        process.terminate()
+        said = process.stderr.read()
+        watch.cancel()
+    assert all(lines), said
+    assert "Traceback" not in said
+    if name == "writer 0":
+        assert lines == ["b'OK'"] * 2
+    if name != "writer 1":
+        # `nsq.run` ends in order; Tornado's own loop is ended by the signal.
+        assert process.returncode == 0, said
 
 
 # --- What goes wrong is said

@@ -15,7 +15,7 @@ from typing import Any
 import pytest
 
 from flintmq import NodeClient
-from flintmq.client import Consumer, Message
+from flintmq.client import Consumer, Message, Producer
 from flintmq.client.callbacks import Threads
 from flintmq.errors import DecodeError, OptionError
 from flintmq.testing import NsqBroker
@@ -271,6 +271,33 @@ def test_a_batch_that_is_cancelled_is_handed_out_again(sim: Sim) -> None:
     sim.run(main())
 
 
+def test_tasks_that_give_batches_up_do_not_pass_messages_round_for_ever(sim: Sim) -> None:
+    nsqd = sim.nsqd()
+    handled: list[bytes] = []
+
+    async def take(consumer: Consumer) -> None:
+        while True:
+            with contextlib.suppress(TimeoutError):
+                with await asyncio.wait_for(anext(aiter(consumer.batches(3, wait=0.1))), 0.15) as batch:
+                    handled.extend(message.body for message in batch)
+
+    async def main() -> None:
+        async with Consumer("t", "c", nsqd=nsqd.name, max_in_flight=10) as consumer:
+            takers = []
+            for _ in range(2):
+                # Each is given up while the other has just been handed the message.
+                takers.append(asyncio.ensure_future(take(consumer)))
+                await asyncio.sleep(0.06)
+            nsqd.store(b"t", b"x")
+            await asyncio.sleep(0.5)
+            for taker in takers:
+                taker.cancel()
+            await asyncio.wait(takers)
+
+    sim.run(main())
+    assert handled == [b"x"]
+
+
 def test_a_message_that_is_kept_for_later_is_not_finished_by_with(sim: Sim) -> None:
     nsqd = sim.nsqd()
     kept: list[Message] = []
@@ -318,6 +345,47 @@ def test_all_that_close_a_consumer_wait_for_its_end(sim: Sim) -> None:
         await consumer.close()
 
     sim.run(main())
+
+
+def test_all_that_close_a_producer_wait_for_its_end(sim: Sim) -> None:
+    nsqd = sim.nsqd()
+
+    async def main() -> None:
+        producer = Producer(nsqd.name, timeout=30)
+        await producer.start()
+        nsqd.unanswering = True
+        publishing = asyncio.create_task(producer.publish("t", b"x"))
+        await until(lambda: nsqd.log.get(b"t"), 5)
+        first = asyncio.create_task(producer.close())
+        await asyncio.sleep(0)
+        second = asyncio.create_task(producer.close())
+        await asyncio.sleep(1)
+        assert not second.done()
+        # One that is cancelled does not take the other with it.
+        second.cancel()
+        nsqd.sessions[0].send(0, b"OK")
+        await producer.close()
+        assert publishing.done() and not producer.connections
+        await first
+        await producer.close()
+
+    sim.run(main())
+
+
+def test_a_consumer_of_another_event_loop_says_so(sim: Sim) -> None:
+    nsqd = sim.nsqd()
+    consumer = Consumer("t", "c", nsqd=nsqd.name)
+    sim.run(consumer.start())
+
+    async def elsewhere() -> None:
+        for call in (consumer.get, lambda: consumer.get(1), consumer.look, consumer.close):
+            with pytest.raises(RuntimeError, match="another event loop"):
+                await call()
+        with pytest.raises(RuntimeError, match="another event loop"):
+            await anext(aiter(consumer))
+
+    asyncio.run(elsewhere())
+    sim.run(consumer.close())
 
 
 def test_a_closer_that_is_cancelled_leaves_the_other_one_to_end(sim: Sim) -> None:
@@ -565,6 +633,8 @@ def test_one_signal_stops_all_consumers_and_the_handler_of_before_comes_back() -
         import asyncio, signal, sys
         from flintmq import Consumer
         seen = []
+        # In the background of a shell it is ignored.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
         signal.signal(signal.SIGTERM, lambda number, frame: seen.append("mine"))
         async def handler(message): pass
         async def iterate():

@@ -6,6 +6,7 @@ import asyncio
 import os
 import re
 import stat
+import time
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import pytest
 
 from flintmq.broker.daemon import Broker
 from flintmq.broker.observe import stats
+from flintmq.http import site
 from flintmq.protocol.wire import encode_command
 from support.http_client import HttpClient
 from support.secure import Peer, identify, pub
@@ -142,12 +144,61 @@ async def test_secrets_in_a_query_are_not_logged(tmp_path: Path, caplog: pytest.
     caplog.set_level("DEBUG")
     async with Broker(data_path=tmp_path, http_address="127.0.0.1:0", disk_reserve=0) as broker:
         async with HttpClient.connect(broker.http_address) as client:
-            for name in ("token", "access_token", "secret", "password", "Authorization", "api_key", "apikey"):
+            for name in ("token", "access_token", "secret", "password", "Authorization", "api_key", "pwd", "Bearer"):
                 await client.get(f"/info?a=b&{name}=s3cr3t&c=d")
                 await client.get(f"/nothing?{name}=s3cr3t")
                 await client.get(f"/ping?{name}=s3cr3t")
+                await client.get(f"/ping?a=b&x{name}%5B0%5D=s3cr3t?s3cr3t#s3cr3t;c=d")
+            await client.get("/ping?%74oken=s3cr3t")
     assert "s3cr3t" not in caplog.text
     assert "/info?a=b&token=***&c=d" in caplog.text
+
+
+async def test_a_long_target_costs_the_log_little(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    """The words that secrets are known by may stand in it thousands of times."""
+    caplog.set_level("INFO")
+    async with Broker(data_path=tmp_path, http_address="127.0.0.1:0", disk_reserve=0) as broker:
+        async with HttpClient.connect(broker.http_address) as client:
+
+            async def seconds(words: str) -> float:
+                began = time.perf_counter()
+                assert (await client.get("/ping?" + words)).status == 200
+                return time.perf_counter() - began
+
+            few, many = [
+                min([await seconds("?token" * count) for _ in range(3)])
+                # Eight times as many: with work that grows with their square, or faster, it would be 64 times as long.
+                for count in (40, 320)
+            ]
+            assert many < 16 * few + 0.02, (few, many)
+            await client.get("/ping?" + "x" * 60_000)
+    assert max(map(len, caplog.messages)) < 3_000
+
+
+async def test_long_paths_are_not_looked_for_in_every_spelling(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    parts = []
+    real = site._match
+
+    def counted(pattern: Any, given: Any) -> Any:
+        parts.append(len(given))
+        return real(pattern, given)
+
+    monkeypatch.setattr(site, "_match", counted)
+    async with Broker(data_path=tmp_path, http_address="127.0.0.1:0", disk_reserve=0) as broker:
+        async with HttpClient.connect(broker.http_address) as client:
+            for method in ("GET", "POST", "OPTIONS"):
+                assert (await client.ask(method, "/" + "a/" * 30_000)).status == 404
+            assert sum(parts) < 500
+            assert (await client.get("/./" * 10 + "PING")).status == 301
+
+
+async def test_a_head_has_a_limited_number_of_lines(tmp_path: Path) -> None:
+    async with Broker(data_path=tmp_path, http_address="127.0.0.1:0", disk_reserve=0) as broker:
+        for target in ("/ping", "/info"):
+            async with HttpClient.connect(broker.http_address) as client:
+                assert (await client.get(target, *["a: b"] * 100)).status == 200
+                client.send(b"GET %s HTTP/1.1\r\nHost: localhost\r\n%s\r\n" % (target.encode(), b"a:\r\n" * 130))
+                assert (await client.reader.readline()).startswith(b"HTTP/1.1 431 ")
 
 
 async def test_identities_do_not_outgrow_their_share(tmp_path: Path) -> None:

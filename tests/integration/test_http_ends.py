@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import random
+import re
 import time
 from collections.abc import AsyncIterator, Callable
 from pathlib import Path
@@ -14,7 +15,7 @@ import pytest
 from flintmq.broker.daemon import Broker
 from flintmq.broker.http.request_heads import read_head
 from flintmq.http import heads, server
-from flintmq.http.heads import LONGEST_HEAD, BadHead, end_of_head, length_with_end, looked_at, tidy
+from flintmq.http.heads import LONGEST_HEAD, BadHead, RequestEnd, end_of_head, looked_at, tidy
 from flintmq.lookup.daemon import Lookupd
 from support.http_client import HttpClient, request_of
 
@@ -127,7 +128,7 @@ def test_a_head_of_many_lines_costs_as_much_as_its_bytes(name: str, end: bytes) 
             text = tidy(head[:body])
         except BadHead:
             return
-        length_with_end(text)
+        RequestEnd(text)
         read_head(text)
 
     assert cheapest(work) < SECONDS
@@ -223,3 +224,60 @@ async def test_each_byte_of_a_long_head_is_matched_once(
         assert (await client.answer()).status == 404
     # Each packet overlaps a little with the one before, and the line is matched as a whole once for each parser.
     assert sum(each.seen for each in counting) < 4 * len(data) + 100 * len(data) // 200
+
+
+BEHIND = {
+    "two lengths": b"POST /pub?topic=t HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1\r\nContent-Length: 1\r\n\r\nx",
+    "encodings": b"POST /pub?topic=t HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: gzip, chunked\r\n\r\n0\r\n\r\n",
+    "old chunks": b"POST /pub?topic=t HTTP/1.0\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n0\r\n\r\n",
+    "two hosts": b"GET /info HTTP/1.1\r\nHost: localhost\r\nHost: evil.example\r\n\r\n",
+    "line feeds": b"GET /info HTTP/1.1\nHost: localhost\n\n",
+    "no method": b"FOO /info HTTP/1.1\r\nHost: localhost\r\n\r\n",
+    "folded": b"GET /info HTTP/1.1\r\nHost: localhost\r\nX: a\r\n b\r\n\r\n",
+    "fine": b"POST /pub?topic=t HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1\r\n\r\nx",
+}
+FIRST = {
+    "length": b"POST /topic/create?topic=made HTTP/1.1\r\nHost: localhost\r\nContent-Length: 2\r\n\r\nok",
+    "chunks": b"POST /topic/create?topic=made HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+    b"2;x=y\r\nok\r\n1\r\n\n\r\n0\r\nTrailer: t\r\n\r\n",
+    "no body": b"GET /stats HTTP/1.1\r\nHost: localhost\r\n\r\n",
+}
+
+
+@pytest.mark.parametrize("first", FIRST)
+@pytest.mark.parametrize("name", BEHIND)
+async def test_a_request_behind_another_is_treated_as_one_by_itself(name: str, first: str, tmp_path: Path) -> None:
+    """In the same packet, or in any pieces: both get the answers that they would get alone."""
+    async with Broker(data_path=tmp_path, http_address="127.0.0.1:0", disk_reserve=0) as broker, asyncio.timeout(30):
+
+        async def statuses(*pieces: bytes, count: int) -> list[bytes]:
+            reader, writer = await asyncio.open_connection(*broker.http_address.split(":"))
+            for piece in pieces:
+                writer.write(piece)
+                await asyncio.sleep(0)
+            found: list[bytes] = []
+            data = b""
+            while len(found) < count:
+                piece = await reader.read(65536)
+                assert piece, data
+                data += piece
+                found = re.findall(rb"HTTP/1\.[01] (\d{3}) ", data)
+            writer.close()
+            return found
+
+        [alone] = await statuses(BEHIND[name], count=1)
+        both = FIRST[first] + BEHIND[name]
+        assert await statuses(both, count=2) == [b"200", alone]
+        half = len(FIRST[first]) + 9
+        assert await statuses(both[:half], both[half:], count=2) == [b"200", alone]
+        assert ("made" in broker.topics) is (first != "no body")
+
+
+async def test_half_a_head_behind_a_request_has_its_deadline(tmp_path: Path) -> None:
+    options = {"http_address": "127.0.0.1:0", "disk_reserve": 0, "http_header_timeout": 10**8}
+    async with Broker(data_path=tmp_path, **options) as broker, asyncio.timeout(20):
+        reader, writer = await asyncio.open_connection(*broker.http_address.split(":"))
+        writer.write(b"GET /info HTTP/1.1\r\nHost: localhost\r\n\r\nGET /info HT")
+        # The answer, and then the end of the connection.
+        assert (await reader.read()).count(b"HTTP/1.1 200") == 1
+        writer.close()

@@ -783,8 +783,11 @@ def wrong_with(attempt: Attempt, received: bytes) -> str:
     if [answer.status for answer in found[: attempt.allowed]] != [200] * attempt.allowed:
         return shown
     refusal, *after = found[attempt.allowed :] or [Answer(0, {}, b"")]
-    # The connection may go on. Then what follows is the answer to LAST, which a publish never looks like.
-    if after and (len(after) > 1 or after[0][::2] != (200, b"OK") or "x-nsq-content-type" in after[0].headers):
+    # The connection may go on. Then what follows is the answer to LAST, which a publish never looks like; or bytes
+    # behind the request are no request, and that is its end.
+    is_last = bool(after) and after[0][::2] == (200, b"OK") and "x-nsq-content-type" not in after[0].headers
+    is_end = bool(after) and after[0][::2] == (400, b"400 Bad Request")
+    if after and (len(after) > 1 or not (is_last or is_end)):
         return shown
     if refusal.status not in attempt.statuses:
         return shown

@@ -9,6 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import socket
+import ssl
 import subprocess
 import sys
 import threading
@@ -24,10 +25,12 @@ from flintmq.broker.daemon import Broker
 from flintmq.broker.http import lane
 from flintmq.broker.net import commands
 from flintmq.broker.net import session as sessions
+from flintmq.broker.net.tls import Encryption
 from flintmq.protocol.compression import Deflate, Snappy
 from flintmq.protocol.wire import encode_command
 from support.fakes import Client, until
 from support.http_client import HttpClient
+from support.secure import Certificates, Peer
 
 NOPS = b"NOP\n" * 60_000
 
@@ -106,6 +109,42 @@ async def test_a_client_that_has_not_introduced_itself_gets_less(broker: Broker)
         assert ran <= sessions.COMMANDS_AT_FIRST
     client.hang_up()
     await until(lambda: not broker.sessions)
+
+
+async def test_handshakes_do_not_come_before_what_others_send(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    certificates = Certificates(tmp_path)
+    order: list[str] = []
+    real_handshake, real_run = Encryption.decompress, commands.run
+
+    def shaken(self: Encryption, data: bytes) -> Iterator[bytes]:
+        order.append("handshake")
+        yield from real_handshake(self, data)
+
+    def run(session: Any, line: bytes, *rest: Any) -> int:
+        order.append(line.decode())
+        return real_run(session, line, *rest)
+
+    hello = ssl.MemoryBIO()
+    context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+    with contextlib.suppress(ssl.SSLWantReadError):
+        context.wrap_bio(ssl.MemoryBIO(), hello, server_hostname="localhost").do_handshake()
+    first = hello.read()
+    options = {"tls_cert": certificates.cert, "tls_key": certificates.key, "https_address": ""}
+    async with Broker(data_path=tmp_path, durability="memory", **options) as broker:
+        async with contextlib.AsyncExitStack() as stack:
+            hostile = [await stack.enter_async_context(Peer.connect(broker.tcp_address)) for _ in range(40)]
+            for peer in hostile:
+                assert (await peer.negotiate(tls_v1=True))["tls_v1"] is True
+            other = await stack.enter_async_context(Peer.connect(broker.tcp_address))
+            await other.negotiate()
+            monkeypatch.setattr(Encryption, "decompress", shaken)
+            monkeypatch.setattr(commands, "run", run)
+            # All of it is there before the broker looks.
+            for peer in hostile:
+                peer.send(first)
+            other.send(encode_command(b"PUB", b"t", body=b"x"))
+            await until(lambda: len(order) == 41)
+    assert order.index("PUB t") <= 10, order
 
 
 async def test_requests_in_a_row_are_served_in_shares(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -23,6 +23,7 @@ import pytest
 from flintmq.errors import StartError
 from flintmq.lookup import daemon, registry
 from flintmq.lookup.daemon import Lookupd
+from support.http_client import HttpClient
 from support.secure import Certificates
 
 from .nsqds import IDENTITY, Nsqd, StartLookupd, Time, connected, identify, until
@@ -404,6 +405,39 @@ async def test_silence_before_the_magic_ends_the_connection_and_silence_after_it
         await patient.ping()
         assert await silent.answer() is None
         assert await patient.ask(b"PING\n") == b"OK"
+
+
+async def test_a_connection_that_is_no_nsqds_is_ended(start_lookupd: StartLookupd, monkeypatch):
+    monkeypatch.setattr(daemon, "IDENTIFY_SECONDS", 0.05)
+    lookupd = await start_lookupd()
+    async with connected(lookupd.tcp_address) as nsqd, connected(lookupd.tcp_address) as stranger:
+        await nsqd.identify()
+        await stranger.ping()
+        assert await stranger.answer() is None
+        assert await nsqd.ask(b"PING\n") == b"OK"
+
+
+@pytest.mark.parametrize("field", ["broadcast_address", "hostname", "version", "topology_zone"])
+async def test_what_an_nsqd_says_of_itself_has_a_limit(lookupd, field):
+    async with connected(lookupd.tcp_address) as nsqd:
+        assert await nsqd.ask(identify(**{field: "<" * 257})) == (
+            f"E_BAD_BODY IDENTIFY {field} has more than 256 characters".encode()
+        )
+    async with connected(lookupd.tcp_address) as nsqd:
+        assert not (await nsqd.ask(identify(**{field: "<" * 256}))).startswith(b"E_")
+
+
+async def test_neither_port_takes_the_descriptors_of_the_other(start_lookupd: StartLookupd, monkeypatch, caplog):
+    monkeypatch.setattr(daemon, "shares_of_descriptors", lambda: (0, 8))
+    lookupd = await start_lookupd()
+    async with contextlib.AsyncExitStack() as stack:
+        nsqds = [await stack.enter_async_context(connected(lookupd.tcp_address)) for _ in range(5)]
+        for nsqd in nsqds[:4]:
+            await nsqd.ping()
+        assert await nsqds[4].answer() is None
+        async with HttpClient.connect(lookupd.http_address) as client:
+            assert (await client.get("/ping")).status == 200
+    assert "limit of 4 connections reached" in caplog.text
 
 
 async def test_a_bug_costs_one_connection(lookupd, nsqd, monkeypatch, caplog):
