@@ -198,6 +198,20 @@ async def test_snappy_is_granted_with_one_more_ok_inside(broker: Broker) -> None
     assert packed == bytes.fromhex("ff060000734e61507059 010e0000 26982bcf 00000006000000004f4b")
 
 
+@pytest.mark.parametrize("durability", ["memory", "os", "fsync"])
+async def test_the_answer_to_sub_comes_before_any_message(start_broker: StartBroker, durability: str) -> None:
+    broker = await start_broker(durability=durability)
+    publisher = Client(broker)
+    publisher.send(pub("t", b"one"))
+    await quiet(broker)
+    client = Client(broker)
+    # In one go, so that OKs still wait for the disk when RDY comes.
+    client.send(pub("t", b"two") + pub("t", b"x" * 70_000) + b"SUB t c\nRDY 5\n")
+    frames = await answered(client)
+    assert [frame for frame in frames if frame[0] == 0] == frames[:3] == [OK] * 3
+    assert sorted(len(frame[1]) - 26 for frame in frames[3:]) == [3, 3, 70_000]
+
+
 @pytest.mark.parametrize("codec", [Snappy, lambda: Deflate(6)], ids=["snappy", "deflate"])
 async def test_a_compressed_conversation_may_be_split_anywhere(broker: Broker, codec: Any) -> None:
     client = Client(broker)

@@ -432,9 +432,19 @@ def _rdy(session: Session, params: list[bytes], data: bytearray, at: int, stop: 
     count = count - (1 << 64) if count >= 1 << 63 else count
     if not 0 <= count <= limit:
         raise ProtocolError("E_INVALID", f"RDY count {count} out of range 0-{limit}")
-    session.ready_count = count
-    session.channel.wake(session)
+    if session.answers and not session.ready_count:
+        # Messages come after the answer to SUB, which may still wait for a commit or a sync.
+        session.answers.append(count)
+    else:
+        make_ready(session, count)
     return at
+
+
+def make_ready(session: Session, count: int) -> None:
+    """Let a RDY take effect."""
+    if session.state == SUBSCRIBED and session.channel is not None:
+        session.ready_count = count
+        session.channel.wake(session)
 
 
 def _message(session: Session, params: list[bytes], verb: str, least: int) -> tuple[Channel, int]:

@@ -161,9 +161,9 @@ class Session(asyncio.BufferedProtocol):
         self._socket: socket.socket = cast(socket.socket, None)
         #: A plain socket that frames may be written to as they are; -1 where they must go through the transport.
         self.fd = -1
-        # Output: frames of this turn, and answers that wait for a commit in front of them.
+        # Output: frames of this turn, and answers that wait for a commit in front of them; a number there is a RDY.
         self._out: list[bytes] = []
-        self.answers: deque[tuple[Commit, str] | bytes] = deque()
+        self.answers: deque[tuple[Commit, str] | bytes | int] = deque()
 
     # --- The connection --------------------------------------------------------------------------------------------
 
@@ -591,6 +591,12 @@ class Session(asyncio.BufferedProtocol):
                     self._refuse(ProtocolError(f"E_{verb}_FAILED", f"{verb} failed {commit.error}"))
                     return
                 self._out.append(OK_FRAME)
+            elif isinstance(answer, int):
+                answers.popleft()
+                self._flush()
+                commands.make_ready(self, answer)
+                if self.channel is not None:
+                    self.broker.later(self.channel.pump)
             else:
                 answers.popleft()
                 self._out.append(answer)
@@ -709,9 +715,9 @@ class Session(asyncio.BufferedProtocol):
         def answered() -> None:
             self.broker.later(then)
 
-        commit = self.answers[0][0]
-        assert isinstance(commit, Commit)
-        commit.waiters.append(answered)
+        owed = self.answers[0]
+        assert isinstance(owed, tuple)
+        owed[0].waiters.append(answered)
 
     def trust_until(self, when: float) -> None:
         """The auth servers have granted something until then, by the loop's clock."""

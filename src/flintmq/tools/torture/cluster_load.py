@@ -7,9 +7,10 @@ is closed: publishers hold back while channels owe too much, so that the cluster
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Awaitable, Callable, Sequence
 from typing import Any
 
 from flintmq.addresses import split
@@ -34,6 +35,8 @@ _SLOW = 0.05
 
 #: Seconds that an nsqd waits for the first words of a client.
 _HANDSHAKE = 5.0
+#: Seconds that a client has to disconnect when the run is cut short.
+_ABANDON_SECONDS = 0.5
 
 #: A machine that stands still for minutes is not a dead one. Nodes come and go: look for them often.
 SETTINGS: dict[str, Any] = {
@@ -181,6 +184,13 @@ class Publisher:
         self.wire.say_goodbye()
         await self._producer.close()
 
+    async def abandon(self) -> None:
+        """End at once, whatever is under way."""
+        for task in self._work:
+            task.cancel()
+        self.wire.say_goodbye()
+        await _at_once(self._producer.close())
+
 
 class Subscriber:
     """One member of a channel; ``replace`` closes its consumer and makes another one."""
@@ -235,6 +245,18 @@ class Subscriber:
         self.wire.say_goodbye()
         await self._consumer.close()
 
+    async def abandon(self) -> None:
+        """End at once, whatever is under way."""
+        self.wire.say_goodbye()
+        await _at_once(self._consumer.close())
+
     @property
     def connections(self) -> list[str]:
         return self._consumer.connections
+
+
+async def _at_once(closing: Awaitable[None]) -> None:
+    """Wait briefly for a client to close. One that is cancelled then drops its connections and closes what it holds."""
+    with contextlib.suppress(TimeoutError):
+        async with asyncio.timeout(_ABANDON_SECONDS):
+            await closing

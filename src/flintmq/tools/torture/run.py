@@ -219,7 +219,8 @@ class Run:
             finally:
                 for ledger in self._ledgers:
                     ledger.abandoned = True
-                # The clients' tasks end with the loop; the nodes must be ended by us.
+                # The clients first: they would try to reach nodes that are gone.
+                await asyncio.gather(*(client.abandon() for client in (*self._publishers, *self._subscribers)))
                 await asyncio.gather(
                     *(front.close() for front in self.fronts), *(node.close() for node in self.lookupds)
                 )
