@@ -220,7 +220,10 @@ class Run:
                 for ledger in self._ledgers:
                     ledger.abandoned = True
                 # The clients first: they would try to reach nodes that are gone.
-                await asyncio.gather(*(client.abandon() for client in (*self._publishers, *self._subscribers)))
+                await asyncio.gather(
+                    *(publisher.abandon() for publisher in self._publishers),
+                    *(subscriber.abandon() for subscriber in self._subscribers),
+                )
                 await asyncio.gather(
                     *(front.close() for front in self.fronts), *(node.close() for node in self.lookupds)
                 )
