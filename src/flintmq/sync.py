@@ -244,6 +244,11 @@ class Consumer(_Waiting[_consumer.Consumer[T]], Generic[T]):
         return self._background.call(lambda: self._wrapped.in_flight)
 
     @property
+    def is_stopping(self) -> bool:
+        """Return whether `stop` or `close` was called."""
+        return self._background.call(lambda: self._wrapped.is_stopping)
+
+    @property
     def is_starved(self) -> bool:
         """Some connection has sent nearly all it may. Whoever gathers messages should work on what he has."""
         return self._background.call(lambda: self._wrapped.is_starved)

@@ -384,6 +384,11 @@ class Consumer(Generic[T]):
         return self._started and self.flow.is_starved
 
     @property
+    def is_stopping(self) -> bool:
+        """Return whether `stop` or `close` was called."""
+        return self._stopping
+
+    @property
     def connections(self) -> list[str]:
         """The brokers that we are connected to."""
         return sorted(connection.address for connection in self._connections)

@@ -357,9 +357,12 @@ class Failures:
 
 
 async def connected(consumer: Consumer[bytes], addresses: Sequence[str], failures: Failures) -> None:
-    """Wait until a consumer has tried every nsqd that the user named. Fatal if one of them failed."""
+    """Wait until a consumer has tried every nsqd that the user named. Fatal if one of them failed.
+
+    A consumer that was stopped meanwhile, by a signal or by the last message that was wanted, connects to nobody more.
+    """
     waiting = set(addresses)
-    while waiting:
+    while waiting and not consumer.is_stopping:
         waiting.difference_update(consumer.connections)
         for address in waiting & failures.of.keys():
             raise Fatal(f"({address}) error connecting to nsqd - {failures.of[address]}")
