@@ -16,6 +16,7 @@ import socket
 import subprocess
 import sys
 import time
+import tomllib
 import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
@@ -23,9 +24,11 @@ from pathlib import Path
 import pytest
 
 import flintmq
+from flintmq import __main__ as programs
 from flintmq import kernel
 from flintmq.options import NsqdOptions, NsqlookupdOptions, option_table
 
+ROOT = Path(__file__).parents[1]
 # A guard against hanging, nowhere a measure.
 PATIENCE = 60
 
@@ -655,3 +658,18 @@ def test_a_stop_that_loses_messages_has_status_1(tmp_path):
         _, stderr = running.communicate(timeout=PATIENCE)
     assert running.returncode == 1
     assert re.search(rb"FATAL: cannot save everything: TOPIC\(t\): \d+ messages in memory could not be written", stderr)
+
+
+def test_every_script_ends_quietly_when_ctrl_c_comes_during_its_imports(monkeypatch: pytest.MonkeyPatch) -> None:
+    scripts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["scripts"]
+    imported = []
+
+    def interrupt(name: str) -> None:
+        imported.append(name)
+        raise KeyboardInterrupt
+
+    assert set(scripts) == set(programs.__all__)
+    assert set(scripts.values()) == {f"flintmq.__main__:{name}" for name in scripts}
+    monkeypatch.setattr(importlib, "import_module", interrupt)
+    assert [getattr(programs, name)() for name in scripts] == [130] * len(scripts)
+    assert all(importlib.util.find_spec(name) is not None for name in imported)

@@ -75,7 +75,7 @@ class Process:
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="it looks for child processes in /proc")
-@pytest.mark.parametrize("moment", [0.0, 1.5])
+@pytest.mark.parametrize("moment", [0.0, 1.5, 4.0])
 async def test_ctrl_c_ends_it_with_the_figures_so_far_and_leaves_no_broker(moment: float, tmp_path: Path) -> None:
     torture = await Process.start("--minutes=10", "--json", "--durability=os", f"--data-path={tmp_path}")
     brokers = await torture.children()

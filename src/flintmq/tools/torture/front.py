@@ -282,7 +282,8 @@ class Front:
                 # A broker that was killed or has no descriptors may not answer: that is a moment like any other.
                 with contextlib.suppress(ConnectionError):
                     await connection.connect(self._proxy.endpoint if proxied else self._endpoint)
-                await connection.closed
+                # Whoever waits may be cancelled; the connection is not.
+                await asyncio.shield(connection.closed)
             finally:
                 self._connections.discard(connection)
             await asyncio.sleep(RECONNECT)

@@ -66,8 +66,12 @@ class Violations:
 
     counts: Counter[str] = field(default_factory=Counter)
     samples: list[str] = field(default_factory=list)
+    #: The run is over: what happens while it is cleaned up breaks no rule.
+    is_closed: bool = False
 
     def add(self, rule: str, text: str) -> None:
+        if self.is_closed:
+            return
         self.counts[rule] += 1
         if self.counts[rule] <= _MOST_SAMPLES:
             self.samples.append(f"{rule}: {text}")

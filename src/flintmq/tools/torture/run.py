@@ -217,8 +217,10 @@ class Run:
                 for exc in group.exceptions:
                     self._violations.add("ended", str(exc) or repr(exc))
             finally:
+                self._violations.is_closed = True
                 for ledger in self._ledgers:
                     ledger.abandoned = True
+                    ledger.violations.is_closed = True
                 # The clients first: they would try to reach nodes that are gone.
                 await asyncio.gather(
                     *(publisher.abandon() for publisher in self._publishers),
