@@ -673,3 +673,25 @@ def test_every_script_ends_quietly_when_ctrl_c_comes_during_its_imports(monkeypa
     monkeypatch.setattr(importlib, "import_module", interrupt)
     assert [getattr(programs, name)() for name in scripts] == [130] * len(scripts)
     assert all(importlib.util.find_spec(name) is not None for name in imported)
+
+
+@pytest.mark.parametrize("on_path", [True, False])
+def test_up_says_what_to_type_next_where_the_programs_are_not_on_the_path(tmp_path: Path, on_path: bool) -> None:
+    bin_folder = Path(sys.executable).parent
+    addresses = [
+        f"--{name}-address=127.0.0.1:0" for name in ("tcp", "http", "lookupd-tcp", "lookupd-http", "admin-http")
+    ]
+    process = subprocess.Popen(
+        command("up", f"--data-path={tmp_path / 'data'}", *addresses),
+        stdout=subprocess.PIPE,
+        text=True,
+        env=os.environ | {"PATH": f"{bin_folder}:/usr/bin" if on_path else "/usr/bin"},
+    )
+    try:
+        assert process.stdout is not None
+        lines = [process.stdout.readline().rstrip() for _ in range(13)]
+    finally:
+        process.send_signal(signal.SIGINT)
+        process.wait(PATIENCE)
+    assert lines[0] == f"flintmq {flintmq.__version__} is up"
+    assert (f"source {bin_folder / 'activate'}" in lines) is (not on_path)

@@ -18,6 +18,7 @@ import os
 import pkgutil
 import platform
 import resource
+import shutil
 import signal
 import socket
 import sys
@@ -276,6 +277,9 @@ def _welcome(broker: Broker, options: NsqdOptions, lookupd: str, admin: str) -> 
         f"messages            {os.path.abspath(options.data_path)}"
     )
     example = f'flintmq sub greetings/printer{elsewhere}\nflintmq pub greetings "hello"{elsewhere}'
+    if shutil.which("flintmq") is None and sys.prefix != sys.base_prefix:
+        # Started by its path: other terminals do not find it either.
+        example = f"source {os.path.join(sys.prefix, 'bin', 'activate')}\n{example}"
     if not sys.stdout.isatty():
         print(f"flintmq {__version__} is up\n\n{facts}\n\nTry, in two other terminals:\n\n{example}\n", flush=True)
         return

@@ -98,8 +98,9 @@ def run(arguments: argparse.Namespace) -> int:
     folder = Path(arguments.folder).absolute()
     folder.mkdir(parents=True, exist_ok=True)
     metrics.plot(metrics.Board(), folder / "metrics.html")
+    # Before signals only ask for the end: ctrl-C must not wait for Spark to start.
+    spark = common.open_session(arguments, "flintmq sample")
     with common.asked_to_stop() as stop:
-        spark = common.open_session(arguments, "flintmq sample")
         common.say(
             f"orders are published to the topic {TOPIC}, archived and measured\n"
             f"  metrics   {(folder / 'metrics.html').as_uri()}\n"
