@@ -137,6 +137,11 @@ def test_compression_that_is_not_granted_is_done_without() -> None:
         converse(broker, "--snappy")
 
 
+def test_pub_without_words_asks_for_a_topic_alone() -> None:
+    status, _, errors = run("pub")
+    assert (status, errors.splitlines()[-1].rpartition(": ")[2]) == (2, "TOPIC")
+
+
 def test_two_compressions_are_a_usage_error() -> None:
     status, _, errors = run("pub", "t", "x", "--deflate", "--snappy")
     assert status == 2

@@ -46,6 +46,7 @@ from flintmq.options import (
 if TYPE_CHECKING:
     from flintmq.broker.backup import Manifest
     from flintmq.broker.daemon import Broker
+    from flintmq.lookup.daemon import Lookupd
 
 __all__ = ["main", "nsqadmin", "nsqd", "nsqlookupd"]
 
@@ -265,7 +266,7 @@ def _up(argv: Sequence[str]) -> int:
         return 1
 
 
-def _welcome(broker: Broker, options: NsqdOptions, lookupd: str, admin: str) -> None:
+def _welcome(broker: Broker, options: NsqdOptions, lookupd: Lookupd, admin: str) -> None:
     """Say where things are, and what to type next."""
     address = broker.tcp_address
     elsewhere = "" if address == "127.0.0.1:4150" else f" --nsqd {address}"
@@ -273,7 +274,8 @@ def _welcome(broker: Broker, options: NsqdOptions, lookupd: str, admin: str) -> 
         f"in your browser     {admin}\n"
         f"nsqd (TCP)          {address}\n"
         f"nsqd (HTTP)         {broker.http_address}\n"
-        f"nsqlookupd (HTTP)   {lookupd}\n"
+        f"nsqlookupd (TCP)    {lookupd.tcp_address}   for more nsqds: --lookupd-tcp-address\n"
+        f"nsqlookupd (HTTP)   {lookupd.http_address}\n"
         f"messages            {os.path.abspath(options.data_path)}"
     )
     example = f'flintmq sub greetings/printer{elsewhere}\nflintmq pub greetings "hello"{elsewhere}'
@@ -399,7 +401,7 @@ async def _serve_all(options: NsqdOptions, lookupd_options: NsqlookupdOptions, a
         async with Admin(admin_options) as admin:
             return await _serve(
                 options,
-                announce=lambda broker, options: _welcome(broker, options, lookupd.http_address, admin.url),
+                announce=lambda broker, options: _welcome(broker, options, lookupd, admin.url),
             )
 
 

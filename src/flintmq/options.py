@@ -941,7 +941,8 @@ def help_text(options_class: type[Options]) -> str:
     for flag, entry in sorted(option_table(options_class).items()):
         lines.append(f"  -{flag} {entry.kind.placeholder}".rstrip())
         default = entry.kind.to_text(entry.default)
-        if entry.default == "" or not default:
+        # As Go does: a switch that is off needs no words.
+        if entry.default == "" or entry.default is False or not default:
             shown = ""
         else:
             shown = f' (default "{default}")' if entry.kind is STRING else f" (default {default})"

@@ -145,7 +145,7 @@ async def test_what_matches_a_json_path_is_counted_and_then_finished(view: View,
     await view.go("/messages?topic=returns&channel=shop")
     await view.page.get_by_label("JSON path").fill("$.customer.city")
     await view.page.get_by_label("Value at the JSON path").fill("Oslo")
-    await view.says("40 found, 200 of 200 looked at")
+    await view.says("40 found, 200 of 200 searched")
     await view.button("All that match …").click()
     await view.page.wait_for_function("() => document.querySelector('dialog .counted').innerText === '40 of 200 match'")
     assert waiting() == 200

@@ -151,6 +151,28 @@ def test_stat_prints_lines(capfd: pytest.CaptureFixture[str], where: list[str]) 
     assert [json.loads(line)["depth"] for line in out.splitlines()] == [15, 15]
     status, _, err = flintmq(capfd, "stat", "nothing", "-n", "1", *where)
     assert (status, "no nsqd has a topic nothing" in err) == (1, True)
+    status, _, err = flintmq(capfd, "stat", "orders/nothing", "-n", "1", *where)
+    assert (status, "the topic orders has no channel nothing" in err) == (1, True)
+
+
+def test_a_topic_that_nsqlookupds_alone_know_is_called_registered(capfd: pytest.CaptureFixture[str]) -> None:
+    with NsqCluster(1, 1) as cluster:
+        where = ["--lookupd-http-address", cluster.lookupds[0].http_address]
+        status, out, _ = flintmq(capfd, "channel", "create", "later/c", *where)
+        assert (status, out.partition(";")[0]) == (0, "later/c: registered with 1 nsqlookupd")
+        assert "with the first message to later" in out
+        cluster.brokers[0].publish("later", b"one")
+        status, out, _ = flintmq(capfd, "channel", "create", "later/d", *where)
+        assert (status, out) == (0, "later/d: created on 1 nsqd and 1 nsqlookupd\n")
+
+
+def test_nsqds_and_nsqlookupds_together_are_a_wrong_command_line(
+    capfd: pytest.CaptureFixture[str], where: list[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        flintmq(capfd, "ls", "--nsqd-http-address", "127.0.0.1:4151", *where)
+    assert ended.value.code == 2
+    assert "not allowed with" in capfd.readouterr().err
 
 
 def test_what_loses_messages_is_not_done_without_a_yes(capfd: pytest.CaptureFixture[str]) -> None:
@@ -223,8 +245,8 @@ def test_the_scripts_complete_in_their_shells(shell: str, tmp_path: Path) -> Non
     program.write_text(f'#!/bin/sh\nexec {sys.executable} -m flintmq "$@"\n')
     program.chmod(0o755)
     ask = {
-        "bash": 'eval "$(flintmq completion bash)"; COMP_WORDS=(flintmq channel unp); COMP_CWORD=2; _flintmq; '
-        'echo "${COMPREPLY[@]}"',
+        "bash": 'eval "$(flintmq completion bash)"; COMP_LINE="flintmq channel unp"; COMP_POINT=${#COMP_LINE}; '
+        '_flintmq; echo "${COMPREPLY[@]}"',
         # Without a terminal there is no line to complete: the function is called with words of its own.
         "zsh": 'compdef() { :; }; compadd() { shift 2; print -- "$@"; }; eval "$(flintmq completion zsh)"; '
         "words=(flintmq channel unp); CURRENT=3; _flintmq",
@@ -236,17 +258,35 @@ def test_the_scripts_complete_in_their_shells(shell: str, tmp_path: Path) -> Non
     assert done.stdout.decode().split() == ["unpause"], done.stderr
 
 
+def test_bash_completes_topics_and_channels_of_the_address_in_the_line(where: list[str], tmp_path: Path) -> None:
+    bash = shutil.which("bash")
+    if bash is None:
+        pytest.skip("bash is not installed")
+    program = tmp_path / "flintmq"
+    program.write_text(f'#!/bin/sh\nexec {sys.executable} -m flintmq "$@"\n')
+    program.chmod(0o755)
+    setup = tmp_path / "setup"
+    setup.write_text(f'PATH="{tmp_path}:$PATH"; PS1="ready> "; eval "$(flintmq completion bash)"\n')
+    with Terminal("--rcfile", str(setup), "-i", program=bash) as terminal:
+        terminal.wait_for("ready> ")
+        terminal.type(f"flintmq channel pause {' '.join(where)} ord\t")
+        terminal.wait_for(f"{where[1]} orders/")
+        terminal.type("sh\t")
+        terminal.wait_for("orders/shipping")
+
+
 # --- In a terminal ----------------------------------------------------------------------------------------------------
 
 
 class Terminal:
     """A program in a terminal of 120 columns and 30 lines."""
 
-    def __init__(self, *argv: str) -> None:
+    def __init__(self, *argv: str, program: str = "") -> None:
         self.pid, self._fd = pty.fork()
         if not self.pid:
             os.environ |= {"TERM": "xterm-256color", "COLUMNS": "120", "LINES": "30"}
-            os.execv(sys.executable, [sys.executable, "-m", "flintmq", *argv])
+            command = [program] if program else [sys.executable, "-m", "flintmq"]
+            os.execv(command[0], [*command, *argv])
         import fcntl
         import struct
         import termios

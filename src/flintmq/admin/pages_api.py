@@ -418,10 +418,11 @@ class PagesApi:
                 results.append((place, name, {"kind": kind, "name": name, "detail": detail, "link": link}))
 
         for name, row in state.topics.items():
-            add("topic", name, f"{row['channels']} channels, depth {row['depth']}", f"/topics/{quote(name, safe='')}")
+            detail = f"{row['channels']} channel{'' if row['channels'] == 1 else 's'}, depth {row['depth']:,}"
+            add("topic", name, detail, f"/topics/{quote(name, safe='')}")
         for (topic, channel), row in state.channels.items():
             link = f"/topics/{quote(topic, safe='')}/{quote(channel, safe='')}"
-            add("channel", channel, f"of {topic}, depth {row['depth']}", link, f"{topic}/{channel}")
+            add("channel", channel, f"of {topic}, depth {row['depth']:,}", link, f"{topic}/{channel}")
         for name, row in state.node_rows.items():
             detail = f"{row['hostname']}, {row['topics']} topics"
             add("node", name, detail, f"/nodes/{quote(name, safe=':[]')}", row["hostname"])

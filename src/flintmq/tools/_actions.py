@@ -88,7 +88,12 @@ async def _act(cluster: Cluster, kind: str, topic: str, channel: str, arguments:
         if cluster.lookupds and action in ("create", "delete"):
             where += f" and {len(cluster.lookupds)} nsqlookupd{'' if len(cluster.lookupds) == 1 else 's'}"
         lost = f", {messages:,} message{'' if messages == 1 else 's'} dropped" if action in ("empty", "delete") else ""
-        print_line(f"{label}: {_DONE[action]} {where}{lost}")
+        if action == "create" and not nodes:
+            # nsqlookupd alone: `flintmq ls`, which asks nsqds, does not show it yet.
+            where = f"{where.removeprefix('on 0 nsqds and ')}; an nsqd creates it with the first message to {topic}"
+            print_line(f"{label}: registered with {where}")
+        else:
+            print_line(f"{label}: {_DONE[action]} {where}{lost}")
     return 1 if failures else 0
 
 

@@ -326,14 +326,15 @@ def _host_of(address: str) -> str:
 def cluster_flags(parser: argparse.ArgumentParser) -> None:
     """Add the flags that say which cluster to ask, and as whom."""
     group = parser.add_argument_group("the cluster")
-    group.add_argument(
+    daemons = group.add_mutually_exclusive_group()
+    daemons.add_argument(
         "--lookupd-http-address",
         metavar="ADDRESS",
         action="append",
         default=[],
         help="nsqlookupd that knows the nsqds: host:port or a URL (repeatable)",
     )
-    group.add_argument(
+    daemons.add_argument(
         "--nsqd-http-address",
         metavar="ADDRESS",
         action="append",
@@ -348,8 +349,6 @@ def cluster_flags(parser: argparse.ArgumentParser) -> None:
 
 def cluster_of(arguments: argparse.Namespace) -> Cluster:
     nsqds, lookupds = arguments.nsqd_http_address, arguments.lookupd_http_address
-    if nsqds and lookupds:
-        raise OptionError("give --lookupd-http-address or --nsqd-http-address, not both")
     return Cluster(
         nsqds or ([] if lookupds else [DEFAULT_NSQD_HTTP]),
         lookupds,

@@ -32,12 +32,15 @@ _SECONDS = 1.0
 _SCRIPTS = {
     "bash": r"""# flintmq: completion for bash. Put it into ~/.bashrc: eval "$(flintmq completion bash)"
 _flintmq() {
-    local word line
-    word="${COMP_WORDS[COMP_CWORD]}"
+    local line="${COMP_LINE:0:COMP_POINT}"
+    local -a words
+    # Not COMP_WORDS: bash ends words at ":" and "=" too, and an address has a colon.
+    read -ra words <<< "$line"
+    if [[ $line == *[[:space:]] ]]; then words+=(""); fi
     COMPREPLY=()
     while IFS= read -r line; do
         COMPREPLY+=("$line")
-    done < <(flintmq completion --answer "${COMP_WORDS[@]:1:COMP_CWORD}" 2>/dev/null)
+    done < <(flintmq completion --answer "${words[@]:1}" 2>/dev/null)
     if [[ ${#COMPREPLY[@]} == 1 && ${COMPREPLY[0]} == */ ]]; then compopt -o nospace; fi
 }
 complete -o default -F _flintmq flintmq
@@ -95,7 +98,7 @@ def main(argv: Sequence[str], commands: Sequence[str], run: Callable[[list[str]]
             "flintmq completion fish > ~/.config/fish/completions/flintmq.fish",
         ],
     )
-    parser.add_argument("shell", metavar="SHELL", choices=tuple(_SCRIPTS), help="bash, zsh or fish")
+    parser.add_argument("shell", metavar="bash|zsh|fish", choices=tuple(_SCRIPTS), help="bash, zsh or fish")
     parser.add_argument("--json", action="store_true", help="print the script as JSON")
     arguments = parser.parse_args(argv)
     if arguments.json:

@@ -61,7 +61,7 @@ def _parser() -> argparse.ArgumentParser:
         description="Publish messages: the arguments, or each line of a file or of standard input.",
     )
     parser.add_argument("topic", metavar="TOPIC")
-    parser.add_argument("message", metavar="MESSAGE", nargs="*", type=os.fsencode)
+    parser.add_argument("message", metavar="MESSAGE", nargs="*", type=os.fsencode, default=[])
     parser.add_argument("--file", metavar="FILE", help="publish each line of this file; empty lines are skipped")
     parser.add_argument(
         "--defer", metavar="DURATION", type=_milliseconds, default=0, help="deliver only after this time, such as 10s"

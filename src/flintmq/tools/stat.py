@@ -54,7 +54,8 @@ async def _watch(cluster: Cluster, topic: str, channel: str, arguments: argparse
     stopping = asyncio.Event()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stopping.set)
-    before = await cluster.sample(topic, channel)
+    # With all channels of the topic: an nsqd that is asked for one that it lacks names no topic at all.
+    before = await cluster.sample(topic)
     _find(before, topic, channel)
     printed = 0
     failing: dict[str, str] = {}

@@ -81,8 +81,15 @@ export class ApiError extends Error {
     this.code = (answer?.message || "").split(":")[0];
   }
   /** The sentence behind the code, for people. */
-  get words() { const at = this.message.indexOf(": "); return at > 0 ? this.message.slice(at + 2) : this.message; }
+  get words() { const at = this.message.indexOf(": "); return at > 0 ? this.message.slice(at + 2) : SENTENCES[this.message] || this.message; }
 }
+
+const SENTENCES = {
+  TOPIC_NOT_FOUND: "There is no such topic: no node has it, and no nsqlookupd knows it. Perhaps it was deleted.",
+  CHANNEL_NOT_FOUND: "There is no such channel: no node has it. Perhaps it was deleted.",
+  NODE_NOT_FOUND: "There is no such node in the cluster. Perhaps it was stopped, or has another address now.",
+  CLIENT_NOT_FOUND: "This client is not connected any more.",
+};
 
 export const session = store(null);
 
@@ -304,6 +311,9 @@ export function count(value) {
   if (value === null || value === undefined) return NONE;
   return Math.abs(value) < 1e6 ? whole.format(Math.round(value)) : si(value);
 }
+
+/** "3 topics", "1 topic", "no topics". */
+export const many = (value, things) => `${value ? exact(value) : "no"} ${value === 1 ? things.replace(/s$/, "") : things}`;
 
 export const exact = (value) => (value === null || value === undefined ? NONE : whole.format(value));
 

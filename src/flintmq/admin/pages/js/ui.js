@@ -1,7 +1,7 @@
 // The parts that pages are made of: numbers with a past, charts, tables, dialogs.
 import {
-  html, useState, useEffect, useRef, useMemo, useStore, useApi, A, Ago, ApiError, address, api,
-  count, duration, exact, notify, restarts, setQuery, time,
+  html, useState, useEffect, useRef, useMemo, useScope, useStore, useApi, A, Ago, ApiError, address, api,
+  bytes, count, duration, exact, many, notify, restarts, setQuery, time,
 } from "./lib.js";
 
 // --- States ----------------------------------------------------------------------------------------------------------
@@ -50,6 +50,13 @@ export function Copy({ text, label = "Copy" }) {
 
 export const Command = ({ children }) => html`<div class="command"><code>${children}</code><${Copy} text=${children} /></div>`;
 
+/** The command that publishes a first message, to a node that is up. */
+export function FirstPublish({ topic }) {
+  const nodes = Object.entries(useScope("cluster")?.nodes || {});
+  const [node] = nodes.find(([, one]) => one.up) || ["127.0.0.1:4151"];
+  return html`<${Command}>${`curl -d 'hello' 'http://${node}/pub?topic=${encodeURIComponent(topic)}'`}</${Command}>`;
+}
+
 export function Crumbs({ items }) {
   return html`<nav class="crumbs" aria-label="Breadcrumbs">${items.map(([name, to], index) =>
     html`<span key=${index}>${to ? html`<${A} to=${to}>${name}</${A}>` : html`<b aria-current="page">${name}</b>`}</span>`)}</nav>`;
@@ -96,6 +103,11 @@ export function Stat({ title, value, values, colour, hint, note, to, query }) {
 const token = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
 const SYNC = window.uPlot ? uPlot.sync("page") : null;
 
+// Steps of the axes whose numbers are rounded: whole ones of messages, powers of two of bytes.
+const WHOLE = Array.from({ length: 48 }, (_, index) => [1, 2, 5][index % 3] * 10 ** Math.floor(index / 3));
+const BINARY = Array.from({ length: 60 }, (_, index) => 2 ** index);
+const STEPS = new Map([[count, WHOLE], [bytes, BINARY]]);
+
 /** series: [{ key, title, colour, area, format }]; data: { x: [seconds], [key]: [values] } */
 export function Chart({ title, series, data, height = 180, format = count }) {
   const box = useRef(null);
@@ -119,7 +131,7 @@ export function Chart({ title, series, data, height = 180, format = count }) {
       width: box.current.clientWidth || 400, height, cursor: { sync: SYNC ? { key: SYNC.key } : undefined, points: { size: 6 }, drag: { x: false, y: false } },
       legend: { live: true }, scales: { y: { range: (_, low, high) => [Math.min(0, low || 0), high > 0 ? high * 1.1 : 1] } },
       axes: [{ ...axis, space: 80, size: 28, values: (_, splits) => splits.map((at) => time(at * 1000, false)) },
-        { ...axis, size: 64, values: (_, splits) => splits.map((value) => format(value)) }],
+        { ...axis, size: 64, ...(STEPS.has(format) ? { incrs: STEPS.get(format) } : {}), values: (_, splits) => splits.map((value) => format(value)) }],
       series: [{ label: "time", value: (_, at) => (at ? time(at * 1000) : "–") },
         ...series.map((one) => ({
           label: one.title, stroke: token(one.colour), width: 1.75, points: { show: false }, spanGaps: false,
@@ -252,8 +264,8 @@ export function List({ path, query = {}, columns, name, label, empty, prefix = "
   const page = (to) => setQuery({ [field("offset")]: to || "" });
   return html`<section class="list" aria-label=${label}>
     <div class="list-head">
-      <${Filter} value=${filter} label=${`Filter ${label}`} placeholder=${`Filter ${exact(data.total)} ${label}`} onInput=${(text) => setQuery({ [field("filter")]: text, [field("offset")]: "" })} />
-      <span class="list-count" role="status">${filter ? `${exact(data.matched)} of ${exact(data.total)}` : exact(data.total)} ${label}</span>
+      <${Filter} value=${filter} label=${`Filter ${label}`} placeholder=${data.total ? `Filter ${many(data.total, label)}` : "Filter"} onInput=${(text) => setQuery({ [field("filter")]: text, [field("offset")]: "" })} />
+      <span class="list-count" role="status">${filter ? `${exact(data.matched)} of ${many(data.total, label)}` : many(data.total, label)}</span>
       ${actions && selected.size ? html`<span class="bulk">${actions([...selected], () => { setSelected(new Set()); reload(); })}</span>` : null}
       ${actions && !selected.size && filter && data.matched ? html`<span class="bulk">${actions(null, reload, { filter, matched: data.matched })}</span>` : null}
     </div>
@@ -310,20 +322,18 @@ const DONE = { Create: "Created", Pause: "Paused", Resume: "Resumed", Empty: "Em
 const DANGEROUS = /^(empty|delete|tombstone|drain)/;
 
 function words(target, preview) {
-  const things = [];
-  if (preview.messages) things.push(html`<b>${exact(preview.messages)} messages</b>`);
-  if (preview.in_flight) things.push(html`${exact(preview.in_flight)} of them in flight`);
-  if (preview.deferred) things.push(html`${exact(preview.deferred)} deferred`);
-  const lost = things.length ? html`${things.map((part, index) => html`${index ? ", " : ""}${part}`)} will be lost. ` : null;
+  const parts = [preview.in_flight && `${exact(preview.in_flight)} in flight`, preview.deferred && `${exact(preview.deferred)} deferred`].filter(Boolean);
+  const lost = preview.messages ? html`<b>${many(preview.messages, "messages")}</b>${parts.length ? ` (${parts.join(", ")})` : ""} will be lost. ` : null;
+  const clients = preview.clients ? `${many(preview.clients, "clients")} will be disconnected.` : "No client is connected.";
   switch (target.action) {
     case "pause_topic": return html`Messages are kept in the topic and reach no channel until it is resumed.`;
-    case "pause_channel": return html`Consumers get no more messages until the channel is resumed. ${exact(preview.clients)} consumers are connected.`;
-    case "unpause_topic": case "unpause_channel": return html`Delivery goes on. ${exact(preview.messages)} messages wait.`;
+    case "pause_channel": return html`Consumers get no more messages until the channel is resumed. ${preview.clients ? `${many(preview.clients, "consumers")} connected.` : "No consumer is connected."}`;
+    case "unpause_topic": case "unpause_channel": return html`Delivery goes on. ${preview.messages ? `${many(preview.messages, "messages")} waiting.` : "No message waits."}`;
     case "empty_topic": case "empty_channel": return lost || html`It is empty already.`;
-    case "delete_topic": return html`${lost || "It has no messages. "}${exact(preview.channels)} channels are deleted too, ${exact(preview.clients)} clients are disconnected.`;
-    case "delete_channel": return html`${lost || "It has no messages. "}${exact(preview.clients)} clients are disconnected.`;
+    case "delete_topic": return html`${lost || "It has no messages. "}${preview.channels ? `${many(preview.channels, "channels")} will be deleted too. ` : ""}${clients}`;
+    case "delete_channel": return html`${lost || "It has no messages. "}${clients}`;
     case "tombstone_topic_producer": return html`${lost}Consumers stop using <b>${target.node}</b> for this topic, which is then deleted there.`;
-    case "drain_node": return html`<b>${target.node}</b> refuses new messages, hands out what it has, and stops when it is empty. ${exact(preview.messages)} messages wait there.`;
+    case "drain_node": return html`<b>${target.node}</b> refuses new messages, hands out what it has, and stops when it is empty. ${preview.messages ? `${many(preview.messages, "messages")} waiting there.` : "No message waits there."}`;
     default: return null;
   }
 }
@@ -351,7 +361,7 @@ export function ActionDialog({ target, onClose, onDone }) {
       const answer = await api("/actions", { method: "POST", body: { ...target, confirm: preview.confirm ? typed : undefined } });
       const bad = (answer.results || []).filter((result) => result.error);
       if (bad.length) notify(`${verb} ${thing}: ${bad.map((result) => `${result.target}: ${result.error}`).join("; ")}`, "error");
-      else notify(answer.message || `${DONE[verb]} ${thing} on ${answer.results?.length ?? 0} ${answer.results?.length === 1 ? "node" : "nodes"}.`, answer.message ? "error" : "info", answer.message ? null : undoOf(target, onDone));
+      else notify(answer.message || `${DONE[verb]} ${thing} on ${many(preview.nodes.length, "nodes")}.`, answer.message ? "error" : "info", answer.message ? null : undoOf(target, onDone));
       onClose();
       onDone?.();
     } catch (problem) { setFailure(problem); } finally { setBusy(false); }

@@ -1,8 +1,8 @@
 // Look into a queue: a list of messages, the chosen one decoded beside it; filters, bulk actions, and a live tail.
 import {
-  html, useApi, useEffect, useMemo, useRef, useState, useStore, A, Ago, address, api, bytes, clock, count, exact, link, may, notify, session, setQuery,
+  html, useApi, useEffect, useMemo, useRef, useState, useStore, A, Ago, address, api, bytes, clock, count, exact, link, many, may, notify, session, setQuery,
 } from "../lib.js";
-import { Command, Dialog, Empty, Failure, Filter, Label, Loading, Missing, useTitle } from "../ui.js";
+import { Dialog, Empty, Failure, Filter, FirstPublish, Label, Loading, Missing, useTitle } from "../ui.js";
 import { Body, firstLine, fromBase64 } from "../body.js";
 import { TopicHead } from "./topics.js";
 import { RedriveDialog } from "./dead.js";
@@ -91,7 +91,7 @@ function Look({ topic, channel, state }) {
       <${Filter} value=${query.path} placeholder="JSON path: $.user.id" label="JSON path" onInput=${(text) => setQuery({ path: text, message: "" })} />
       ${query.path ? html`<span class="quiet">=</span><${Filter} value=${query.equals} placeholder="any value" label="Value at the JSON path" onInput=${(text) => setQuery({ equals: text, message: "" })} />` : null}
       ${state === "dead" ? html`<select aria-label="Reason" value=${query.reason || ""} onChange=${(event) => setQuery({ reason: event.target.value })}><option value="">any reason</option>${["requeued", "timed out", "expired"].map((one) => html`<option key=${one}>${one}</option>`)}</select>` : null}
-      <button onClick=${found.reload} disabled=${found.running}>Look again</button>
+      <button onClick=${found.reload} disabled=${found.running}>Refresh</button>
     </div>
     <${Progress} found=${found} isFiltered=${isFiltered} />
     <${Missing} nodes=${found.missing} />${found.unsupported?.length ? html`<p class="missing">NSQ's own nsqd does not show messages: ${found.unsupported.join(", ")}</p>` : null}
@@ -110,18 +110,18 @@ function Look({ topic, channel, state }) {
 
 function Progress({ found, isFiltered }) {
   const words = isFiltered
-    ? `${exact(found.messages.length)} found, ${exact(found.scanned)}${found.total ? ` of ${exact(Math.max(found.total, found.scanned))}` : ""} looked at`
+    ? `${exact(found.messages.length)} found, ${exact(found.scanned)}${found.total ? ` of ${exact(Math.max(found.total, found.scanned))}` : ""} searched`
     // How many a log has is not counted.
     : !found.messages.length ? "" : found.total > found.messages.length ? `${exact(found.messages.length)} of ${exact(found.total)} shown` : `${exact(found.messages.length)} shown${found.next ? ", there are more" : ""}`;
-  return html`<div class="row progress-line"><span class="quiet" role="status">${words}</span>${found.running && isFiltered ? html`<progress aria-label="Looked at" max=${found.total || 1} value=${found.total ? found.scanned : undefined}></progress><button class="small" onClick=${found.stop}>Stop</button>` : null}
-    ${!found.running && found.next && isFiltered ? html`<button class="small" onClick=${found.more}>Look on</button>` : null}</div>`;
+  return html`<div class="row progress-line"><span class="quiet" role="status">${words}</span>${found.running && isFiltered ? html`<progress aria-label="Searched" max=${found.total || 1} value=${found.total ? found.scanned : undefined}></progress><button class="small" onClick=${found.stop}>Stop</button>` : null}
+    ${!found.running && found.next && isFiltered ? html`<button class="small" onClick=${found.more}>Search further</button>` : null}</div>`;
 }
 
 function Row({ message, state, isChosen, isSelected, onChoose, onToggle }) {
   const line = useMemo(() => (message.damaged ? "damaged: its file cannot be read" : firstLine(fromBase64(message.body))), [message]);
   return html`<li aria-current=${isChosen}>${onToggle ? html`<input type="checkbox" checked=${isSelected} onChange=${() => onToggle(message)} aria-label=${`Select ${message.id}`} />` : null}
     <button onClick=${() => onChoose(message)}><span class="line">${line || "empty"}</span><span class="meta"><${Ago} at=${message.time} /><span class="mono">${message.id}</span>
-      ${state !== "log" ? html`<span>${message.attempts === 1 ? "1 attempt" : `${message.attempts} attempts`}</span>` : null}<span>${bytes(message.size)}</span>
+      ${state !== "log" ? html`<span>${many(message.dead ? message.dead.attempts : message.attempts, "attempts")}</span>` : null}<span>${bytes(message.size)}</span>
       ${message.due ? html`<span>due <${Ago} at=${message.due} /></span>` : null}${message.client ? html`<span>${message.client.client_id}</span>` : null}${message.dead ? html`<${Label} kind="amber">${message.dead.reason}</${Label}>` : null}</span></button></li>`;
 }
 
@@ -137,7 +137,7 @@ function Detail({ message, topic, channel, state, onAct, canAct, onClose }) {
     state !== "log" && ["Attempts", dead ? dead.attempts : message.attempts], dead && ["Died", html`${clock(dead.time)}, ${dead.reason}`],
     dead && ["Was", html`<span class="mono">${dead.id}</span> in ${dead.topic}/${dead.channel}`], dead?.path?.length > 1 && ["Way", dead.path.join(" → ")],
     message.due && ["Due", html`${clock(message.due)} (<${Ago} at=${message.due} />)`], message.deadline && ["Times out", html`${clock(message.deadline)} (<${Ago} at=${message.deadline} />)`],
-    message.client && ["Held by", `${message.client.client_id} ${message.client.remote_address || ""}`], ["Node", message.node], ["Sequence", exact(message.seq)], ["Size", `${exact(message.size)} bytes`],
+    message.client && ["Held by", `${message.client.client_id} ${message.client.remote_address || ""}`], ["Node", message.node], ["Sequence", html`<span class="mono">${message.seq}</span>`], ["Size", `${exact(message.size)} bytes`],
   ].filter(Boolean);
   return html`<section class="panel" aria-label="Message"><div class="row"><h2 class="first mono">${message.id}</h2><span class="grow"></span>
       ${canAct ? html`<span class="actions">${["finish", "requeue", "defer"].map((kind) => html`<button key=${kind} class="small" onClick=${() => onAct(kind)}>${VERBS[kind]} …</button>`)}</span>` : null}
@@ -156,8 +156,8 @@ const TEACH = {
 };
 
 function Nothing({ state, isFiltered, topic, scanned }) {
-  if (isFiltered) return html`<${Empty} title="No message matches"><p>${exact(scanned)} were looked at.</p><button onClick=${() => setQuery({ filter: "", path: "", equals: "", reason: "" })}>Clear the filter</button></${Empty}>`;
-  return html`<${Empty} title=${TEACH[state][0]}><p>${TEACH[state][1]}</p>${state === "log" ? html`<${Command}>${`curl -d 'hello' 'http://127.0.0.1:4151/pub?topic=${topic}'`}</${Command}>` : null}</${Empty}>`;
+  if (isFiltered) return html`<${Empty} title="No message matches"><p>${exact(scanned)} were searched.</p><button onClick=${() => setQuery({ filter: "", path: "", equals: "", reason: "" })}>Clear the filter</button></${Empty}>`;
+  return html`<${Empty} title=${TEACH[state][0]}><p>${TEACH[state][1]}</p>${state === "log" ? html`<${FirstPublish} topic=${topic} />` : null}</${Empty}>`;
 }
 
 // --- Act on many: counted first, then done, as a job of the daemon ---------------------------------------------------------

@@ -10,7 +10,7 @@ export function Nodes() {
   useTitle("Nodes");
   const columns = (drawn) => [
     { key: "node", title: "Node", main: true, render: (row) => html`${STATES(row)}<${A} to=${nodePath(row.node)}>${row.hostname || row.node}</${A}>${row.up ? null : html` <${Label} kind="red">does not answer</${Label}>`}${row.draining ? html` <${Label} kind="amber">draining</${Label}>` : null}` },
-    { key: "address", title: "Address", sort: null, card: false, render: (row) => row.node },
+    { key: "address", title: "Address", sort: null, render: (row) => row.node },
     { key: "version", title: "Version", card: false, render: (row) => html`${row.version || "–"}${row.kind === "nsq" ? " (Go)" : ""}${row.out_of_date ? html` <${Label} kind="amber">differs</${Label}>` : null}` },
     { key: "published", title: "Published", num: true, render: (row) => rate(row.published) },
     { key: "spark", title: "", sort: null, card: false, render: (row) => html`<${Sparkline} values=${drawn[row.node]?.published} label=${`published on ${row.node}, last hour`} />` },

@@ -1,6 +1,6 @@
 // The cluster at a glance: what is wrong first, then totals with their past, one chart, and the topics.
 import { html, useApi, useScope, A, count, rate, topicPath } from "../lib.js";
-import { Chart, Command, Empty, Failure, Level, List, Missing, Problems, Ranges, Sparkline, Stat, Label, useHistory, useRange, useTitle } from "../ui.js";
+import { Chart, Empty, Failure, FirstPublish, Level, List, Missing, Problems, Ranges, Sparkline, Stat, Label, useHistory, useRange, useTitle } from "../ui.js";
 
 export const RATES = [{ key: "published", title: "published", colour: "accent" }, { key: "delivered", title: "delivered", colour: "blue" }];
 export const DEPTH = [{ key: "depth", title: "depth", colour: "grey-series", area: true }];
@@ -52,5 +52,5 @@ export function TopicList({ limit = 100 }) {
   ];
   return html`<${List} path="/topics" label="topics" columns=${columns} name=${(row) => row.topic} limit=${limit} sparks=${{ kind: "topic", series: ["published", "depth"] }}
     empty=${html`<${Empty} title="No topics yet"><p>A topic begins with its first message. Publish one:</p>
-      <${Command}>${"curl -d 'hello' 'http://127.0.0.1:4151/pub?topic=greetings'"}</${Command}></${Empty}>`} />`;
+      <${FirstPublish} topic="greetings" /></${Empty}>`} />`;
 }

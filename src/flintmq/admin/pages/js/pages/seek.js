@@ -27,7 +27,7 @@ export function TimeLine({ topic, channel }) {
   const settle = (ms) => { setDragged(null); setQuery({ to: String(Math.round(ms)) }); };
   const now = here.length ? Math.min(...here.map((one) => one.time)) : data.to;
   return html`<div class="panel"><div class="row"><h2 class="first">Log of ${topic}</h2><span class="quiet">${exact(total)} messages in ${duration(span / 1000)}${total ? `, at most ${rate(most / data.step)}` : ""}</span></div>
-    <${Missing} nodes=${data.missing} />
+    <${Missing} nodes=${data.missing} />${data.unsupported?.length ? html`<p class="missing">Not counted and not moved, because NSQ's own nsqd has no log: ${data.unsupported.join(", ")}</p>` : null}
     <div class="timeline"><svg viewBox=${`0 0 1000 ${HEIGHT}`} preserveAspectRatio="none" role="img" aria-label=${`Publish rate of ${topic} from ${clock(data.from)} to ${clock(data.to)}`} onClick=${(event) => { const box = event.currentTarget.getBoundingClientRect(); settle(data.from + ((event.clientX - box.left) / box.width) * span); }}>
         ${data.counts.map((one, index) => (one ? html`<rect key=${index} x=${index * wide} width=${Math.max(1, wide - 0.8)} y=${HEIGHT - 2 - (one / most) * (HEIGHT - 6)} height=${2 + (one / most) * (HEIGHT - 6)} />` : null))}
         ${here.map((one) => html`<line key=${one.node} class="now" x1=${place(one.time)} x2=${place(one.time)} y1="0" y2=${HEIGHT}><title>${one.node} is at ${clock(one.time)}</title></line>`)}

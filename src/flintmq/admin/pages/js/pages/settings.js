@@ -46,7 +46,7 @@ export function Settings({ topic, channel }) {
   if (!data) return html`<${Loading} />`;
   const names = Object.keys(data.settings);
   if (!names.length) return html`<${Empty} title="No node here can tell its settings"><p>Settings of topics and channels are a feature of flintmq's nsqd; NSQ's own has flags only.</p></${Empty}>`;
-  return html`<${Missing} nodes=${data.missing} />${data.unsupported?.length ? html`<p class="missing">Nodes without settings of their own: ${data.unsupported.join(", ")}</p>` : null}
+  return html`<${Missing} nodes=${data.missing} />${data.unsupported?.length ? html`<p class="missing">NSQ's own nsqd has no settings, a change does not reach it: ${data.unsupported.join(", ")}</p>` : null}
     <div class="table-box settings"><table aria-label="settings"><thead><tr><th scope="col">Setting</th><th scope="col">Value</th><th scope="col">From</th><th><span class="sr">Change</span></th></tr></thead><tbody>
     ${names.map((key) => {
       const one = data.settings[key];
