@@ -3,10 +3,16 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from flintmq.broker.daemon import Broker
+from flintmq.broker.observe import stats
+from flintmq.broker.observe.deltas import Deltas
+from support.fakes import Client, quiet, until
 from support.http_client import HttpClient
 from support.nsq_client import NsqClient
 
@@ -105,3 +111,100 @@ async def test_whoever_merges_all_changes_knows_what_there_is(tmp_path: Path) ->
                 cursor, known = answer["cursor"], merged(known, answer)
                 now = whole((await client.get("/stats?format=json&extended=true&include_clients=false")).json)
                 assert without_lags(known) == without_lags(now), target
+
+
+async def question(deltas: Deltas, cursor: str) -> dict[str, Any]:
+    answer: dict[str, Any] = msgspec.json.decode(await deltas.json(cursor, False))
+    return answer
+
+
+def told(answer: dict[str, Any]) -> dict[str, list[str]]:
+    return {
+        topic["topic_name"]: [channel["channel_name"] for channel in topic["channels"]] for topic in answer["topics"]
+    }
+
+
+async def test_channels_at_rest_are_not_read(broker: Broker) -> None:
+    """The work is that of the topics where something happens, however many others there are."""
+    for number in range(50):
+        for channel in ("x", "y"):
+            broker.topic(f"t{number}").channel(channel)
+    deltas = Deltas(broker)
+    answer = await question(deltas, "")
+    assert deltas.looked == 100
+    answer = await question(deltas, answer["cursor"])
+    assert deltas.looked == 100 and not answer["topics"]
+    await Client(broker).publish("t7", b"x")
+    await quiet(broker)
+    answer = await question(deltas, answer["cursor"])
+    assert deltas.looked == 102 and told(answer) == {"t7": ["x", "y"]}
+    # It has a message now that may go at any time.
+    answer = await question(deltas, answer["cursor"])
+    assert deltas.looked == 104 and not answer["topics"]
+    for channel in ("x", "y"):
+        broker.topics["t7"].channels[channel].empty()
+    answer = await question(deltas, answer["cursor"])
+    assert deltas.looked == 106 and told(answer) == {"t7": ["x", "y"]}
+    answer = await question(deltas, answer["cursor"])
+    assert deltas.looked == 106 and not answer["topics"]
+
+
+async def test_what_happens_to_a_channel_at_rest_is_told(broker: Broker) -> None:
+    for name in ("x", "y"):
+        broker.topic("t").channel(name)
+    channel = broker.topics["t"].channels["x"]
+    # Messages that stay in the log for others, to go back to.
+    broker.topics["t"].readers.move("r", 0)
+    consumer = Client(broker)
+    await consumer.subscribe("t", "x", ready=10)
+    await Client(broker).publish_many("t", [b"1", b"2"])
+    await until(lambda: len(consumer.messages) == 2)
+    consumer.finish(*consumer.messages)
+    broker.topics["t"].channels["y"].empty()
+    await quiet(broker)
+    deltas = Deltas(broker)
+    cursor = (await question(deltas, ""))["cursor"]
+
+    async def told_after_it() -> dict[str, list[str]]:
+        nonlocal cursor
+        await quiet(broker)
+        assert deltas._topics["t"].at_rest
+        answer = await question(deltas, cursor)
+        cursor = answer["cursor"]
+        return told(answer)
+
+    assert await told_after_it() == {}
+    channel.pause(True)
+    assert await told_after_it() == {"t": ["x"]}
+    channel.pause(False)
+    assert await told_after_it() == {"t": ["x"]}
+    other = Client(broker)
+    await other.subscribe("t", "x", ready=0)
+    assert await told_after_it() == {"t": ["x"]}
+    other.hang_up()
+    assert await told_after_it() == {"t": ["x"]}
+    # Back, and through all of it, between two questions: only messages sent from memory are more than before.
+    channel.seek(0)
+    await until(lambda: len(consumer.messages) == 4)
+    consumer.finish(*consumer.messages[2:])
+    assert await told_after_it() == {"t": ["x"]}
+    assert await told_after_it() == {}
+    # Another channel of the same name.
+    broker.topics["t"].delete_channel("y")
+    broker.topics["t"].channel("y")
+    assert await told_after_it() == {"t": ["y"]}
+
+
+async def test_a_backlog_that_leaves_the_memory_is_told(broker: Broker) -> None:
+    topic = broker.topic("t")
+    topic.channel("c")
+    deltas = Deltas(broker)
+    await Client(broker).publish_many("t", [b"x" * 100] * 50)
+    await quiet(broker)
+    before = await question(deltas, "")
+    topic.change_settings(replace(topic.settings, mem_queue_size=0))
+    await quiet(broker)
+    [channel] = stats.document(broker)["topics"][0]["channels"]
+    assert channel["backend_depth"] == 50 != before["topics"][0]["channels"][0]["backend_depth"]
+    after = await question(deltas, before["cursor"])
+    assert [one["backend_depth"] for one in after["topics"][0]["channels"]] == [50]
