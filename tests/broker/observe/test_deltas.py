@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import msgspec
+from conftest import StartBroker
 
 from flintmq.broker.daemon import Broker
 from flintmq.broker.observe import stats
@@ -168,8 +169,11 @@ async def test_what_happens_to_a_channel_at_rest_is_told(broker: Broker) -> None
     async def told_after_it() -> dict[str, list[str]]:
         nonlocal cursor
         await quiet(broker)
-        assert deltas._topics["t"].at_rest
         answer = await question(deltas, cursor)
+        looked = deltas.looked
+        assert not (await question(deltas, answer["cursor"]))["topics"]
+        # At rest again.
+        assert deltas.looked == looked
         cursor = answer["cursor"]
         return told(answer)
 
@@ -208,3 +212,30 @@ async def test_a_backlog_that_leaves_the_memory_is_told(broker: Broker) -> None:
     assert channel["backend_depth"] == 50 != before["topics"][0]["channels"][0]["backend_depth"]
     after = await question(deltas, before["cursor"])
     assert [one["backend_depth"] for one in after["topics"][0]["channels"]] == [50]
+
+
+async def test_messages_that_come_for_a_channel_at_rest_alone_are_told(start_broker: StartBroker) -> None:
+    """Dead letters come back, and are gone again before the next question."""
+    broker = await start_broker(http_address="127.0.0.1:0")
+    channel, _ = broker.topic("t").channel("c")
+    channel.settings = replace(channel.settings, max_attempts=1)
+    consumer = Client(broker)
+    await consumer.subscribe("t", "c", ready=10)
+    await Client(broker).publish("t", b"x")
+    await until(lambda: consumer.messages)
+    consumer.requeue(consumer.messages[0])
+    await until(lambda: channel.leaving.dead_lettered_count)
+    await quiet(broker)
+    deltas = Deltas(broker)
+    before = await question(deltas, "")
+    async with HttpClient.connect(broker.http_address) as client:
+        assert (await client.post("/channel/redrive?topic=t&channel=c")).status == 200
+    await until(lambda: len(consumer.messages) == 2)
+    consumer.finish(consumer.messages[1])
+    await quiet(broker)
+    after = await question(deltas, before["cursor"])
+    counts = [
+        {topic["topic_name"]: topic for topic in answer["topics"]}["t"]["channels"][0]["message_count"]
+        for answer in (before, after)
+    ]
+    assert counts == [1, 2]

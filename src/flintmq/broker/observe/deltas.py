@@ -5,10 +5,9 @@ whether anything happened there, and when it noticed that; an asker gets what wa
 Each answer has a ``cursor`` for the next one. A cursor of another start of the broker, or one that is too old, gets
 everything.
 
-Most channels of a large broker are at rest: they have no message in any state. Such a channel gets one only when the
-topic's mark ``pumped`` moves, when a seek replaces its ranges, or from the topic's side log. So where all channels of a
-topic were at rest, a glance at these signs, at consumers and at pauses is enough; all numbers are read only where one
-of the signs has changed, or where there is a side log.
+Most channels of a large broker are at rest: they have no message in any state. Such a channel does not change before
+the topic's mark ``pumped`` moves, or its count ``touched``. So where all channels of a topic were at rest, a glance at
+the topic is enough: with very many channels, each number that is read costs a cache miss.
 """
 
 from __future__ import annotations
@@ -30,9 +29,9 @@ __all__ = ["Deltas"]
 
 #: Deleted topics and channels that are remembered.
 MOST_GONE = 10_000
-#: Channels whose numbers are all read, and those at rest that are glanced at, in the time that it takes to tell of one.
+#: Channels whose numbers are read, and topics that are glanced at, in the time that it takes to tell of one channel.
 LOOKS = 4
-GLANCES = 20
+GLANCES = 4
 #: The first of a channel's numbers say how many messages it has in each state: all of them 0 when it is at rest.
 HELD = 9
 
@@ -40,13 +39,12 @@ HELD = 9
 class _Seen:
     """What was last seen of a topic and its channels, and the numbers under which that was noticed."""
 
-    __slots__ = ("at_rest", "channels", "latest", "noticed", "numbers", "numbers_of_channels", "signs", "topic")
+    __slots__ = ("at_rest", "channels", "latest", "noticed", "numbers", "numbers_of_channels", "topic")
 
     def __init__(self, topic: Topic) -> None:
         self.topic = topic
         self.numbers: tuple[Any, ...] = ()
-        # Whether all channels were at rest, and the signs by which that changes.
-        self.signs: tuple[list[Any], ...] = ()
+        # Were all channels at rest?
         self.at_rest = False
         # Side by side: most of the time nothing has changed, and lists are compared at once.
         self.channels: list[Channel] = []
@@ -63,7 +61,7 @@ class Deltas:
         self._topics: dict[str, _Seen] = {}
         self._gone: deque[tuple[int, str, str]] = deque()
         self._walking = asyncio.Lock()
-        #: Channels whose numbers were all read, since the start.
+        #: Channels whose numbers were read, since the start.
         self.looked = 0
         # Before it, nobody knows what has gone.
         self._floor = 0
@@ -87,10 +85,10 @@ class Deltas:
                 continue
             looked = self.looked
             seen = self._look(topic)
-            glances += 5 + len(seen.channels)
-            if self.looked > looked or glances >= GLANCES:
-                yield (self.looked - looked) // LOOKS + glances // GLANCES
-                glances %= GLANCES
+            glances += 1
+            if self.looked > looked or glances == GLANCES:
+                yield 1 + (self.looked - looked) // LOOKS
+                glances = 0
             if seen.latest > after:
                 parts.append(self._tell(seen, after))
                 yield len(seen.channels)
@@ -126,21 +124,15 @@ class Deltas:
             topic.paused,
             topic.expired_count,
             len(topic.channels),
+            topic.touched,
             readers,
         )
-        # Few attributes and hardly any object besides the channel: with very many channels, each costs a cache miss. In
-        # lists, because those are compared without a look at what they hold.
         channels = list(topic.channels.values())
-        waiting = [one.waiting for one in channels]
-        paused = [one.paused for one in channels]
-        consumers = [len(one.sessions) for one in channels]
-        signs = (channels, waiting, paused, consumers)
         if numbers != seen.numbers:
             seen.numbers = numbers
             seen.latest = self._next()
-        elif seen.at_rest and signs == seen.signs:
+        elif seen.at_rest and channels == seen.channels:
             return seen
-        seen.signs = signs
         if channels != seen.channels:
             self._rearrange(seen, channels)
         self.looked += len(channels)
@@ -171,7 +163,7 @@ class Deltas:
             )
             for one in channels
         ]
-        seen.at_rest = topic.side is None and not any(any(each[:HELD]) for each in its)
+        seen.at_rest = not any(any(each[:HELD]) for each in its)
         if its != seen.numbers_of_channels:
             for number, (old, new) in enumerate(zip(seen.numbers_of_channels, its, strict=True)):
                 if old != new:
