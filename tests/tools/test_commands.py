@@ -151,6 +151,37 @@ def test_stat_prints_lines(capfd: pytest.CaptureFixture[str], where: list[str]) 
     assert [json.loads(line)["depth"] for line in out.splitlines()] == [15, 15]
     status, _, err = flintmq(capfd, "stat", "nothing", "-n", "1", *where)
     assert (status, "no nsqd has a topic nothing" in err) == (1, True)
+    status, _, err = flintmq(capfd, "stat", "nothing/billing", "-n", "1", *where)
+    assert (status, "no nsqd has a topic nothing" in err) == (1, True)
+
+
+def test_stat_of_a_channel_that_is_missing_names_the_channel(
+    capfd: pytest.CaptureFixture[str], where: list[str]
+) -> None:
+    status, _, err = flintmq(capfd, "stat", "orders/nothing", "-n", "1", *where)
+    assert (status, "the topic orders has no channel nothing; flintmq ls orders lists" in err) == (1, True)
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        *(
+            [command, *topic, f"-n={number}"]
+            for command, *topic in (["stat"], ["top", "--json"], ["tail", "orders"])
+            for number in ("0", "-1", "x")
+        ),
+        *(["ls", f"--timeout={seconds}"] for seconds in ("0", "-1", "nan", "inf", "x")),
+    ],
+    ids=" ".join,
+)
+def test_numbers_that_make_no_sense_are_refused_by_their_flag(
+    capfd: pytest.CaptureFixture[str], where: list[str], argv: list[str]
+) -> None:
+    capfd.readouterr()
+    with pytest.raises(SystemExit) as ended:
+        cli.main([*argv, *where])
+    assert ended.value.code == 2
+    assert f"argument {argv[-1].partition('=')[0]}: " in capfd.readouterr().err
 
 
 def test_what_loses_messages_is_not_done_without_a_yes(capfd: pytest.CaptureFixture[str]) -> None:

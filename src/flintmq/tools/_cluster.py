@@ -26,6 +26,7 @@ from flintmq.cluster.node import NodeClient
 from flintmq.errors import ClusterError, ConnectError, FlintError, HttpError, OptionError
 from flintmq.tools import DEFAULT_NSQD_HTTP, read_token, run, tls_flags, tls_of
 from flintmq.tools._output import open_standard_files
+from flintmq.tools._show import parse_timeout
 
 if TYPE_CHECKING:
     import ssl
@@ -340,7 +341,9 @@ def cluster_flags(parser: argparse.ArgumentParser) -> None:
         default=[],
         help=f"nsqd: host:port, a URL or the path of a unix socket (repeatable; default {DEFAULT_NSQD_HTTP})",
     )
-    group.add_argument("--timeout", metavar="SECONDS", type=float, default=5.0, help="of each request (%(default)s)")
+    group.add_argument(
+        "--timeout", metavar="SECONDS", type=parse_timeout, default=5.0, help="of each request (%(default)s)"
+    )
     group.add_argument("--token", metavar="TOKEN", help="for daemons that ask for one; others can see it in ps")
     group.add_argument("--token-file", metavar="FILE", help="read the token from this file")
     tls_flags(group)

@@ -13,7 +13,7 @@ from typing import Any
 from flintmq.errors import OptionError
 from flintmq.tools import print_json, print_line, split_source
 from flintmq.tools._cluster import Cluster, Sample, cluster_flags, run_on_cluster, warn
-from flintmq.tools._show import DIM, new_parser, paint, parse_seconds, rate
+from flintmq.tools._show import DIM, new_parser, paint, parse_count, parse_seconds, rate
 
 __all__ = ["ABOUT", "main"]
 
@@ -39,7 +39,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--interval", metavar="DURATION", type=parse_seconds, default=2.0, help="time between two lines (default 2s)"
     )
-    parser.add_argument("-n", metavar="COUNT", dest="count", type=int, default=0, help="end after COUNT lines")
+    parser.add_argument("-n", metavar="COUNT", dest="count", type=parse_count, help="end after COUNT lines")
     parser.add_argument("--json", action="store_true", help="print a JSON object for each line")
     cluster_flags(parser)
     arguments = parser.parse_args(argv)
@@ -55,7 +55,8 @@ async def _watch(cluster: Cluster, topic: str, channel: str, arguments: argparse
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stopping.set)
     before = await cluster.sample(topic, channel)
-    _find(before, topic, channel)
+    if topic and topic not in before.topics:
+        raise OptionError(await _missing(cluster, topic, channel))
     printed = 0
     failing: dict[str, str] = {}
     due = loop.time()
@@ -84,15 +85,11 @@ async def _watch(cluster: Cluster, topic: str, channel: str, arguments: argparse
     return 0
 
 
-def _find(sample: Sample, topic: str, channel: str) -> None:
-    """OptionError if there is no such topic or channel."""
-    if not topic:
-        return
-    found = sample.topics.get(topic)
-    if found is None:
-        raise OptionError(f"no nsqd has a topic {topic}; flintmq ls lists those that there are")
-    if channel and channel not in found.channels:
-        raise OptionError(f"the topic {topic} has no channel {channel}; flintmq ls {topic} lists its channels")
+async def _missing(cluster: Cluster, topic: str, channel: str) -> str:
+    """Return what is not there: an nsqd that is asked for a channel leaves out topics without it."""
+    if channel and topic in (await cluster.sample(topic)).topics:
+        return f"the topic {topic} has no channel {channel}; flintmq ls {topic} lists its channels"
+    return f"no nsqd has a topic {topic}; flintmq ls lists those that there are"
 
 
 def _values(sample: Sample, before: Sample, topic: str, channel: str) -> dict[str, Any]:
