@@ -395,6 +395,17 @@ def test_top_in_a_terminal_opens_a_topic_sorts_pauses_and_ends(cluster: NsqClust
         assert terminal.end() == 0
 
 
+def test_the_sentences_of_a_help_fit_a_narrow_terminal(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    capfd.readouterr()
+    with pytest.raises(SystemExit):
+        cli.main(["ls", "--help"])
+    _, about, *_ = capfd.readouterr().out.split("\n\n")
+    assert about.startswith("List the topics") and max(map(len, about.splitlines())) <= 40
+
+
 def test_top_without_a_terminal_says_what_to_run(capfd: pytest.CaptureFixture[str], where: list[str]) -> None:
     status, _, err = flintmq(capfd, "top", *where)
     assert (status, "flintmq top --json prints updates" in err) == (1, True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import sys
 import textwrap
 from collections.abc import Sequence
@@ -32,7 +33,7 @@ def new_parser(name: str, description: str, examples: Sequence[str]) -> argparse
     """Return the parser of a command; its help ends with examples."""
     return argparse.ArgumentParser(
         prog=f"flintmq {name}",
-        description=textwrap.fill(description, 80),
+        description=textwrap.fill(description, min(80, shutil.get_terminal_size().columns)),
         epilog="examples:\n" + "\n".join(f"  {example}" for example in examples),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
