@@ -80,7 +80,7 @@ def test_an_nsqd_that_is_down_is_named_and_the_others_are_shown(
     status, out, err = flintmq(capfd, "ls", "--interval", "0", *argv)
     assert status == 1
     assert "billing" in out
-    assert "no answer from 127.0.0.1:1" in err
+    assert "127.0.0.1:1 is left out: cannot speak to an nsqd" in err
 
 
 @pytest.mark.parametrize(
@@ -117,7 +117,7 @@ def test_an_nsqd_that_says_nonsense_spoils_nobody_else_s_answer(
         finally:
             server.shutdown()
             thread.join()
-    assert (status, "billing" in out, f"no answer from {odd}" in err) == (1, True, True)
+    assert (status, "billing" in out, f"{odd} is left out: " in err) == (1, True, True)
     assert (alone[0], alone[1], odd in alone[2]) == (1, "", True)
     assert "\x1b" not in out + err
 
@@ -151,8 +151,8 @@ def test_stat_prints_lines(capfd: pytest.CaptureFixture[str], where: list[str]) 
     assert [json.loads(line)["depth"] for line in out.splitlines()] == [15, 15]
     status, _, err = flintmq(capfd, "stat", "nothing", "-n", "1", *where)
     assert (status, "no nsqd has a topic nothing" in err) == (1, True)
-    status, _, err = flintmq(capfd, "stat", "orders/nothing", "-n", "1", *where)
-    assert (status, "the topic orders has no channel nothing" in err) == (1, True)
+    status, _, err = flintmq(capfd, "stat", "nothing/billing", "-n", "1", *where)
+    assert (status, "no nsqd has a topic nothing" in err) == (1, True)
 
 
 def test_a_topic_that_nsqlookupds_alone_know_is_called_registered(capfd: pytest.CaptureFixture[str]) -> None:
@@ -173,6 +173,57 @@ def test_nsqds_and_nsqlookupds_together_are_a_wrong_command_line(
         flintmq(capfd, "ls", "--nsqd-http-address", "127.0.0.1:4151", *where)
     assert ended.value.code == 2
     assert "not allowed with" in capfd.readouterr().err
+
+
+def test_stat_of_a_channel_that_is_missing_names_the_channel(
+    capfd: pytest.CaptureFixture[str], where: list[str]
+) -> None:
+    status, _, err = flintmq(capfd, "stat", "orders/nothing", "-n", "1", *where)
+    assert (status, "the topic orders has no channel nothing; flintmq ls orders lists" in err) == (1, True)
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        *(
+            [command, *topic, f"-n={number}"]
+            for command, *topic in (["stat"], ["top", "--json"], ["tail", "orders"])
+            for number in ("0", "-1", "x")
+        ),
+        *(["ls", f"--timeout={seconds}"] for seconds in ("0", "-1", "nan", "inf", "x")),
+    ],
+    ids=" ".join,
+)
+def test_numbers_that_make_no_sense_are_refused_by_their_flag(
+    capfd: pytest.CaptureFixture[str], where: list[str], argv: list[str]
+) -> None:
+    capfd.readouterr()
+    with pytest.raises(SystemExit) as ended:
+        cli.main([*argv, *where])
+    assert ended.value.code == 2
+    assert f"argument {argv[-1].partition('=')[0]}: " in capfd.readouterr().err
+
+
+def test_a_token_that_is_missing_wrong_or_too_weak_is_what_is_named(
+    capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    tokens = tmp_path / "tokens"
+    tokens.write_text("all admin\nsome read\n")
+    tokens.chmod(0o600)
+    with NsqBroker(http_auth_token_file=tokens) as broker:
+        here = ["--nsqd-http-address", broker.http_address]
+        for given, said in (([], "asks for a token"), (["--token", "x"], "does not know this token")):
+            status, _, err = flintmq(capfd, "ls", "--interval", "0", *here, *given)
+            line = f"flintmq ls: the nsqd at {broker.http_address} {said}; see --token-file\n"
+            assert (status, err) == (1, line)
+        status, _, err = flintmq(capfd, "topic", "create", "t", *here, "--token", "some")
+        assert (status, "refuses it: the token lacks the right admin" in err) == (1, True)
+        assert flintmq(capfd, "topic", "create", "t", *here, "--token", "all")[0] == 0
+        status, out, _ = flintmq(capfd, "doctor", "--data-path", str(tmp_path), *here)
+        assert (status, "give a token with the right read: --token-file" in out) == (1, True)
+    for token in ("a\nb", "a b", "", "\u00e9"):
+        status, _, err = flintmq(capfd, "ls", *here, "--token", token)
+        assert (status, err) == (1, "flintmq ls: --token must be one word of printable ASCII characters\n")
 
 
 def test_what_loses_messages_is_not_done_without_a_yes(capfd: pytest.CaptureFixture[str]) -> None:
@@ -380,6 +431,17 @@ def test_top_in_a_terminal_opens_a_topic_sorts_pauses_and_ends(cluster: NsqClust
         until(lambda: paused() == [False, False])
         terminal.type("q")
         assert terminal.end() == 0
+
+
+def test_the_sentences_of_a_help_fit_a_narrow_terminal(
+    capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("COLUMNS", "40")
+    capfd.readouterr()
+    with pytest.raises(SystemExit):
+        cli.main(["ls", "--help"])
+    _, about, *_ = capfd.readouterr().out.split("\n\n")
+    assert about.startswith("List the topics") and max(map(len, about.splitlines())) <= 40
 
 
 def test_top_without_a_terminal_says_what_to_run(capfd: pytest.CaptureFixture[str], where: list[str]) -> None:

@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import gzip
 import json
+import re
 import signal
 import socketserver
+import subprocess
 import threading
 from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -17,7 +19,7 @@ import pytest
 
 from flintmq import sync
 from flintmq.testing import NsqBroker
-from tools.programs import SIDES, Program, run, until
+from tools.programs import SIDES, Program, command, run, until
 
 TOPIC = "orders"
 
@@ -132,6 +134,36 @@ def test_to_nsq_publishes_the_same_records(broker: NsqBroker, delimiter: str) ->
 def test_to_nsq_keeps_the_last_byte_of_a_record_without_a_delimiter(broker: NsqBroker) -> None:
     done = run("ours", "to_nsq", "-topic=unended", f"-nsqd-tcp-address={broker.address}", stdin=b"abc\ndef")
     assert (done.returncode, broker.take("unended", 2)) == (0, [b"abc", b"def"])
+
+
+def peak(pid: int) -> int:
+    """The most bytes of memory that a process has had; 0 where that cannot be read, or no longer."""
+    with contextlib.suppress(OSError):
+        found = re.search(r"VmHWM:\s*(\d+) kB", Path(f"/proc/{pid}/status").read_text())
+        return int(found[1]) << 10 if found else 0
+    return 0
+
+
+@pytest.mark.parametrize("size", [65 << 20, 400 << 20])
+def test_to_nsq_refuses_a_record_without_end_before_it_fills_the_memory(broker: NsqBroker, size: int) -> None:
+    """However much comes, no more of it is kept than the longest record has; and what came before is published."""
+    topic = f"endless_{size >> 20}"
+    words = [*command("ours", "to_nsq"), f"-topic={topic}", f"-nsqd-tcp-address={broker.address}", "-delimiter=;"]
+    most = 0
+    with subprocess.Popen(words, stdin=subprocess.PIPE, stderr=subprocess.PIPE) as program:
+        assert program.stdin is not None and program.stderr is not None
+        with contextlib.suppress(BrokenPipeError), program.stdin as stdin:
+            stdin.write(b"one;two;")
+            for _ in range(size >> 20):
+                stdin.write(bytes(1 << 20))
+                most = max(most, peak(program.pid))
+        said = program.stderr.read().decode()
+    assert program.returncode == 1
+    line = said.splitlines()[-1]
+    assert f"the record at byte 8 of standard input is longer than {64 << 20} bytes" in line and "';'" in line
+    # The interpreter, the longest record, and the little that is read ahead.
+    assert most < 200 << 20
+    assert broker.take(topic, 2) == [b"one", b"two"]
 
 
 def test_to_nsq_publishes_to_every_address(broker: NsqBroker) -> None:

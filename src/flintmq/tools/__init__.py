@@ -13,6 +13,7 @@ import asyncio
 import base64
 import contextlib
 import os
+import re
 import sys
 from collections import deque
 from collections.abc import Callable, Coroutine
@@ -352,13 +353,19 @@ def _choice(names: list[str], kind: str) -> str:
     return f"it has {shown}" + (f" and {len(names) - 10} more" if len(names) > 10 else "")
 
 
+#: A header of HTTP carries it.
+_TOKEN = re.compile("[!-~]+")
+
+
 def read_token(arguments: argparse.Namespace) -> str | None:
     if not arguments.token_file:
         token: str | None = arguments.token
+        if token is not None and not _TOKEN.fullmatch(token):
+            raise OptionError("--token must be one word of printable ASCII characters")
         return token
     with open(arguments.token_file, encoding="utf-8") as file:
         words = file.read().split()
-    if len(words) != 1:
+    if len(words) != 1 or not _TOKEN.fullmatch(words[0]):
         raise OptionError(f"{arguments.token_file} must hold one token and nothing else")
     return words[0]
 

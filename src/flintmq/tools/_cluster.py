@@ -26,6 +26,7 @@ from flintmq.cluster.node import NodeClient
 from flintmq.errors import ClusterError, ConnectError, FlintError, HttpError, OptionError
 from flintmq.tools import DEFAULT_NSQD_HTTP, read_token, run, tls_flags, tls_of
 from flintmq.tools._output import open_standard_files
+from flintmq.tools._show import parse_timeout
 
 if TYPE_CHECKING:
     import ssl
@@ -198,6 +199,8 @@ class Cluster:
         self._session: aiohttp.ClientSession | None = None
         #: Failures of nsqlookupds when the nodes were looked up last.
         self.failures: dict[str, str] = {}
+        #: An nsqd asked for a token, or for another one.
+        self.needs_token = False
 
     async def __aenter__(self) -> Cluster:
         return self
@@ -240,12 +243,22 @@ class Cluster:
         failures: dict[str, str] = {}
         for address, answer in zip(asked, answers, strict=True):
             if isinstance(answer, FlintError | OSError):
-                failures[address] = answer.code if isinstance(answer, HttpError) else str(answer)
+                failures[address] = self._refusal(address, answer) if isinstance(answer, HttpError) else str(answer)
             elif isinstance(answer, BaseException):
                 raise answer
             else:
                 found[address] = answer
         return found, failures
+
+    def _refusal(self, address: str, error: HttpError) -> str:
+        """Return why an nsqd answers nothing else, for people."""
+        if error.code not in ("UNAUTHORIZED", "FORBIDDEN"):
+            return error.code
+        self.needs_token = True
+        if error.code == "FORBIDDEN":
+            right = error.details.get("missing_right")
+            return f"the nsqd at {address} refuses it: the token lacks the right{f' {right}' if right else ''}"
+        return f"the nsqd at {address} {'does not know this token' if self._token else 'asks for a token'}"
 
     async def sample(self, topic: str = "", channel: str = "") -> Sample:
         """Return the present `/stats` of all nsqds. ClusterError if none of them answers."""
@@ -341,7 +354,9 @@ def cluster_flags(parser: argparse.ArgumentParser) -> None:
         default=[],
         help=f"nsqd: host:port, a URL or the path of a unix socket (repeatable; default {DEFAULT_NSQD_HTTP})",
     )
-    group.add_argument("--timeout", metavar="SECONDS", type=float, default=5.0, help="of each request (%(default)s)")
+    group.add_argument(
+        "--timeout", metavar="SECONDS", type=parse_timeout, default=5.0, help="of each request (%(default)s)"
+    )
     group.add_argument("--token", metavar="TOKEN", help="for daemons that ask for one; others can see it in ps")
     group.add_argument("--token-file", metavar="FILE", help="read the token from this file")
     tls_flags(group)
@@ -381,15 +396,17 @@ def run_on_cluster(
 
 
 def _hint(cluster: Cluster) -> str:
+    if cluster.needs_token:
+        return "see --token-file"
     if cluster.lookupds:
         return "see --lookupd-http-address"
     return "start one with: flintmq up" if cluster.nsqds == [DEFAULT_NSQD_HTTP] else "see --nsqd-http-address"
 
 
 def warn(tool: str, failures: dict[str, str]) -> None:
-    """Say who did not answer: what is shown is without them."""
+    """Say who did not answer, or refused: what is shown, or done, is without them."""
     for address, reason in failures.items():
-        sys.stderr.write(f"flintmq {tool}: no answer from {address}: {reason}\n")
+        sys.stderr.write(f"flintmq {tool}: {address} is left out: {reason}\n")
 
 
 async def lookupd_topics(

@@ -4,13 +4,27 @@ from __future__ import annotations
 
 import argparse
 import os
+import shutil
 import sys
 import textwrap
 from collections.abc import Sequence
 
 from flintmq.options import SECOND, parse_duration
 
-__all__ = ["BOLD", "DIM", "RED", "YELLOW", "count", "new_parser", "paint", "parse_seconds", "rate", "table"]
+__all__ = [
+    "BOLD",
+    "DIM",
+    "RED",
+    "YELLOW",
+    "count",
+    "new_parser",
+    "paint",
+    "parse_count",
+    "parse_seconds",
+    "parse_timeout",
+    "rate",
+    "table",
+]
 
 BOLD, DIM, RED, YELLOW, GREEN = "1", "2", "31", "33", "32"
 
@@ -19,7 +33,7 @@ def new_parser(name: str, description: str, examples: Sequence[str]) -> argparse
     """Return the parser of a command; its help ends with examples."""
     return argparse.ArgumentParser(
         prog=f"flintmq {name}",
-        description=textwrap.fill(description, 80),
+        description=textwrap.fill(description, min(80, shutil.get_terminal_size().columns)),
         epilog="examples:\n" + "\n".join(f"  {example}" for example in examples),
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
@@ -34,6 +48,21 @@ def parse_seconds(text: str) -> float:
     if value < 0:
         raise argparse.ArgumentTypeError(f'"{text}" is below zero')
     return value
+
+
+def parse_timeout(text: str) -> float:
+    """Read a duration that is above 0."""
+    value = parse_seconds(text)
+    if not value:
+        raise argparse.ArgumentTypeError(f'"{text}" is not above 0')
+    return value
+
+
+def parse_count(text: str) -> int:
+    """Read how many of something there are to be: 1 or more."""
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f'"{text}" is not a number above 0')
+    return int(text)
 
 
 def count(number: int) -> str:

@@ -281,6 +281,8 @@ async def _nsqds(cluster: Cluster, asked_for: bool) -> list[Finding]:
     for reason in failures.values():
         if asked_for:
             advice = "start it, or correct its address: this is the HTTP port, 4151 by default"
+            if cluster.needs_token:
+                advice = "give a token with the right read: --token-file"
             found.append(Finding("nsqds", "failure", reason, advice))
         else:
             found.append(Finding("nsqds", "ok", "no nsqd runs here; flintmq up starts one"))

@@ -13,7 +13,7 @@ from typing import Any
 from flintmq.errors import OptionError
 from flintmq.tools import print_json, print_line, split_source
 from flintmq.tools._cluster import Cluster, Sample, cluster_flags, run_on_cluster, warn
-from flintmq.tools._show import DIM, new_parser, paint, parse_seconds, rate
+from flintmq.tools._show import DIM, new_parser, paint, parse_count, parse_seconds, rate
 
 __all__ = ["ABOUT", "main"]
 
@@ -39,7 +39,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--interval", metavar="DURATION", type=parse_seconds, default=2.0, help="time between two lines (default 2s)"
     )
-    parser.add_argument("-n", metavar="COUNT", dest="count", type=int, default=0, help="end after COUNT lines")
+    parser.add_argument("-n", metavar="COUNT", dest="count", type=parse_count, help="end after COUNT lines")
     parser.add_argument("--json", action="store_true", help="print a JSON object for each line")
     cluster_flags(parser)
     arguments = parser.parse_args(argv)

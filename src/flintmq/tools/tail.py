@@ -19,7 +19,7 @@ from flintmq.errors import OptionError
 from flintmq.tools import body_fields
 from flintmq.tools._cluster import Cluster, cluster_flags, run_on_cluster, warn
 from flintmq.tools._output import Output
-from flintmq.tools._show import DIM, new_parser, paint
+from flintmq.tools._show import DIM, new_parser, paint, parse_count
 from flintmq.tools.nsq_tail import own_channel
 
 __all__ = ["ABOUT", "main"]
@@ -42,7 +42,7 @@ def main(argv: Sequence[str]) -> int:
         ],
     )
     parser.add_argument("topics", metavar="TOPIC", nargs="+", help="topics that exist; * and ? stand for any text")
-    parser.add_argument("-n", metavar="COUNT", dest="count", type=_positive, help="end after COUNT messages")
+    parser.add_argument("-n", metavar="COUNT", dest="count", type=parse_count, help="end after COUNT messages")
     parser.add_argument("--grep", metavar="TEXT", help="only messages that contain this text")
     parser.add_argument("--print-topic", action="store_true", help="begin each line with the topic, as with several")
     parser.add_argument("--json", action="store_true", help="print topic, id, timestamp, attempts and body as JSON")
@@ -50,12 +50,6 @@ def main(argv: Sequence[str]) -> int:
     cluster_flags(parser)
     arguments = parser.parse_args(argv)
     return run_on_cluster("tail", arguments, lambda cluster: _Tail(cluster, arguments).run())
-
-
-def _positive(text: str) -> int:
-    if not text.isdecimal() or not int(text):
-        raise argparse.ArgumentTypeError(f'"{text}" is not a number above 0')
-    return int(text)
 
 
 class _Tail:

@@ -46,6 +46,8 @@ _CHUNKS_AHEAD = 4
 #: Most records and bytes in one command: well within a broker's default limit of 5 MiB.
 _BATCH_RECORDS = 5000
 _BATCH_BYTES = 1 << 20
+#: Bytes of one record. A longer one is refused before it fills the memory; a broker takes 1 MiB by default.
+_LONGEST_RECORD = 64 << 20
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -165,18 +167,33 @@ async def _chunks(stopping: asyncio.Event) -> AsyncIterator[bytes]:
 async def _records(chunks: AsyncIterator[bytes], delimiter: bytes) -> AsyncIterator[list[bytes]]:
     """Yield the records of each chunk that end in it, without those that are empty."""
     rest: list[bytes] = []
+    size = 0  # of them
+    start = 0  # where the record begins that they belong to
     async for chunk in chunks:
         first, found, more = chunk.partition(delimiter)
         rest.append(first)
+        size += len(first)
+        if size > _LONGEST_RECORD:
+            raise Fatal(
+                f"the record at byte {start} of standard input is longer than {_LONGEST_RECORD} bytes: is "
+                f"--delimiter={_shown(delimiter)} the byte that ends a record? Longer ones must be split before"
+            )
         if not found:
             continue
         *whole, tail = more.split(delimiter)
         records = [record for record in (b"".join(rest), *whole) if record]
+        start += size + len(delimiter) + len(more) - len(tail)
         rest = [tail]
+        size = len(tail)
         if records:
             yield records
     if last := b"".join(rest):
         yield [last]
+
+
+def _shown(delimiter: bytes) -> str:
+    """Return a byte as people would write it: ``'\\n'``, ``';'``."""
+    return repr(delimiter)[1:]
 
 
 # --- Output -----------------------------------------------------------------------------------------------------------

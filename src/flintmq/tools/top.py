@@ -13,7 +13,7 @@ from typing import Any
 from flintmq.errors import OptionError
 from flintmq.tools import print_json
 from flintmq.tools._cluster import Cluster, cluster_flags, run_on_cluster, warn
-from flintmq.tools._show import new_parser, parse_seconds
+from flintmq.tools._show import new_parser, parse_count, parse_seconds
 from flintmq.tools.ls import described
 
 __all__ = ["ABOUT", "main"]
@@ -39,7 +39,7 @@ def main(argv: Sequence[str]) -> int:
         "--interval", metavar="DURATION", type=parse_seconds, default=1.0, help="time between updates (default 1s)"
     )
     parser.add_argument("--read-only", action="store_true", help="do not pause or unpause")
-    parser.add_argument("-n", metavar="COUNT", dest="count", type=int, default=0, help="with --json: end after COUNT")
+    parser.add_argument("-n", metavar="COUNT", dest="count", type=parse_count, help="with --json: end after COUNT")
     parser.add_argument("--json", action="store_true", help="print a JSON object at each update, and no dashboard")
     cluster_flags(parser)
     arguments = parser.parse_args(argv)

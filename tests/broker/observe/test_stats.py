@@ -9,7 +9,7 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Coroutine
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -474,6 +474,33 @@ async def test_many_channels_do_not_hold_up_the_loop(broker: Broker, monkeypatch
         assert 20 <= turns < 100
     counting = False
     await counter
+
+
+async def test_the_json_of_many_channels_is_no_work_for_the_garbage_collector(
+    broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A full collection takes long in a large broker, and it starts when there are enough new objects."""
+    monkeypatch.setattr(steps, "SLICE", 10)
+    for number in range(100):
+        for other in range(10):
+            broker.topic(f"t{number}").channel(f"c{other}")
+
+    async def objects(reading: Coroutine[Any, Any, Any]) -> int:
+        """How many objects there were at most while it was read."""
+        task = asyncio.create_task(reading)
+        most = 0
+        gc.collect()
+        gc.disable()
+        try:
+            while not task.done():
+                await asyncio.sleep(0)
+                most = max(most, gc.get_count()[0])
+        finally:
+            gc.enable()
+        await task
+        return most
+
+    assert await objects(stats.survey_json(broker)) * 5 < await objects(stats.survey(broker))
 
 
 async def test_many_clients_of_one_channel_do_not_hold_up_the_loop(

@@ -295,12 +295,14 @@ class Channel:
 
     def add(self, session: Session) -> None:
         self.sessions[session.ident] = session
+        self.topic.touched += 1
         session.take_timeout(self.settings.msg_timeout)
 
     def remove(self, session: Session) -> None:
         """The session is gone. What it holds stays in flight until its deadline, as in NSQ, or is requeued now."""
         if self.sessions.pop(session.ident, None) is None:
             return
+        self.topic.touched += 1
         if session.listed:
             self._ready.remove(session)
             session.listed = False
@@ -771,6 +773,7 @@ class Channel:
         for place in places:
             self.side.add(place, place + 1)
             self._handed += 1
+        self.topic.touched += 1
         self.pump()
 
     # --- Operators -------------------------------------------------------------------------------------------------
@@ -778,6 +781,7 @@ class Channel:
     def pause(self, paused: bool) -> None:
         if self.paused != paused:
             self.paused = paused
+            self.topic.touched += 1
             if not (self.ephemeral or self.topic.ephemeral):
                 self.broker.journal.note("channel_pause", self.id, paused)
             self.broker.upkeep.structure_changed(self.ephemeral or self.topic.ephemeral)
@@ -849,6 +853,7 @@ class Channel:
     def take_over(self, seek: Seek) -> None:
         """A seek knows what is waiting and deferred from its start on: that, and little else, is what there is now."""
         self.seeking = None
+        self.topic.touched += 1
         self.topic.mover.look_back()
         earliest = seek.start <= self.topic.log.first
         below = self.topic.mover.below if earliest else 0

@@ -119,6 +119,9 @@ class Topic:
         # Counters.
         self.message_count = self.message_bytes = 0
         self.dropped_count = self.expired_count = 0
+        #: How often something happened to one of its channels without ``pumped`` moving: a consumer, a pause, a seek,
+        #: messages for it alone. A channel that has no messages changes only with one of the two.
+        self.touched = 0
         #: What it may hold and how fast it may grow; None: no limit.
         self.limits = TopicLimits.of(self)
 

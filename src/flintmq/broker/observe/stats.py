@@ -12,7 +12,7 @@ import os
 import platform
 import resource
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
@@ -87,28 +87,32 @@ async def survey_json(
 def _json(
     broker: Broker, topic: str, channel: str, include_clients: bool, include_mem: bool, extended: bool
 ) -> Steps[bytes]:
-    stats = yield from _document(broker, topic, channel, include_clients, include_mem, extended)
-    # From the leaves on: what is encoded once is only copied after that.
-    for one in stats["topics"] or ():
-        for each in one["channels"]:
-            if each["clients"]:
-                for number, client in enumerate(each["clients"]):
-                    each["clients"][number] = msgspec.Raw(json_bytes(client))
-                    yield 1
-        one["channels"] = [msgspec.Raw(json_bytes(each)) for each in one["channels"]]
-        yield len(one["channels"])
-    if stats["producers"]:
-        for number, client in enumerate(stats["producers"]):
-            stats["producers"][number] = msgspec.Raw(json_bytes(client))
-            yield 1
+    # From the leaves on: what is encoded once is only copied after that. And it is no object any more: ten thousand
+    # channels as dicts would make the garbage collector go through everything that the broker has.
+    stats = yield from _document(broker, topic, channel, include_clients, include_mem, extended, _encoded)
     return msgspec.json.encode(stats)
 
 
+def _encoded(value: dict[str, Any]) -> msgspec.Raw:
+    return msgspec.Raw(json_bytes(value))
+
+
+def _as_it_is(value: dict[str, Any]) -> dict[str, Any]:
+    return value
+
+
 def _document(
-    broker: Broker, topic: str, channel: str, include_clients: bool, include_mem: bool, extended: bool = False
+    broker: Broker,
+    topic: str,
+    channel: str,
+    include_clients: bool,
+    include_mem: bool,
+    extended: bool = False,
+    pack: Callable[[dict[str, Any]], Any] = _as_it_is,
 ) -> Steps[dict[str, Any]]:
-    topics: list[dict[str, Any]] | None = None
-    producers: list[dict[str, Any]] | None = None
+    """Each client, channel and topic is handed through ``pack`` as soon as it is complete."""
+    topics: list[Any] | None = None
+    producers: list[Any] | None = None
     if not topic or topic in broker.topics:
         topics = []
         for one in by_name([broker.topics[topic]] if topic else broker.topics.values()):
@@ -122,21 +126,22 @@ def _document(
                 if include_clients:
                     stats["clients"] = clients = []
                     for session in list(each.sessions.values()):
-                        clients.append(_client(session, topic))
+                        clients.append(pack(_client(session, topic)))
                         yield 1
                 if extended:
                     stats.update(more_of_channel(each))
-                channels.append(stats)
+                channels.append(pack(stats))
                 yield 1
-            topics.append(topic_stats(one, channels))
+            stats = topic_stats(one, channels)
             if extended:
-                topics[-1].update(more_of_topic(one))
+                stats.update(more_of_topic(one))
+            topics.append(pack(stats))
         if include_clients:
             producers = []
             for session in list(broker.sessions.values()):
                 # All that ever published, whatever the topic: only their counts are of the topic asked for.
                 if session.publish_counts:
-                    producers.append(_client(session, topic))
+                    producers.append(pack(_client(session, topic)))
                     yield 1
     result: dict[str, Any] = {
         "version": NSQ_VERSION,
@@ -196,6 +201,9 @@ def topic_stats(topic: Topic, channels: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
+_FROM_MEMORY = ("zone_local_msg_count", "region_local_msg_count", "global_msg_count")
+
+
 def channel_stats(channel: Channel) -> dict[str, Any]:
     """Return what NSQ tells of a channel; its clients are for others to fill in."""
     stats: dict[str, Any] = {
@@ -206,9 +214,9 @@ def channel_stats(channel: Channel) -> dict[str, Any]:
         "deferred_count": len(channel.deferred),
         "message_count": channel.message_count,
     }
-    for name, count in zip(("zone_local", "region_local", "global"), channel.sent_from_memory, strict=True):
-        if count:
-            stats[f"{name}_msg_count"] = count
+    if any(channel.sent_from_memory):
+        counts = zip(_FROM_MEMORY, channel.sent_from_memory, strict=True)
+        stats |= {name: count for name, count in counts if count}
     stats["requeue_count"] = channel.requeue_count
     stats["timeout_count"] = channel.timeout_count
     stats["client_count"] = len(channel.sessions)
@@ -270,6 +278,8 @@ _NO_LATENCY: dict[str, Any] = {"count": 0, "percentiles": None}
 
 
 def _latency(broker: Broker, channels: Iterable[Channel]) -> dict[str, Any]:
+    if not broker.options.e2e_processing_latency_percentiles:
+        return _NO_LATENCY
     sketches = [channel.latency.sketch for channel in channels if channel.latency is not None]
     if not sketches:
         return _NO_LATENCY
