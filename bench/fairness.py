@@ -29,7 +29,7 @@ from pathlib import Path
 from .daemons import free_ports
 from .errors import BenchError
 
-KINDS = ("nop", "nop-tls", "identify", "pub", "deflate", "tls", "http")
+KINDS = ("nop", "nop-tls", "identify", "pub", "deflate", "tls", "https", "http")
 COUNTS = (1, 8, 40)
 SECONDS = 2.0
 #: Between two questions of those who wait.
@@ -44,11 +44,11 @@ def main() -> int:
     parser.add_argument("--kinds", nargs="+", choices=KINDS, default=KINDS)
     parser.add_argument("--counts", nargs="+", type=int, default=COUNTS, metavar="N")
     parser.add_argument("--seconds", type=float, default=SECONDS, metavar="S", help="per cell (default %(default)s)")
-    parser.add_argument("--attack", nargs=4, help=argparse.SUPPRESS)
+    parser.add_argument("--attack", nargs=5, help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.attack:
-        kind, count, tcp, web = options.attack
-        return _attack(kind, int(count), int(tcp), int(web))
+        kind, *numbers = options.attack
+        return _attack(kind, *map(int, numbers))
     sides = {"ours": options.ours} | ({"peer": options.peer} if options.peer else {})
     print(
         "| Hostile | Connections | "
@@ -73,12 +73,13 @@ def main() -> int:
 
 def _cell(command: str, kind: str, count: int, seconds: float) -> str:
     """Both pairs of numbers for one situation on a fresh daemon."""
-    with _running(command) as (tcp, web):
+    with _running(command) as (tcp, web, secure):
         publishes: list[float] = []
         pings: list[float] = []
         with contextlib.ExitStack() as stack:
             if count:
-                words = [sys.executable, "-m", "bench.fairness", "--attack", kind, str(count), str(tcp), str(web)]
+                numbers = map(str, (count, tcp, web, secure))
+                words = [sys.executable, "-m", "bench.fairness", "--attack", kind, *numbers]
                 hostile = subprocess.Popen(words, stdout=subprocess.PIPE)
                 stack.callback(hostile.wait)
                 stack.callback(hostile.kill)
@@ -138,13 +139,14 @@ def _read_frame(sock: socket.socket) -> bytes:
 
 
 @contextlib.contextmanager
-def _running(command: str) -> Iterator[tuple[int, int]]:
-    tcp, web = free_ports()
+def _running(command: str) -> Iterator[tuple[int, int, int]]:
+    (tcp, web), (secure, _) = free_ports(), free_ports()
     with tempfile.TemporaryDirectory() as folder:
         cert, key = _certificate(Path(folder))
         words = [
             *shlex.split(command),
-            *(f"--tcp-address=127.0.0.1:{tcp}", f"--http-address=127.0.0.1:{web}", "--https-address=127.0.0.1:0"),
+            *(f"--tcp-address=127.0.0.1:{tcp}", f"--http-address=127.0.0.1:{web}"),
+            f"--https-address=127.0.0.1:{secure}",
             *(f"--data-path={folder}", f"--tls-cert={cert}", f"--tls-key={key}", "--log-level=error"),
         ]
         with open(Path(folder) / "log", "wb") as log:
@@ -160,7 +162,7 @@ def _running(command: str) -> Iterator[tuple[int, int]]:
                 time.sleep(0.05)
             # What it still has to prepare is not the hostile one's doing.
             time.sleep(0.5)
-            yield tcp, web
+            yield tcp, web, secure
         finally:
             daemon.send_signal(signal.SIGTERM)
             try:
@@ -183,10 +185,15 @@ def _certificate(folder: Path) -> tuple[str, str]:
 # --- Those who do not -------------------------------------------------------------------------------------------------
 
 
-def _attack(kind: str, count: int, tcp: int, web: int) -> int:
-    if kind in ("tls", "nop-tls"):
+def _attack(kind: str, count: int, tcp: int, web: int, secure: int) -> int:
+    if kind in ("tls", "nop-tls", "https"):
         for _ in range(count):
-            threading.Thread(target=_shake_hands, args=(tcp, kind == "nop-tls"), daemon=True).start()
+            thread = (
+                threading.Thread(target=_shake_hands_at_once, args=(secure,), daemon=True)
+                if kind == "https"
+                else threading.Thread(target=_shake_hands, args=(tcp, kind == "nop-tls"), daemon=True)
+            )
+            thread.start()
         print("begun", flush=True)
         threading.Event().wait()
     body = json.dumps({"client_id": "x", "feature_negotiation": True, "deflate": kind == "deflate"}).encode()
@@ -232,11 +239,24 @@ def _attack(kind: str, count: int, tcp: int, web: int) -> int:
     return 0
 
 
-def _shake_hands(port: int, is_flood: bool) -> None:
-    """Shake hands again and again; for a flood once, and then send NOPs without end."""
+def _shake_hands_at_once(port: int) -> None:
+    """Shake hands again and again where nothing comes before it: with HTTPS."""
+    context = _trusting()
+    while True:
+        with contextlib.suppress(OSError), socket.create_connection(("127.0.0.1", port)) as sock:
+            context.wrap_socket(sock).close()
+
+
+def _trusting() -> ssl.SSLContext:
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
     context.check_hostname = False
     context.verify_mode = ssl.CERT_NONE
+    return context
+
+
+def _shake_hands(port: int, is_flood: bool) -> None:
+    """Shake hands again and again; for a flood once, and then send NOPs without end."""
+    context = _trusting()
     body = b'{"tls_v1":true,"feature_negotiation":true}'
     while True:
         with contextlib.suppress(OSError, BenchError), socket.create_connection(("127.0.0.1", port)) as sock:

@@ -1,7 +1,8 @@
 """The server side of TLS, for every listener that speaks it.
 
 ``server_tls`` makes the context, a ``TlsListener`` accepts connections. asyncio's own listeners keep a connection whose
-handshake has failed until their timeout, and lose the alert.
+handshake has failed until their timeout, lose the alert, and make as many handshakes in one turn of the loop as there
+are clients that ask for one.
 """
 
 from __future__ import annotations
@@ -9,9 +10,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
+import select
 import socket
+import sys
 import time
 import warnings
+from collections import deque
 from collections.abc import Callable, Hashable
 from contextvars import ContextVar
 from functools import cache, partial
@@ -34,6 +38,18 @@ ACCEPT_AT_ONCE = 64
 ACCEPT_AGAIN = 1.0
 #: Seconds that a client has to read why its handshake failed.
 LINGER_SECONDS = 2.0
+#: Seconds that a client has at least for the rest of its handshake, however late its greeting was.
+LEAST_SECONDS = 1.0
+#: Seconds until a greeting is looked at again that is not all there, at first; each further wait is twice as long.
+LOOK_AGAIN = 0.001
+LOOK_AGAIN_AT_MOST = 0.25
+#: Bytes of the longest greeting that is waited for. A longer one is left to OpenSSL as it comes.
+LONGEST_GREETING = 32 << 10
+#: The first byte of a record with a part of a handshake; bytes before what a record, and what a greeting, holds.
+_HANDSHAKE = 0x16
+_MAJOR = 3
+_RECORD_HEAD = 5
+_GREETING_HEAD = 4
 #: What Go's server says, in the clear, to a client that speaks HTTP without TLS.
 NO_TLS = b"HTTP/1.0 400 Bad Request\r\n\r\nClient sent an HTTP request to an HTTPS server.\n"
 
@@ -48,6 +64,9 @@ class TlsListener:
     HTTP, and then the end of the stream. ``admit`` is asked, with the protocol and the peer's address, whether there is
     room for a connection before its handshake; one that is refused is closed without a word. ``release`` is told of
     those that were admitted and did not get through.
+
+    A handshake costs as much as hundreds of requests, nearly all of it when the client's greeting is all there. So a
+    connection waits for that in its socket, and then for its turn: one handshake is begun per turn of the loop.
     """
 
     def __init__(
@@ -67,6 +86,9 @@ class TlsListener:
         self._seconds = seconds
         self._loop = asyncio.get_running_loop()
         self._shaking: set[asyncio.Task[None]] = set()
+        #: Connections with a whole greeting, which wait for their turn.
+        self._queue: deque[asyncio.Future[None]] = deque()
+        self._is_scheduled = False
         self._timer: asyncio.TimerHandle | None = None
         sock.setblocking(False)
         sock.listen(BACKLOG)
@@ -119,9 +141,19 @@ class TlsListener:
         # Each connection has a task, and so a context, of its own.
         _failed.set(lambda error: self._end(connection, error))
         is_through = False
+        deadline = self._loop.time() + self._seconds
         try:
+            try:
+                async with asyncio.timeout_at(deadline):
+                    await self._greeting(connection)
+                # Its wait for the others is not its fault.
+                left = max(LEAST_SECONDS, deadline - self._loop.time())
+                await self._turn()
+            except BaseException:
+                connection.close()
+                raise
             await self._loop.connect_accepted_socket(
-                lambda: protocol, connection, ssl=self._context, ssl_handshake_timeout=self._seconds
+                lambda: protocol, connection, ssl=self._context, ssl_handshake_timeout=left
             )
             is_through = True
         except OSError as exc:
@@ -135,6 +167,56 @@ class TlsListener:
         finally:
             if not is_through:
                 self._release(protocol)
+
+    async def _greeting(self, connection: socket.socket) -> None:
+        """Wait until the client's greeting is all there, and leave it in the socket. OSError: it has gone."""
+        wait = 0.0
+        await self._readable(connection)
+        while True:
+            has_ended = _has_ended(connection)
+            data = connection.recv(LONGEST_GREETING, socket.MSG_PEEK)
+            if data and _is_greeting(data):
+                _wake_at(connection, 1)
+                return
+            if has_ended or not data:
+                raise ConnectionError("the client has gone before its handshake")
+            if _wake_at(connection, len(data) + 1):
+                await self._readable(connection)
+            else:
+                wait = wait or LOOK_AGAIN
+            if wait:
+                # Bytes that trickle in are not looked at one by one.
+                await asyncio.sleep(wait)
+            wait = min(max(LOOK_AGAIN, 2 * wait), LOOK_AGAIN_AT_MOST)
+
+    async def _readable(self, connection: socket.socket) -> None:
+        readable = asyncio.Event()
+        self._loop.add_reader(connection, readable.set)
+        try:
+            await readable.wait()
+        finally:
+            self._loop.remove_reader(connection)
+
+    async def _turn(self) -> None:
+        """Wait until those that came before have had their turn."""
+        turn = self._loop.create_future()
+        self._queue.append(turn)
+        if not self._is_scheduled:
+            self._is_scheduled = True
+            self._loop.call_soon(self._next)
+        await turn
+
+    def _next(self) -> None:
+        """Let one connection shake hands."""
+        self._is_scheduled = False
+        while self._queue:
+            turn = self._queue.popleft()
+            if not turn.done():
+                turn.set_result(None)
+                break
+        if self._queue:
+            self._is_scheduled = True
+            self._loop.call_soon(self._next)
 
     def _end(self, connection: socket.socket, error: ssl.SSLError) -> None:
         """End a connection whose handshake has failed, when asyncio has sent the alert."""
@@ -152,6 +234,48 @@ class TlsListener:
 def _shut(connection: socket.socket) -> None:
     with contextlib.suppress(OSError):
         connection.shutdown(socket.SHUT_RDWR)
+
+
+def _wake_at(connection: socket.socket, size: int) -> bool:
+    """Let the socket be readable when it has ``size`` bytes, or has ended. False where the system cannot do that."""
+    if sys.platform != "linux" or connection.family == socket.AF_UNIX:
+        return False
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, size)
+    return True
+
+
+def _has_ended(connection: socket.socket) -> bool:
+    """Will the client send no more than is in the socket? False where the system does not say."""
+    try:
+        ended = select.POLLRDHUP
+        poll = select.poll()
+    except AttributeError:
+        return False
+    poll.register(connection, ended)
+    return bool(poll.poll(0))
+
+
+def _is_greeting(data: bytes) -> bool:
+    """Is the first message of a handshake all there? Also True for anything that is none: OpenSSL finds out.
+
+    Record: ``[0x16][version:2][size:2]``, the version from 3.0 on, and its part of the message. Message:
+    ``[type:1][size:3]`` and its body.
+    """
+    message = bytearray()
+    pos = 0
+    while len(data) - pos >= _RECORD_HEAD and data[pos] == _HANDSHAKE:
+        end = pos + _RECORD_HEAD + int.from_bytes(data[pos + 3 : pos + 5], "big")
+        if data[pos + 1] != _MAJOR or end - pos > LONGEST_GREETING // 2 + _RECORD_HEAD:
+            return True
+        message += data[pos + _RECORD_HEAD : end]
+        if len(message) >= _GREETING_HEAD:
+            size = _GREETING_HEAD + int.from_bytes(message[1:_GREETING_HEAD], "big")
+            if size > LONGEST_GREETING // 2 or len(message) >= size:
+                return True
+        if end > len(data):
+            return False
+        pos = end
+    return len(data) >= LONGEST_GREETING or (pos < len(data) and data[pos] != _HANDSHAKE)
 
 
 def server_tls(

@@ -782,12 +782,16 @@ class Topic:
         """Let the log forget what it need not keep in memory."""
         limit, cap = self.settings.mem_queue_size, self.settings.mem_queue_bytes
         if self.log.durability == "memory" and not self.ephemeral:
-            self.log.spill(limit, cap)
+            self.log.spill(limit, cap, self._spilled)
         self.log.trim(limit, cap, self.needs, self._pins, self._awaits)
         if self.side is not None and self.side.blocks:
             # Messages of the side log are read one by one: once they are in a file they need not stay in memory.
             first = self.first_side_needed() if self.ephemeral else SIDE
             self.side.trim(0, 0, lambda _, stop: first < stop, _never, _never)
+
+    def _spilled(self) -> None:
+        if not self.exiting:
+            self.trim()
 
     def needs(self, first: int, stop: int) -> bool:
         """Does a channel, or the backlog for the first one, still want one of these?"""

@@ -24,7 +24,7 @@ from flintmq.broker.http import log as log_api
 from flintmq.broker.http import settings as settings_api
 from flintmq.broker.http import stage as stage_api
 from flintmq.broker.http.lane import IDLE_SECONDS, HttpConnection, HttpLane
-from flintmq.broker.http.publish import REPEATED, Publishing, refusal
+from flintmq.broker.http.publish import REPEATED, Content, Publishing, refusal
 from flintmq.broker.http.targets import existing_topic, named_channel, named_topic
 from flintmq.broker.net.sockets import Poller, SocketTransport
 from flintmq.broker.observe import stats
@@ -280,13 +280,20 @@ class Api:
         key = publishing.key(None if header is None else header.encode("utf-8", "surrogateescape"))
         order = publishing.order(request.query, batch=batch)
         topic = publishing.topic(order)
+        data = bytearray(4) + body
+        content = None
+        if key and publishing.is_long(order, len(body), batch=batch):
+            reading = Content()
+            while not reading.step(data, 4, len(data)):
+                await self._until(self._broker.backlog.add)
+            content = reading.value
+            topic = publishing.topic(order)
         while (obstacle := publishing.obstacle(topic)) is not None:
             await self._until(obstacle)
             topic = publishing.topic(order)
-        data = bytearray(4) + body
         is_repeat = False
         if key:
-            commit, is_repeat = publishing.once(key, order, topic, data, 4, len(data), batch=batch)
+            commit, is_repeat = publishing.once(key, order, topic, data, 4, len(data), batch=batch, content=content)
         else:
             publish = publishing.batch if batch else publishing.message
             commit = publish(order, topic, data, 4, len(data))

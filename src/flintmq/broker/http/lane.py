@@ -26,7 +26,7 @@ from typing import TYPE_CHECKING, cast
 from flintmq.addresses import text_of
 from flintmq.broker.delivery.commit import Commit
 from flintmq.broker.delivery.topic import Topic
-from flintmq.broker.http.publish import OK, REPEATED, Publishing, refusal
+from flintmq.broker.http.publish import OK, REPEATED, Content, Publishing, refusal
 from flintmq.broker.http.request_heads import Head, read_head
 from flintmq.broker.net.sockets import SocketTransport
 from flintmq.errors import HttpError, PublishError
@@ -313,6 +313,8 @@ class HttpConnection(asyncio.BufferedProtocol):
         # A chunked body: what there is of it, behind four free bytes, and how far the chunks were read.
         self._chunks: bytearray | None = None
         self._chunks_at = 0
+        # The content of a long text under a key, as far as it was read.
+        self._content: Content | None = None
         # The request that is under way: is it waiting for its commit, and is it the last one?
         self._pending = False
         self._last = False
@@ -604,7 +606,14 @@ class HttpConnection(asyncio.BufferedProtocol):
                 self._pause(obstacle)
                 return False
             if key:
-                commit, is_repeat = publishing.once(key, order, topic, data, pos, stop, batch=batch)
+                content = None
+                if publishing.is_long(order, stop - pos, batch=batch):
+                    self._content = self._content or Content()
+                    if not self._content.step(data, pos, stop):
+                        self._pause(self._broker.backlog.add)
+                        return False
+                    content, self._content = self._content.value, None
+                commit, is_repeat = publishing.once(key, order, topic, data, pos, stop, batch=batch, content=content)
             elif batch:
                 commit = publishing.batch(order, topic, data, pos, stop)
             else:

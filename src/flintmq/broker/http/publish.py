@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from flintmq.broker.daemon import Broker
     from flintmq.options import NsqdOptions
 
-__all__ = ["OK", "REPEATED", "Order", "Publishing", "check_binary", "refusal"]
+__all__ = ["OK", "REPEATED", "Content", "Order", "Publishing", "check_binary", "refusal"]
 
 _u32 = Struct(">I")
 _i32 = Struct(">i")
@@ -36,6 +36,8 @@ REMEMBERED = 1024
 LONGEST_REMEMBERED = 2048
 #: Text that is split into messages before the loop is handed back.
 TEXT_SLICE = 64 << 10
+#: Text of a keyed batch whose content is worked out before the loop is handed back.
+CONTENT_SLICE = 4 * TEXT_SLICE
 _NEWLINE = 10
 
 OK = envelope("OK")
@@ -132,17 +134,35 @@ class Publishing:
         return header
 
     def once(
-        self, key: bytes, order: Order, topic: Topic, data: bytearray, pos: int, stop: int, *, batch: bool
+        self,
+        key: bytes,
+        order: Order,
+        topic: Topic,
+        data: bytearray,
+        pos: int,
+        stop: int,
+        *,
+        batch: bool,
+        content: int | None = None,
     ) -> tuple[Commit | None, bool]:
-        """Publish ``data[pos:stop]``, unless it was done before under this key: what to wait for, and was it?"""
+        """Publish ``data[pos:stop]``, unless it was done before under this key: what to wait for, and was it?
+
+        ``content`` is what a Content came to, for a text that is ``long``.
+        """
         if batch and not order.binary and not data[pos:stop].strip(b"\n"):
             # A batch of no messages: nothing is stored, so the key stays free.
             return None, False
         publish = partial(self.batch if batch else self.message, order, topic, data, pos, stop)
         try:
-            return topic.once(key, publish, self._content(order, data, pos, stop, batch))
+            return topic.once(
+                key, publish, self._content(order, data, pos, stop, batch) if content is None else content
+            )
         except PublishError as exc:
             raise refusal(exc) from exc
+
+    def is_long(self, order: Order, size: int, *, batch: bool) -> bool:
+        """Does a body take so long to read for its content that a Content has to do it in slices?"""
+        return batch and not order.binary and size > CONTENT_SLICE
 
     def _content(self, order: Order, data: bytearray, pos: int, stop: int, batch: bool) -> int:
         """What is published, as one number: the same whether it comes as text, in binary form, or over TCP."""
@@ -185,6 +205,27 @@ class Publishing:
             raise refusal(exc) from exc
 
 
+class Content:
+    """The content of a long text under a key, as one number, worked out in slices."""
+
+    __slots__ = ("_done", "value")
+
+    def __init__(self) -> None:
+        self.value = 0
+        # Bytes of the text; where it lies may change between two slices.
+        self._done = 0
+
+    def step(self, data: bytearray, pos: int, stop: int) -> bool:
+        """Read on in the text ``data[pos:stop]``. True: all of it is in ``value``."""
+        at = pos + self._done
+        limit = min(stop, at + CONTENT_SLICE)
+        while at < limit:
+            records, _, at = _some_lines(data, at, stop)
+            self.value = content_of(records, before=self.value)
+        self._done = at - pos
+        return at == stop
+
+
 def check_binary(data: bytearray, pos: int, stop: int, options: NsqdOptions) -> tuple[int, int, int]:
     """``[count]{[size][body]}``: return where the records start and stop, and how many they are. HttpError if not."""
     if stop - pos < 4:
@@ -210,17 +251,21 @@ def _check_lines(data: bytearray, pos: int, stop: int, longest: int) -> None:
 def _lines(data: bytearray, pos: int, stop: int) -> Iterator[Piece]:
     """The lines of a text as records, in pieces of bounded length; empty lines are no messages."""
     while pos < stop:
-        if data[pos] == _NEWLINE and (empty := _EMPTY_LINES.match(data, pos, stop)) is not None:
-            # In one step, so that every piece has a message, and the loop its turn after each.
-            pos = empty.end()
-            continue
-        end = stop
-        if stop - pos > TEXT_SLICE:
-            newline = data.rfind(b"\n", pos, pos + TEXT_SLICE)
-            if newline < 0:
-                newline = data.find(b"\n", pos, stop)
-            end = newline + 1 if newline >= 0 else stop
-        records, count = line_records(data, pos, end)
-        pos = end
+        records, count, pos = _some_lines(data, pos, stop)
         if count:
             yield records, 0, len(records), count
+
+
+def _some_lines(data: bytearray, pos: int, stop: int) -> tuple[bytearray, int, int]:
+    """Return the next lines of a text as records, how many they are, and where the text goes on."""
+    if data[pos] == _NEWLINE and (empty := _EMPTY_LINES.match(data, pos, stop)) is not None:
+        # In one step, so that every piece has a message, and the loop its turn after each.
+        pos = empty.end()
+    end = stop
+    if stop - pos > TEXT_SLICE:
+        newline = data.rfind(b"\n", pos, pos + TEXT_SLICE)
+        if newline < 0:
+            newline = data.find(b"\n", pos, stop)
+        end = newline + 1 if newline >= 0 else stop
+    records, count = line_records(data, pos, end) if pos < end else (bytearray(), 0)
+    return records, count, end

@@ -102,9 +102,12 @@ def reserved_digest(name: bytes) -> bytes:
     return blake2b(name, digest_size=DIGEST, person=b"flintmq-reserved").digest()
 
 
-def content_of(*pieces: bytes | bytearray | memoryview) -> int:
-    """What is published under a key, as one number: the size of the records ``[size][body]`` and their checksum."""
-    crc = size = 0
+def content_of(*pieces: bytes | bytearray | memoryview, before: int = 0) -> int:
+    """What is published under a key, as one number: the size of the records ``[size][body]`` and their checksum.
+
+    ``before`` is the content of records that come first.
+    """
+    size, crc = before >> 32, before & 0xFFFF_FFFF
     for piece in pieces:
         crc = google_crc32c.extend(crc, bytes(piece))
         size += len(piece)

@@ -56,6 +56,8 @@ logger = logging.getLogger(__name__)
 SMALLEST_BLOCK = 4 << 10
 #: Unsynced bytes of all logs at which writes move to a thread.
 WRITE_IN_THREAD_AT = 64 << 20
+#: Bytes of one write from which on a thread makes it: the loop would be held until the system has copied them.
+LARGE_WRITE = 4 << 20
 #: Bytes taken from sockets before they are written and answered: with few publishers, those who have their answer send
 #: more while the others' batches are handled.
 WRITE_AT = 32 << 10
@@ -139,6 +141,8 @@ class Log:
         self._group_planned = False
         self._group_written: tuple[Segment, int, int] | None = None
         self._writing = False
+        # Called when a thread has written something after a spill.
+        self._spilled: Callable[[], None] | None = None
         # On the disk; the one that is written to.
         self.segments: list[Segment] = []
         self._active: Segment | None = None
@@ -505,8 +509,11 @@ class Log:
             needed(seq, seq + 1) for record in self._pending for seq in range(record.seq, record.seq + record.count)
         )
 
-    def spill(self, limit: int, cap: int) -> None:
-        """Durability ``memory``: write the oldest blocks so that they can leave the memory."""
+    def spill(self, limit: int, cap: int, spilled: Callable[[], None] | None = None) -> None:
+        """Durability ``memory``: write the oldest blocks so that they can leave the memory.
+
+        ``spilled`` is called later if a thread has written them, and not if they are written at once.
+        """
         if self.folder is None or self._writing:
             return
         count, size, records = self.memory_count, self.memory.bytes, 0
@@ -522,6 +529,7 @@ class Log:
         if records:
             if records == len(self._pending):
                 self._open_record = None
+            self._spilled = spilled
             self._write_out(records)
 
     def _writable(self, records: int) -> int:
@@ -541,7 +549,8 @@ class Log:
 
     def _write_out(self, records: int, last: bool = False) -> None:
         pieces = self._plan(records)
-        if self._store.unsynced >= WRITE_IN_THREAD_AT and not last and not self._disk.closing:
+        is_slow = self._store.unsynced >= WRITE_IN_THREAD_AT or sum(piece.size for piece in pieces) >= LARGE_WRITE
+        if is_slow and not last and not self._disk.closing:
             try:
                 self._write_in_thread(pieces)
                 return
@@ -617,8 +626,11 @@ class Log:
             self.unpin(piece.segment)
         if self.closed:
             return
+        spilled, self._spilled = self._spilled, None
         if error is None:
             self._wrote(pieces)
+            if spilled is not None:
+                spilled()
         elif isinstance(error, OSError):
             self._write_failed(pieces, error)
         else:

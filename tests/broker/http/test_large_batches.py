@@ -1,0 +1,142 @@
+"""A very large ``/mpub`` leaves the loop to others: how much is done between two of its turns is bounded."""
+
+from __future__ import annotations
+
+import asyncio
+import struct
+import threading
+from asyncio import events
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from flintmq.broker.daemon import Broker
+from flintmq.broker.http import publish
+from flintmq.broker.storage import log as log_module
+from support.fakes import CountingDisk, until
+from support.http_client import HttpClient
+
+#: Messages of one byte each: as records they are many times what the loop may write or read in one go.
+COUNT = 400_000
+TEXT = b"a\n" * COUNT
+BINARY = struct.pack(">I", COUNT) + b"\0\0\0\1a" * COUNT
+
+
+class Work:
+    """Counts what is done in each callback of the loop."""
+
+    def __init__(self) -> None:
+        self.now = self.most = self.total = 0
+
+    def add(self, size: int) -> None:
+        self.now += size
+        self.total += size
+        self.most = max(self.most, self.now)
+
+    @contextmanager
+    def watched(self) -> Iterator[None]:
+        run = events.Handle._run
+
+        def counted(handle: events.Handle) -> None:
+            self.now = 0
+            run(handle)
+
+        events.Handle._run = counted  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            events.Handle._run = run  # type: ignore[method-assign]
+
+
+class WatchedDisk(CountingDisk):
+    """Counts the bytes that are written, and those that the loop waits for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.on_loop = Work()
+        self.total = 0
+        self._loop_thread = threading.get_ident()
+
+    def write(self, fd: int, buffers: Any, offset: int) -> int:
+        size = sum(map(len, buffers))
+        self.total += size
+        if threading.get_ident() == self._loop_thread:
+            self.on_loop.add(size)
+        return super().write(fd, buffers, offset)
+
+
+@pytest.mark.parametrize("durability", ["memory", "os", "fsync"])
+@pytest.mark.parametrize("form", ["text", "binary"])
+@pytest.mark.parametrize("key", ["", "X-Flintmq-Key: k"])
+async def test_a_batch_of_tiny_messages_is_not_written_in_one_go(
+    tmp_path: Path, form: str, durability: str, key: str
+) -> None:
+    disk = WatchedDisk()
+    target, body = ("/mpub?topic=t", TEXT) if form == "text" else ("/mpub?topic=t&binary=true", BINARY)
+    async with Broker(data_path=tmp_path, http_address="127.0.0.1:0", durability=durability, disk=disk) as broker:
+        with disk.on_loop.watched():
+            async with HttpClient.connect(broker.http_address) as client:
+                answer = await client.post(target, body, *filter(None, [key]))
+                assert (answer.status, answer.body) == (200, b"OK")
+            topic = broker.topics["t"]
+            # What was written leaves the memory, less the block in use.
+            await until(lambda: not disk.under_way and topic.log.memory_count < COUNT / 4)
+        assert topic.depth == COUNT
+        assert disk.total > 2 * log_module.LARGE_WRITE, "otherwise nothing is large here"
+        assert disk.on_loop.most < log_module.LARGE_WRITE
+
+
+@pytest.mark.parametrize("server", ["lane", "general", "chunked"])
+async def test_the_content_of_a_long_text_under_a_key_is_read_in_slices(
+    tmp_path: Path, server: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    work = Work()
+    real = publish.line_records
+
+    def counted(data: bytearray, pos: int, stop: int) -> Any:
+        work.add(stop - pos)
+        return real(data, pos, stop)
+
+    monkeypatch.setattr(publish, "line_records", counted)
+    headers = ["X-Flintmq-Key: k"]
+    async with Broker(data_path=tmp_path, http_address="127.0.0.1:0") as broker:
+        async with HttpClient.connect(broker.http_address) as client:
+            if server == "general":
+                # The lane hands such a connection over, for good.
+                assert (await client.get("/info")).status == 200
+            for repeat in (None, "true", "true"):
+                work.most = work.total = 0
+                with work.watched():
+                    if server == "chunked":
+                        head = "POST /mpub?topic=t HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n"
+                        client.send(f"{head}{headers[0]}\r\n\r\n{len(TEXT):x}\r\n".encode() + TEXT + b"\r\n0\r\n\r\n")
+                        answer = await client.answer()
+                    else:
+                        answer = await client.post("/mpub?topic=t", TEXT, *headers)
+                assert (answer.status, answer.headers.get("x-flintmq-repeat")) == (200, repeat)
+                assert work.total >= len(TEXT)
+                assert work.most <= publish.CONTENT_SLICE + 2 * publish.TEXT_SLICE < len(TEXT) / 2
+            # The same messages in the other form are the same content, and others are not.
+            binary = await client.post("/mpub?topic=t&binary=true", BINARY, *headers)
+            assert binary.headers["x-flintmq-repeat"] == "true"
+            other = await client.post("/mpub?topic=t", TEXT + b"b\n", *headers)
+            assert other.status not in (200, 503)
+        assert broker.topics["t"].depth == COUNT
+
+
+async def test_requests_behind_a_long_text_under_a_key_are_served(tmp_path: Path) -> None:
+    """The text moves in its connection's buffer between two slices of work, and the next request is behind it."""
+    async with Broker(data_path=tmp_path, http_address="127.0.0.1:0") as broker:
+        async with HttpClient.connect(broker.http_address) as client:
+            heads = [f"Content-Length: {len(TEXT)}", "Host: localhost", "X-Flintmq-Key: k"]
+            large = "\r\n".join(["POST /mpub?topic=t HTTP/1.1", *heads, "", ""]).encode() + TEXT
+            small = b"POST /pub?topic=t HTTP/1.1\r\nHost: localhost\r\nContent-Length: 1\r\n\r\nx"
+            client.send(small + large + small + large + small)
+            answers = [await client.answer() for _ in range(5)]
+        assert [answer.status for answer in answers] == [200] * 5
+        assert [answer.headers.get("x-flintmq-repeat") for answer in answers] == [None, None, None, "true", None]
+        await asyncio.sleep(0)
+        assert broker.topics["t"].depth == COUNT + 3
