@@ -203,7 +203,10 @@ async def test_a_redrive_waits_until_a_new_dead_letter_topic_hands_its_messages_
     broker.topics["t.c.dead"].gate(True)
     async with HttpClient.connect(broker.http_address) as client:
         request = asyncio.create_task(client.ask("POST", REDRIVE, b""))
-        await asyncio.sleep(0.05)
+        for _ in range(3):
+            # What is asked after it is answered: it has been read.
+            assert (await ask(broker, "GET", REDRIVE))["running"] is False
+        assert not request.done()
         broker.topics["t.c.dead"].gate(False)
         assert (await request).json["planned"] == 3
     await until(lambda: broker.topics["t"].channels["c"].depth == 3)

@@ -89,7 +89,7 @@ async def _opened(channel: Channel) -> None:
     topic = broker.topics.get(dead_letter_topic(channel))
     if topic is None:
         return
-    while topic.gated and not topic.exiting and not broker.stopping:
+    while topic.gated and not topic.exiting and not broker.stopping:  # noqa: ASYNC110
         await asyncio.sleep(LOOK_AGAIN)
     await broker.synced()
 
