@@ -189,6 +189,35 @@ async def test_dead_letters_are_grouped_and_sent_back_with_a_rate_and_progress(v
     assert channel.depth == 40
 
 
+async def test_dead_letters_of_one_cause_are_sent_back_until_somebody_stops_it(view: View, cluster: Cluster) -> None:
+    await cluster.make_dead(40, 1)
+    channel = cluster.brokers[1].topics["refunds"].channels["bank"]
+    before = channel.depth
+    await cluster.admin.state.sample()
+    await view.go("/dead")
+    group = view.page.locator("section", has_text="refunds/bank")
+    await group.get_by_role("button", name="Redrive those that were requeued").click()
+    await view.says("that were requeued go back to this channel only")
+    await view.page.get_by_label("Per second").fill("3")
+    await view.button("Redrive", "dialog").click()
+    await view.button("Stop", "dialog").click()
+    await view.says("the others stay dead letters")
+    came = channel.depth - before
+    assert 0 < came < 40
+    await view.page.locator("dialog footer").get_by_text("Close").click()
+    # One that somebody else has started is shown, and stopped, too.
+    client = NodeClient(cluster.brokers[1].http_address)
+    await client.redrive("refunds", "bank", rate=3)
+    await view.button("Stop", "section").click()
+
+    async def has_ended() -> bool:
+        return not (await client.redrive_progress("refunds", "bank")).running
+
+    await until(has_ended, "the end of the redrive")
+    assert (await client.redrive_progress("refunds", "bank")).error == "stopped"
+    await client.close()
+
+
 async def _is_durable(client: NodeClient, topic: str) -> bool:
     info = await client.log_info(topic)
     return info.durable == info.end > info.first

@@ -129,8 +129,8 @@ class Redrive(msgspec.Struct, frozen=True):
     running: bool = False
     #: Why it ended early; ``stopped`` if somebody ended it.
     error: str = ""
-    #: Only dead letters of this cause go back; empty: all of them.
-    reason: str = ""
+    #: Only dead letters of this cause go back; empty: all of them; None: the node cannot do it by cause.
+    reason: str | None = None
 
 
 class Seek(msgspec.Struct, frozen=True):
@@ -368,6 +368,9 @@ class NodeClient:
         ``source`` is the channel of the dead-letter topic to take them from, if it is not ``redrive``. With a
         ``reason`` (``requeued``, ``timed out`` or ``expired``) only those that died of it go back.
         """
+        if reason and (await self.redrive_progress(topic, channel)).reason is None:
+            # It would take no notice of the argument.
+            raise HttpError(501, f"NOT_IMPLEMENTED: {self.address} is too old to redrive by cause")
         more = {"count": count, "rate": rate, "from": source, "reason": reason}
         body = await self._post("channel/redrive", topic=topic, channel=channel, **more)
         return _decoded(Redrive, body, self.address)

@@ -80,7 +80,7 @@ async def test_a_redrive_goes_on_after_a_restart(
         clock.advance(1)
         await asyncio.sleep(0.01)
     progress = await ask(again, "GET", REDRIVE)
-    assert progress == {"dead_letter_topic": "t.c.dead", "planned": most, "moved": most, "running": False}
+    assert progress == {"dead_letter_topic": "t.c.dead", "reason": "", "planned": most, "moved": most, "running": False}
     found = await all_of(again, most)
     assert set(found.values()) == {1}
     assert len(found) == most
@@ -138,7 +138,7 @@ async def test_a_redrive_is_stopped_while_copies_are_written(start_broker: Start
 async def test_stopping_a_redrive_that_does_not_run_changes_nothing(start_broker: StartBroker) -> None:
     broker = await start_broker(http_address="127.0.0.1:0")
     await with_dead_letters(broker, 3)
-    nothing = {"dead_letter_topic": "t.c.dead", "planned": 0, "moved": 0, "running": False}
+    nothing = {"dead_letter_topic": "t.c.dead", "reason": "", "planned": 0, "moved": 0, "running": False}
     assert await ask(broker, "DELETE", REDRIVE) == nothing
     await ask(broker, "POST", REDRIVE)
     await until(lambda: broker.topics["t"].channels["c"].depth == 3)

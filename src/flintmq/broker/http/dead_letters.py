@@ -126,15 +126,16 @@ def _source(channel: Channel, name: str) -> Channel | None:
 def _progress(channel: Channel) -> dict[str, Any]:
     redrive = channel.redrive
     if redrive is None:
-        return {"dead_letter_topic": dead_letter_topic(channel), "planned": 0, "moved": 0, "running": False}
+        name = dead_letter_topic(channel)
+        return {"dead_letter_topic": name, "reason": "", "planned": 0, "moved": 0, "running": False}
     answer: dict[str, Any] = {
         "dead_letter_topic": redrive.dead_letter_topic,
+        # Also where it is empty: it shows that this nsqd can do it by cause.
+        "reason": redrive.reason,
         "planned": redrive.planned,
         "moved": redrive.moved,
         "running": redrive.running,
     }
-    if redrive.reason:
-        answer["reason"] = redrive.reason
     if redrive.error:
         answer["error"] = redrive.error
     return answer

@@ -245,7 +245,7 @@ export const lastAction = store(null);
 function merge(old, patch) {
   const result = { ...old };
   for (const [key, value] of Object.entries(patch)) {
-    const isMap = ["nodes", "topics", "channels"].includes(key) && value && typeof value === "object" && !Array.isArray(value);
+    const isMap = ["nodes", "topics", "channels", "problems"].includes(key) && value && typeof value === "object" && !Array.isArray(value);
     if (!isMap) {
       const isRow = value && typeof value === "object" && !Array.isArray(value);
       result[key] = isRow ? { ...old[key], ...value } : value;
