@@ -76,7 +76,7 @@ function RedriveProgress({ data, onStop }) {
     setBusy(true);
     try { onStop(await api("/redrive", { method: "DELETE", query: { topic: data.topic, channel: data.channel } })); } catch (error) { notify(error.words, "error"); } finally { setBusy(false); }
   };
-  return html`<div class="row"><span role="status">${exact(data.moved)} of ${data.reason ? "at most " : ""}${exact(data.planned)} sent back${data.reason ? ` (${data.reason})` : ""}</span><progress class="grow" aria-label="Sent back" max=${data.planned || 1} value=${data.moved}></progress>
+  return html`<div class="row redriving"><span role="status">${exact(data.moved)} of ${data.reason ? "at most " : ""}${exact(data.planned)} sent back${data.reason ? ` (${data.reason})` : ""}</span><progress class="grow" aria-label="Sent back" max=${data.planned || 1} value=${data.moved}></progress>
     ${data.running && may("operate") ? html`<button type="button" class="small" disabled=${busy} onClick=${stop}>Stop</button>` : null}</div>`;
 }
 
