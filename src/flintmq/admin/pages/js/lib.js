@@ -162,7 +162,12 @@ export function useApi(path, query = {}, { every = 0 } = {}) {
       return () => clearInterval(timer);
     }
     let last = Date.now();
-    return ticks.listen(() => { if (Date.now() - last >= every - 200) { last = Date.now(); load(); } });
+    let timer = 0;
+    // A change that comes too soon after the last load waits for its turn: it may be the last one for long.
+    const leave = ticks.listen(() => {
+      timer ||= setTimeout(() => { timer = 0; last = Date.now(); load(); }, Math.max(0, last + every - 200 - Date.now()));
+    });
+    return () => { leave(); clearTimeout(timer); };
   }, [load, every]);
   return { ...state, reload };
 }
