@@ -43,6 +43,7 @@ from support.peers import GO_NSQD
 ROOT = Path(__file__).resolve().parent.parent
 EXAMPLE = ROOT / "deploy" / "nsqd.toml"
 EXAMPLE_OF_NSQLOOKUPD = ROOT / "deploy" / "nsqlookupd.cfg.example"
+EXAMPLE_OF_NSQADMIN = ROOT / "deploy" / "nsqadmin.toml"
 
 
 def nsqd(*argv: str) -> NsqdOptions:
@@ -431,7 +432,8 @@ def test_keys_that_nsq_deprecated_are_no_mistakes(tmp_path, caplog):
 
 
 def test_the_example_files_have_no_unknown_keys(tmp_path, caplog):
-    for program, example in ((NsqdOptions, EXAMPLE), (NsqlookupdOptions, EXAMPLE_OF_NSQLOOKUPD)):
+    programs = (NsqdOptions, NsqlookupdOptions, NsqadminOptions)
+    for program, example in zip(programs, (EXAMPLE, EXAMPLE_OF_NSQLOOKUPD, EXAMPLE_OF_NSQADMIN), strict=True):
         path = tmp_path / example.name
         path.write_text(re.sub(r"^# (?=[\w-]+ = |\[)", "", example.read_text(), flags=re.MULTILINE))
         parse(program, [f"--config={path}", "--strict-config"])

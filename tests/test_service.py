@@ -20,7 +20,7 @@ import pytest
 
 from flintmq.broker.daemon import Broker
 from flintmq.errors import FormatError
-from flintmq.options import NsqdOptions, parse_duration, read_flags
+from flintmq.options import NsqadminOptions, NsqdOptions, parse, parse_duration, read_flags
 from flintmq.protocol.wire import FRAME_MESSAGE, decode_message, encode_command
 from support.nsq_client import BlockingNsqClient
 
@@ -230,6 +230,18 @@ def test_the_unit_file_starts_what_there_is() -> None:
     assert service["Type"] == "notify"
     # A drain must not be cut short by the one who asked for it.
     assert parse_duration(service["TimeoutStopSec"].replace("min", "m")) > NsqdOptions().drain_timeout
+
+
+def test_the_unit_file_of_nsqadmin_starts_what_there_is() -> None:
+    unit = configparser.ConfigParser(strict=False, interpolation=None)
+    unit.optionxform = str  # type: ignore[assignment, method-assign]
+    unit.read(ROOT / "deploy" / "nsqadmin.service")
+    service = unit["Service"]
+    program, *argv = service["ExecStart"].split()
+    assert Path(program).name == "nsqadmin"
+    assert set(read_flags(NsqadminOptions, argv)) == {"config"}
+    options = parse(NsqadminOptions, ["--strict-config", f"--config={ROOT / 'deploy' / 'nsqadmin.toml'}"])
+    assert Path(options.action_log).parent == Path("/var/lib") / service["StateDirectory"]
 
 
 # --- Log lines --------------------------------------------------------------------------------------------------------

@@ -169,6 +169,9 @@ def test_a_reader_that_goes_away_is_no_error(topic: str, nsqd: Nsqd) -> None:
         ("redrive", ("t",), "is not TOPIC/CHANNEL"),
         ("redrive", ("t/c", "--count", "0"), "at least 1"),
         ("redrive", ("t/c", "--status", "--rate", "1"), "--status cannot be combined"),
+        ("redrive", ("t/c", "--stop", "--reason", "expired"), "--stop cannot be combined"),
+        ("redrive", ("t/c", "--stop", "--status"), "--status cannot be combined with --stop"),
+        ("redrive", ("t/c", "--reason", "bored"), "invalid choice"),
         ("settings", ("a b",), "is not TOPIC or TOPIC/CHANNEL"),
         ("settings", ("t", "ttl"), "is not KEY=VALUE"),
         ("log", ("t/c",), "is not a topic"),
@@ -324,6 +327,35 @@ def test_a_redrive_need_not_be_waited_for(run: Run, topic: str, node: sync.NodeC
     status, _, err = run("redrive", f"{topic}/c")
     assert (status, "ALREADY_RUNNING" in err) == (1, True)
     assert "it goes on" in run("redrive", f"{topic}/c", "--status")[1]
+
+
+def test_a_redrive_is_stopped_and_the_rest_stay_dead_letters(
+    run: Run, topic: str, node: sync.NodeClient, nsqd: Nsqd
+) -> None:
+    node.set_channel_settings(topic, "c", {"max-attempts": 1})
+    with sync.Consumer(topic, "c", nsqd=nsqd.address, max_in_flight=3) as consumer:
+        for _ in range(3):
+            consumer.get(timeout=60).requeue()
+        deadline = time.monotonic() + 60
+        while len(letters(node, f"{topic}.c.dead")) < 3:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+    # Nothing died of this: all stay.
+    assert run("redrive", f"{topic}/c", "--reason", "expired")[:2] == (
+        0,
+        f"no dead letters of {topic}/c in {topic}.c.dead\n",
+    )
+    status, out, _ = run("redrive", f"{topic}/c", "--no-wait", "--rate", "1", "--reason", "requeued", "--json")
+    [found] = lines_of(out)
+    assert (status, found["reason"], found["running"]) == (0, "requeued", True)
+    status, out, err = run("redrive", f"{topic}/c", "--stop", "--json")
+    [stopped] = lines_of(out)
+    assert (status, err, stopped["running"], stopped["error"]) == (0, "", False, "stopped")
+    assert stopped["moved"] < 3
+    status, _, err = run("redrive", f"{topic}/c", "--status")
+    assert (status, "it ended early: stopped" in err) == (1, True)
+    status, out, _ = run("redrive", f"{topic}/c", "--json")
+    assert (status, lines_of(out)[0]["moved"]) == (0, 3 - stopped["moved"])
 
 
 def letters(node: sync.NodeClient, topic: str) -> list[PeekedMessage]:

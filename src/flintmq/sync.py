@@ -350,6 +350,7 @@ class NodeClient(_Waiting[_node.NodeClient]):
     defer = _waits(_node.NodeClient.defer)
     redrive = _waits(_node.NodeClient.redrive)
     redrive_progress = _waits(_node.NodeClient.redrive_progress)
+    stop_redrive = _waits(_node.NodeClient.stop_redrive)
     seek = _waits(_node.NodeClient.seek)
     log_info = _waits(_node.NodeClient.log_info)
     log_offset = _waits(_node.NodeClient.log_offset)

@@ -14,7 +14,9 @@ from typing import Any, NamedTuple
 import pytest
 
 from flintmq.admin.assets import PAGES
+from flintmq.admin.daemon import Admin
 from flintmq.admin.pages_api import ACTION_ROLES
+from flintmq.options import NsqadminOptions, parse
 from support.http_client import HttpClient, request_of
 
 from .conftest import Cluster
@@ -22,6 +24,7 @@ from .test_around import server
 
 argon2 = pytest.importorskip("argon2", reason="the extra 'login' is not installed")
 
+ROOT = Path(__file__).resolve().parents[2]
 Start = Callable[..., Awaitable[Cluster]]
 RANKS = {None: 0, "": 0, "view": 1, "operate": 2, "admin": 3}
 USERS = {"vera": "view", "otto": "operate", "ada": "admin"}
@@ -230,6 +233,29 @@ async def test_nobody_acts_without_a_right(start: Start, way: str, users_file: s
 
 
 # --- Logging in -------------------------------------------------------------------------------------------------------
+
+
+async def test_the_shipped_settings_want_a_login(start: Start, users_file: str, tmp_path: Path) -> None:
+    cluster = await start(1)
+    text = (ROOT / "deploy" / "nsqadmin.toml").read_text()
+    for shipped, here in (
+        ("127.0.0.1:4171", "127.0.0.1:0"),
+        ("127.0.0.1:4161", cluster.lookupd.http_address),
+        ("/etc/nsqadmin/users", users_file),
+        ("/var/lib/nsqadmin/", f"{tmp_path}/"),
+    ):
+        assert shipped in text
+        text = text.replace(shipped, here)
+    (tmp_path / "nsqadmin.toml").write_text(text)
+    options = parse(NsqadminOptions, ["--strict-config", f"--config={tmp_path / 'nsqadmin.toml'}"])
+    async with Admin(options) as admin, HttpClient.connect(admin.http_address) as client:
+        assert (await client.get("/api/v2/session")).json["login"] == "password"
+        assert (await client.get("/api/v2/overview")).status == 401
+        assert (await client.get("/api/topics")).status == 401
+        assert (await client.get("/api/v2/overview", basic("otto", "otto" * 2))).status == 200
+        made = await client.ask("POST", "/api/topics", b'{"topic":"made"}', basic("otto", "otto" * 2))
+        assert made.status == 200
+    assert json.loads((tmp_path / "actions.jsonl").read_text())["user"] == "otto"
 
 
 @pytest.fixture

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import base64
+import csv
+import io
 import json
 import re
 from collections.abc import Awaitable, Callable
@@ -168,23 +170,44 @@ async def test_dead_letters_are_grouped_and_sent_back(start: Start) -> None:
         for _ in range(3):
             message = await client.message()
             client.send(b"REQ " + message.id + b" 0\n")
-        await until(lambda: cluster.brokers[0].topics.get("orders.billing.dead"))
-        # A new topic hands nothing on until nsqlookupd has said which channels it has elsewhere.
-        await cluster.nsqd(0, "/channel/create?topic=orders.billing.dead&channel=redrive")
-        await until(lambda: cluster.brokers[0].topics["orders.billing.dead"].channels["redrive"].depth == 3)
+        channel = cluster.brokers[0].topics["orders"].channels["billing"]
+        await until(lambda: channel.leaving.dead_lettered_count == 3)
+    # No sample has the dead-letter topic yet, and it may still wait for nsqlookupd.
+    started = await cluster.ask("POST", "/api/v2/redrive", b'{"topic":"orders","channel":"billing","rate":1}')
+    assert (started.json["planned"], started.json["running"], started.json["reason"]) == (3, True, "")
+    again = await cluster.ask("POST", "/api/v2/redrive", b'{"topic":"orders","channel":"billing"}')
+    assert again.status == 409
+    stopped = await cluster.ask("DELETE", "/api/v2/redrive?topic=orders&channel=billing")
+    while stopped.json["running"]:
+        stopped = await cluster.get("/api/v2/redrive?topic=orders&channel=billing")
+    assert (stopped.json["error"], stopped.json["moved"] < 3) == ("stopped", True)
+    actions = (await cluster.get("/api/v2/actions")).json["items"]
+    assert sorted(one["action"] for one in actions) == ["redrive", "redrive", "set_settings", "stop_redrive"]
+    left = 3 - stopped.json["moved"]
     await cluster.sample()
     dead = (await cluster.get("/api/v2/dead")).json
     [group] = dead["groups"]
-    assert (group["topic"], group["channel"], group["reason"], group["count"]) == ("orders", "billing", "requeued", 3)
+    assert (group["topic"], group["channel"], group["reason"], group["count"]) == (
+        "orders",
+        "billing",
+        "requeued",
+        left,
+    )
     assert dead["complete"] and group["newest"]["dead"]["attempts"] == 1
     listed = (await cluster.get("/api/v2/messages?topic=orders&channel=billing&state=dead")).json
-    assert len(listed["messages"]) == 3
-    started = await cluster.ask("POST", "/api/v2/redrive", b'{"topic":"orders","channel":"billing"}')
-    assert started.json["planned"] == 3
+    assert len(listed["messages"]) == left
+    other = await cluster.ask("POST", "/api/v2/redrive", b'{"topic":"orders","channel":"billing","reason":"expired"}')
+    assert other.status == 200
+    while (progress := (await cluster.get("/api/v2/redrive?topic=orders&channel=billing")).json)["running"]:
+        pass
+    assert progress["moved"] == 0
+    body = b'{"topic":"orders","channel":"billing","reason":"requeued"}'
+    started = await cluster.ask("POST", "/api/v2/redrive", body)
+    assert started.json["planned"] == left
     await until(lambda: cluster.brokers[0].topics["orders"].channels["billing"].depth == 3)
     while (progress := (await cluster.get("/api/v2/redrive?topic=orders&channel=billing")).json)["running"]:
         pass
-    assert progress["moved"] == 3
+    assert progress["moved"] == left
 
 
 async def test_seek_is_counted_first(cluster: Cluster) -> None:
@@ -261,6 +284,48 @@ async def test_the_event_stream_has_a_snapshot_and_then_changes_alone(cluster: C
                 break
 
 
+async def test_a_problem_is_told_again_when_it_has_changed_meaningfully(start: Start) -> None:
+    cluster = await start(1)
+    names = [f"topic-{number:02d}" for number in range(30)]
+    for number, name in enumerate(names):
+        await cluster.nsqd(0, f"/topic/create?topic={name}")
+        await cluster.nsqd(0, f"/channel/create?topic={name}&channel=c")
+        # The first ones are the worst.
+        await cluster.nsqd(0, f"/mpub?topic={name}", b"\n".join([b"x"] * (400 - 10 * number)))
+    await cluster.sample()
+    stream = cluster.admin.hub.listen([], "somebody", lambda role: True)
+
+    async def told() -> Any:
+        return json.loads((await anext(stream)).partition(b"data: ")[2])
+
+    await told()
+    snapshot = (await told())["data"]
+    assert (len(snapshot["problems"]), snapshot["problem_count"]) == (30, 30)
+
+    async def changed() -> dict[str, Any]:
+        await cluster.sample()
+        data = await told()
+        return {row["topic"]: row["values"]["depth"] for row in data["data"].get("problems", {}).values()}
+
+    for name in names:
+        await cluster.nsqd(0, f"/pub?topic={name}", b"x")
+    await changed()
+    for name in names:
+        await cluster.nsqd(0, f"/pub?topic={name}", b"x")
+    # Their depths grow by less than 1 in 50: those at the top are told with their newest numbers.
+    assert await changed() == {name: 402 - 10 * number for number, name in enumerate(names[:8])}
+    await cluster.nsqd(0, "/mpub?topic=topic-20", b"\n".join([b"x"] * 58))
+    assert (await changed())["topic-20"] == 260
+    whole = (await cluster.get("/api/v2/problems")).json["problems"]
+    assert [row["topic"] for row in whole if row["values"]["depth"] == 112] == ["topic-29"]
+    await cluster.nsqd(0, "/channel/empty?topic=topic-29&channel=c")
+    await cluster.sample()
+    data = (await told())["data"]
+    assert [row for row in data["problems"].values() if row is None] == [None]
+    assert data["problem_count"] == 29
+    await stream.aclose()
+
+
 async def test_twenty_viewers_cost_one_computation(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     await cluster.sample()
     hub = cluster.admin.hub
@@ -321,6 +386,21 @@ async def test_actions_are_appended_to_a_file(start: Start, tmp_path: Path) -> N
     await cluster.ask("POST", "/api/topics", b'{"topic":"made"}')
     entry = json.loads(path.read_text())
     assert (entry["action"], entry["topic"], entry["result"]) == ("create_topic", "made", "ok")
+
+
+async def test_an_export_of_actions_has_what_the_page_shows(start: Start) -> None:
+    cluster = await start(1)
+    for name in ("orders", "refunds", "orders-eu"):
+        await cluster.ask("POST", "/api/topics", json.dumps({"topic": name}).encode())
+        cluster.wall.seconds += 1
+    shown = (await cluster.get("/api/v2/actions?filter=orders")).json["items"]
+    assert [one["topic"] for one in shown] == ["orders-eu", "orders"]
+    lines = (await cluster.get("/api/v2/actions?filter=orders&format=jsonl&limit=1")).body.splitlines()
+    assert [json.loads(line) for line in lines] == shown
+    text = (await cluster.get("/api/v2/actions?filter=orders&format=csv")).body.decode()
+    assert [row["topic"] for row in csv.DictReader(io.StringIO(text))] == ["orders-eu", "orders"]
+    whole = (await cluster.get("/api/v2/actions?format=csv")).body.decode()
+    assert len(list(csv.DictReader(io.StringIO(whole)))) == 3
 
 
 async def test_a_notification_that_is_refused_changes_nothing(start: Start) -> None:

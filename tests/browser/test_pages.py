@@ -68,15 +68,15 @@ async def test_a_page_opens_in_light_and_dark_and_on_a_phone_and_axe_finds_nothi
 async def test_a_chart_and_the_numbers_move_after_publishing(view: View, cluster: Cluster) -> None:
     await view.go("/topics/payments")
     chart = view.page.locator("figure", has_text="Depth").first
-    await chart.locator("canvas").wait_for()
+    await chart.locator(".line").wait_for(state="attached")
     label = chart.locator("[role=img]")
     await until(lambda: _has(label, "now depth"), "a depth")
     before = sum(broker.topics["payments"].channels["ledger"].depth for broker in cluster.brokers)
-    drawn = await chart.locator("canvas").evaluate("one => one.toDataURL()")
+    drawn = await chart.locator(".line").get_attribute("d")
     await cluster.publish("payments", [payment(i) for i in range(500)])
     # The depth of the topic: what its one channel has not delivered.
     await until(lambda: _has(label, f"now depth {before + 500:,}"), "the new depth in the chart")
-    assert await chart.locator("canvas").evaluate("one => one.toDataURL()") != drawn
+    assert await chart.locator(".line").get_attribute("d") != drawn
     assert f"{before + 500:,}" in await view.text(".stats")
 
 
@@ -187,6 +187,35 @@ async def test_dead_letters_are_grouped_and_sent_back_with_a_rate_and_progress(v
     await until(is_done, "the end of the redrive")
     assert len(seen) >= 2
     assert channel.depth == 40
+
+
+async def test_dead_letters_of_one_cause_are_sent_back_until_somebody_stops_it(view: View, cluster: Cluster) -> None:
+    await cluster.make_dead(40, 1)
+    channel = cluster.brokers[1].topics["refunds"].channels["bank"]
+    before = channel.depth
+    await cluster.admin.state.sample()
+    await view.go("/dead")
+    group = view.page.locator("section", has_text="refunds/bank")
+    await group.get_by_role("button", name="Redrive those that were requeued").click()
+    await view.says("that were requeued go back to this channel only")
+    await view.page.get_by_label("Per second").fill("3")
+    await view.button("Redrive", "dialog").click()
+    await view.button("Stop", "dialog").click()
+    await view.says("the others stay dead letters")
+    came = channel.depth - before
+    assert 0 < came < 40
+    await view.page.locator("dialog footer").get_by_text("Close").click()
+    # One that somebody else has started is shown, and stopped, too.
+    client = NodeClient(cluster.brokers[1].http_address)
+    await client.redrive("refunds", "bank", rate=3)
+    await view.button("Stop", "section").click()
+
+    async def has_ended() -> bool:
+        return not (await client.redrive_progress("refunds", "bank")).running
+
+    await until(has_ended, "the end of the redrive")
+    assert (await client.redrive_progress("refunds", "bank")).error == "stopped"
+    await client.close()
 
 
 async def _is_durable(client: NodeClient, topic: str) -> bool:

@@ -15,7 +15,7 @@ import pytest
 from flintmq.broker.daemon import Broker
 from flintmq.cli import main
 from flintmq.lookup.daemon import Lookupd
-from flintmq.options import NsqdOptions, NsqlookupdOptions, parse, resolve
+from flintmq.options import NsqadminOptions, NsqdOptions, NsqlookupdOptions, parse, resolve
 from support.http_client import HttpClient
 from support.secure import AuthServer, Certificates, Peer, auth, grants, pub, until
 
@@ -87,6 +87,8 @@ def test_what_is_shipped_listens_on_loopback(capsys: pytest.CaptureFixture[str])
     for options in (broker, lookupd):
         assert options.tcp_address.startswith("127.0.0.1:")
         assert options.http_address.startswith("127.0.0.1:")
+    admin = resolve(NsqadminOptions, {"config": str(ROOT / "deploy" / "nsqadmin.toml")})
+    assert admin.http_address.startswith("127.0.0.1:")
     with pytest.raises(SystemExit):
         main(["up", "--help"])
     assert "0.0.0.0" not in capsys.readouterr().out
@@ -184,16 +186,17 @@ async def test_an_nsqlookupd_registers_only_brokers_with_a_token(tmp_path: Path)
 # --- systemd ----------------------------------------------------------------------------------------------------------
 
 
-def test_the_unit_leaves_little_to_an_intruder() -> None:
+@pytest.mark.parametrize("name", ["nsqd.service", "nsqadmin.service"])
+def test_the_unit_leaves_little_to_an_intruder(name: str) -> None:
     unit = configparser.ConfigParser(strict=False, interpolation=None)
     unit.optionxform = str  # type: ignore[method-assign, assignment]
-    unit.read(ROOT / "deploy" / "nsqd.service")
+    unit.read(ROOT / "deploy" / name)
     service = unit["Service"]
     assert service["CapabilityBoundingSet"] == ""
     assert service["ProtectSystem"] == "strict"
     assert "SystemCallFilter" in service
     if shutil.which("systemd-analyze") is None:
         pytest.skip("there is no systemd-analyze here")
-    command = ["systemd-analyze", "security", "--offline=true", "--threshold=20", str(ROOT / "deploy" / "nsqd.service")]
+    command = ["systemd-analyze", "security", "--offline=true", "--threshold=20", str(ROOT / "deploy" / name)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
     assert done.returncode == 0, done.stdout[-500:] + done.stderr

@@ -26,6 +26,8 @@ import msgspec
 import pytest
 
 from flintmq.broker.daemon import Broker
+from flintmq.broker.delivery.channel import Channel
+from flintmq.broker.storage.journal import NEVER
 from flintmq.http.site import ADMIN, CONSUME, OPEN, PUBLISH, READ, Route
 from flintmq.protocol.seqs import format_id
 from support.http_client import HttpClient
@@ -66,10 +68,14 @@ def path_of(route: Route) -> str:
     return re.sub(r"[:*]\w+", "log_level", route.path)
 
 
+def is_end_of_redrive(route: Route) -> bool:
+    return (route.method, route.path) == ("DELETE", "/channel/redrive")
+
+
 def query_of(route: Route) -> str:
     """Arguments with which the route would have its effect. What is to be kept is ``kept``, or ``paused``."""
     topic = channel = "kept"
-    if route.path.endswith("/unpause") or route.path == "/topic/empty":
+    if route.path.endswith("/unpause") or route.path == "/topic/empty" or is_end_of_redrive(route):
         topic = channel = "paused"
     elif route.path in ("/pub", "/mpub", "/topic/create"):
         topic = "made"
@@ -685,7 +691,10 @@ class Target:
             name: (
                 *(topic.message_count, topic.depth, topic.paused, topic.settings),
                 {
-                    other: (channel.message_count, channel.depth, channel.paused, channel.settings)
+                    other: (
+                        *(channel.message_count, channel.depth, channel.paused, channel.settings),
+                        channel.redrive is not None and channel.redrive.running,
+                    )
                     for other, channel in topic.channels.items()
                 },
             )
@@ -727,6 +736,16 @@ def patience(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("flintmq.broker.http.api.HANDSHAKE_SECONDS", 600.0)
 
 
+async def begin_redrive(channel: Channel) -> None:
+    """Have a redrive run that never gets a whole token to send a dead letter back with."""
+    dead = channel.broker.topic("paused.paused.dead")
+    source, _ = dead.channel("redrive")
+    about = {"topic": "paused", "channel": "paused", "reason": "requeued", "published": 0}
+    dead.publish(bytearray(b"\0\0\0\1x"), 0, 5, 1, extra=msgspec.msgpack.encode({"dead": about}))
+    await until(lambda: source.depth == 1)
+    channel.begin_redrive(source, NEVER, 0.001)  # type: ignore[arg-type]
+
+
 @contextlib.asynccontextmanager
 async def target(certificates: Certificates, path: Path, **options: Any) -> AsyncIterator[Target]:
     """A broker that holds something, and wants tokens. Nothing may get as far as the loop's last resort."""
@@ -757,6 +776,7 @@ async def target(certificates: Certificates, path: Path, **options: Any) -> Asyn
                 topic.publish(bytearray(len(body).to_bytes(4, "big") + body), 0, 7, 1)
         # For dead letters: to send them back makes a channel of it.
         broker.topic("kept.kept.dead")
+        await begin_redrive(broker.topics["paused"].channels["paused"])
         here = Target(broker, tokens, certificates, await stage(broker))
         await until(lambda: broker.topics["kept"].channels["kept"].depth == 3)
         yield here

@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from flintmq.admin.access import VIEW
+from flintmq.admin.problems import is_much_the_same, name_of
 from flintmq.admin.state import State, part_of_topic
 from flintmq.errors import HttpError
 
@@ -26,7 +27,10 @@ MOST_SCOPES = 8
 MOST_VIEWERS = 1000
 MOST_OF_ONE = 200
 #: Maps whose keys come and go; everything else comes whole.
-_MAPS = ("topics", "channels", "nodes")
+_MAPS = ("topics", "channels", "nodes", "problems")
+#: Problems that are told at all, the worst first, and those whose numbers are always the newest.
+MOST_PROBLEMS = 200
+FRESH_PROBLEMS = 8
 
 Object = dict[str, Any]
 
@@ -154,7 +158,13 @@ class Hub:
                 address: {"up": row["up"], "error": row["error"], "trouble": row["trouble"]}
                 for address, row in state.node_rows.items()
             }
-            return {"at": state.at * 1000, "totals": state.totals, "nodes": nodes, "problems": state.problems}
+            return {
+                "at": state.at * 1000,
+                "totals": state.totals,
+                "nodes": nodes,
+                "problems": self._problems(),
+                "problem_count": len(state.problems),
+            }
         if kind == "topics":
             return {"topics": dict(state.topics)}
         if kind == "topic":
@@ -172,6 +182,17 @@ class Hub:
         found = state.nodes.get(name)
         topics = {topic: part_of_topic(stats) for topic, stats in found.topics.items()} if found else {}
         return {"node": state.node_rows.get(name), "topics": topics}
+
+    def _problems(self) -> Object:
+        """The worst problems by name. A row stays as it was told until it differs in more than its last digits."""
+        told = self._objects.get("cluster", {}).get("problems", {})
+        rows: Object = {}
+        for rank, problem in enumerate(self._state.problems[:MOST_PROBLEMS]):
+            name = name_of(problem)
+            old = told.get(name)
+            is_kept = rank >= FRESH_PROBLEMS and old is not None and is_much_the_same(problem, old)
+            rows[name] = old if is_kept else problem
+        return rows
 
 
 def channel_part(stats: Object) -> Object:

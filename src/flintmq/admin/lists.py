@@ -8,7 +8,7 @@ from typing import Any
 from flintmq.errors import HttpError
 from flintmq.http.arguments import Arguments
 
-__all__ = ["by_names", "page"]
+__all__ = ["by_names", "matching", "page"]
 
 Row = Mapping[str, Any]
 
@@ -35,14 +35,7 @@ def page(
     """
     offset = arguments.number("offset", 0)
     limit = arguments.number("limit", LIMIT, lowest=1, highest=MOST)
-    words = arguments.get("filter", "").lower().split()
-    matched: list[Row] = list(rows)
-    if words:
-        matched = [
-            row
-            for row in rows
-            if all(word in text for text in ["\n".join(str(row[name]) for name in names).lower()] for word in words)
-        ]
+    matched = matching(rows, arguments, names)
     total = len(matched)
     known = set(fields)
     if not is_ordered:
@@ -64,6 +57,18 @@ def page(
         "items": matched[offset : offset + limit],
         "missing": list(missing),
     }
+
+
+def matching(rows: Collection[Row], arguments: Arguments, names: Sequence[str]) -> list[Row]:
+    """Return the rows that have every word of the filter in one of the fields ``names``."""
+    words = arguments.get("filter", "").lower().split()
+    if not words:
+        return list(rows)
+    return [
+        row
+        for row in rows
+        if all(word in text for text in ["\n".join(str(row[name]) for name in names).lower()] for word in words)
+    ]
 
 
 def by_names(names: Sequence[str]) -> Callable[[Row], tuple[str, ...]]:

@@ -18,7 +18,7 @@ from flintmq.admin.clients import NAMES as CLIENT_NAMES
 from flintmq.admin.clients import ORDER as CLIENT_ORDER
 from flintmq.admin.cluster import Result
 from flintmq.admin.hub import channel_part
-from flintmq.admin.lists import page
+from flintmq.admin.lists import matching, page
 from flintmq.admin.nsq_api import json_object
 from flintmq.admin.routes import Guarded
 from flintmq.admin.state import part_of_topic
@@ -454,17 +454,19 @@ class PagesApi:
         arguments = request.arguments()
         rows = [msgspec.to_builtins(entry) for entry in self._admin.actions.entries]
         form = arguments.word("format", ("json", "csv", "jsonl"))
-        if form == "jsonl":
-            return web.Answer(b"".join(web.json_bytes(row) + b"\n" for row in rows), "application/x-ndjson")
         fields = [field.name for field in msgspec.structs.fields(Action)]
-        if form == "csv":
+        names = ("user", "action", "topic", "channel", "node", "remote", "detail")
+        if form != "json":
+            # All that the page would show on its pages, in its order.
+            found = sorted(matching(rows, arguments, names), key=lambda row: -row["time"])
+            if form == "jsonl":
+                return web.Answer(b"".join(web.json_bytes(row) + b"\n" for row in found), "application/x-ndjson")
             text = io.StringIO()
             writer = csv.writer(text)
             writer.writerow(fields)
             # A cell that begins so is a formula to a spreadsheet.
-            writer.writerows([[_cell(row[field]) for field in fields] for row in rows])
+            writer.writerows([[_cell(row[field]) for field in fields] for row in found])
             return web.Answer(text.getvalue().encode(), "text/csv; charset=utf-8")
-        names = ("user", "action", "topic", "channel", "node", "remote", "detail")
         return page(rows, arguments, names=names, default="-time", fields=fields, at=self._admin.wall())
 
     @staticmethod

@@ -13,7 +13,7 @@ from urllib.parse import quote
 if TYPE_CHECKING:
     from flintmq.admin.state import State
 
-__all__ = ["Watch"]
+__all__ = ["Watch", "is_much_the_same", "name_of"]
 
 Problem = dict[str, Any]
 
@@ -22,17 +22,29 @@ LEAST_GROWTH = 0.5
 MOST_TIMEOUTS = 0.01
 #: Milliseconds for which a reader with a lag may stand still.
 STILL = 600_000
+#: Share by which a number may differ from the one that was told before the problem is another one to people.
+MUCH_THE_SAME = 0.2
 
 
 def _amount(number: float) -> str:
     return f"{number:,.0f}" if number >= 10 or number == int(number) else f"{number:.1f}"
 
 
-def _duration(seconds: float) -> str:
-    for size, unit in ((86_400, "d"), (3600, "h"), (60, "min")):
-        if seconds >= size:
-            return f"{seconds / size:.0f} {unit}"
-    return f"{seconds:.0f} s"
+def name_of(problem: Problem) -> str:
+    """Return what stays the same while the problem lasts."""
+    return " ".join(problem[name] or "" for name in ("kind", "topic", "channel", "node", "reader"))
+
+
+def is_much_the_same(new: Problem, old: Problem) -> bool:
+    """Do the two tell people the same? Where a problem has numbers, its text is made of them, and they always move."""
+    told = ("level", "link", "since") if new["values"] else ("level", "link", "since", "text")
+    if any(new[name] != old[name] for name in told) or new["values"].keys() != old["values"].keys():
+        return False
+    for name, value in new["values"].items():
+        before = old["values"][name]
+        if abs(value - before) > max(LEAST_GROWTH, MUCH_THE_SAME * max(abs(value), abs(before))):
+            return False
+    return True
 
 
 class Watch:
@@ -49,11 +61,9 @@ class Watch:
         for problem in found:
             key = tuple(problem[name] for name in ("kind", "topic", "channel", "node", "reader"))
             kept[key] = self._since.get(key, state.at)
-            problem["since"] = kept[key] * 1000
-            if problem["kind"] == "no_consumers":
-                problem["text"] += f" for {_duration(state.at - kept[key])}"
+            problem.setdefault("since", kept[key] * 1000)
         self._since = kept
-        found.sort(key=lambda problem: (-problem["level"], -float(problem.pop("weight"))))
+        found.sort(key=lambda problem: (-problem["level"], -problem["weight"]))
         return found
 
     def _nodes(self, state: State, found: list[Problem]) -> None:
@@ -145,13 +155,10 @@ class Watch:
 
     def _readers(self, state: State, found: list[Problem]) -> None:
         for name, row in state.readers.items():
-            still = state.at * 1000 - row["moved"]
-            if row["lag"] and still > STILL:
-                text = (
-                    f"{name} is {_amount(row['lag'])} messages behind and has not moved for {_duration(still / 1000)}"
-                )
-                values = {"lag": row["lag"]}
-                found.append(_problem("reader_behind", 2, text, "/pipelines", row["lag"], values, reader=name))
+            if row["lag"] and state.at * 1000 - row["moved"] > STILL:
+                text = f"{name} is {_amount(row['lag'])} messages behind and does not move"
+                problem = _problem("reader_behind", 2, text, "/pipelines", row["lag"], {"lag": row["lag"]}, reader=name)
+                found.append({**problem, "since": row["moved"]})
 
 
 def _problem(

@@ -34,6 +34,7 @@ class QueuesApi(Looking):
             Guarded("GET", "/api/v2/dead", self._dead, OPERATE),
             Guarded("GET", "/api/v2/redrive", self._redrive_progress, VIEW),
             Guarded("POST", "/api/v2/redrive", self._redrive, OPERATE),
+            Guarded("DELETE", "/api/v2/redrive", self._stop_redrive, OPERATE),
             Guarded("DELETE", "/api/v2/pipelines/:reader", self._forget_reader, ADMIN),
             Guarded("GET", "/api/v2/settings", self._settings, VIEW),
             Guarded("PUT", "/api/v2/settings", self._set_settings, ADMIN),
@@ -217,10 +218,12 @@ class QueuesApi(Looking):
 
     async def _progress(self, topic: str, channel: str) -> dict[str, Any]:
         nodes, _ = self.able(topic, channel)
-        rows, name = [], ""
+        rows, name, reason = [], "", ""
         for node in nodes:
             found = await asked(self.client(node).redrive_progress(topic, channel))
             name = found.dead_letter_topic or name
+            if found.running:
+                reason = found.reason or ""
             rows.append(
                 {
                     "node": node.address,
@@ -234,6 +237,7 @@ class QueuesApi(Looking):
             "topic": topic,
             "channel": channel,
             "dead_letter_topic": name,
+            "reason": reason,
             "planned": sum(row["planned"] for row in rows),
             "moved": sum(row["moved"] for row in rows),
             "running": any(row["running"] for row in rows),
@@ -255,9 +259,15 @@ class QueuesApi(Looking):
                 raise HttpError(400, f"INVALID_{name.upper()}: {name} must be a number from 1 on")
         if source is not None and not isinstance(source, str):
             raise HttpError(400, "INVALID_FROM: from must be the name of a channel")
-        nodes, _ = self.able(topic, channel)
+        reason = body.get("reason") or None
+        if reason is not None and not isinstance(reason, str):
+            raise HttpError(400, "INVALID_REASON: reason must be a text")
         dead = await self._admin.dead_letter_topic(topic, channel)
-        nodes = [node for node in nodes if dead in node.topics]
+        nodes = [node for node in self.able(topic, channel)[0] if dead in node.topics]
+        if not nodes:
+            # It may have been created since the last sample.
+            await self._state.sample()
+            nodes = [node for node in self.able(topic, channel)[0] if dead in node.topics]
         if not nodes:
             raise HttpError(404, "TOPIC_NOT_FOUND: there are no dead letters")
         left, result = count, Result()
@@ -270,15 +280,35 @@ class QueuesApi(Looking):
                     continue
             per_node = max(1, rate // len(nodes)) if rate else None
             try:
-                await self.client(node).redrive(topic, channel, count=share, rate=per_node, source=source)
+                client = self.client(node)
+                await client.redrive(topic, channel, count=share, rate=per_node, source=source, reason=reason)
                 result.outcomes.append((node.address, ""))
             except (HttpError, ConnectError) as exc:
                 result.outcomes.append((node.address, str(exc)))
                 result.warnings.append(str(exc))
-        detail = ", ".join(f"{name} {number}" for name, number in (("count", count), ("rate", rate)) if number)
+        given = (("reason", reason), ("count", count), ("rate", rate))
+        detail = ", ".join(f"{name} {value}" for name, value in given if value)
         self._admin.record(request, identity, "redrive", result, topic=topic, channel=channel, detail=detail)
         if result.warnings and len(result.warnings) == len(result.outcomes):
             raise HttpError(409 if "ALREADY_RUNNING" in result.warnings[0] else 502, result.warnings[0])
+        return await self._progress(topic, channel)
+
+    async def _stop_redrive(self, request: web.Request, identity: Identity) -> dict[str, Any]:
+        await self._state.fresh()
+        topic, channel = self.names(request.arguments(), channel=True)
+        nodes, _ = self.able(topic, channel)
+        result = Result()
+        for node in nodes:
+            try:
+                await self.client(node).stop_redrive(topic, channel)
+                result.outcomes.append((node.address, ""))
+            except (HttpError, ConnectError) as exc:
+                result.outcomes.append((node.address, str(exc)))
+                result.warnings.append(str(exc))
+        self._admin.record(request, identity, "stop_redrive", result, topic=topic, channel=channel)
+        if result.warnings:
+            # Somewhere it goes on.
+            raise HttpError(502, f"UPSTREAM_ERROR: {'; '.join(result.warnings)}")
         return await self._progress(topic, channel)
 
     async def _forget_reader(self, request: web.Request, identity: Identity) -> dict[str, Any]:

@@ -19,7 +19,7 @@ from urllib.parse import quote_plus, urlsplit, urlunsplit
 import msgspec
 
 from flintmq.addresses import host_of, http_url, join
-from flintmq.admin.shapes import check
+from flintmq.cluster.shapes import check
 from flintmq.errors import FlintError, OptionError
 from flintmq.http.tokens import read_token
 from flintmq.options import NsqadminOptions

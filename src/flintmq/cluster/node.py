@@ -127,8 +127,10 @@ class Redrive(msgspec.Struct, frozen=True):
     planned: int = 0
     moved: int = 0
     running: bool = False
-    #: Why it ended early.
+    #: Why it ended early; ``stopped`` if somebody ended it.
     error: str = ""
+    #: Only dead letters of this cause go back; empty: all of them; None: the node cannot do it by cause.
+    reason: str | None = None
 
 
 class Seek(msgspec.Struct, frozen=True):
@@ -359,18 +361,28 @@ class NodeClient:
         count: int | None = None,
         rate: int | None = None,
         source: str | None = None,
+        reason: str | None = None,
     ) -> Redrive:
         """Begin to send a channel's dead letters back to it: all, or ``count`` of them, ``rate`` a second at most.
 
-        ``source`` is the channel of the dead-letter topic to take them from, if it is not ``redrive``.
+        ``source`` is the channel of the dead-letter topic to take them from, if it is not ``redrive``. With a
+        ``reason`` (``requeued``, ``timed out`` or ``expired``) only those that died of it go back.
         """
-        more = {"count": count, "rate": rate, "from": source}
+        if reason and (await self.redrive_progress(topic, channel)).reason is None:
+            # It would take no notice of the argument.
+            raise HttpError(501, f"NOT_IMPLEMENTED: {self.address} is too old to redrive by cause")
+        more = {"count": count, "rate": rate, "from": source, "reason": reason}
         body = await self._post("channel/redrive", topic=topic, channel=channel, **more)
         return _decoded(Redrive, body, self.address)
 
     async def redrive_progress(self, topic: str, channel: str) -> Redrive:
         """How far that has come."""
         return await self._get(Redrive, "channel/redrive", topic=topic, channel=channel)
+
+    async def stop_redrive(self, topic: str, channel: str) -> Redrive:
+        """End it. Dead letters that are not on their way yet stay where they are."""
+        body = await self._ask("DELETE", "channel/redrive", {"topic": topic, "channel": channel})
+        return _decoded(Redrive, body, self.address)
 
     async def seek(self, topic: str, channel: str, to: str | int | datetime) -> Seek:
         """Have a channel go on at ``earliest``, ``latest``, a message's seq, or a time. What it has now is dropped."""

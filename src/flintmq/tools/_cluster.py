@@ -23,6 +23,7 @@ import msgspec
 from flintmq.addresses import join, split
 from flintmq.cluster.lookupds import Lookupds, Node, lookupd_url
 from flintmq.cluster.node import NodeClient
+from flintmq.cluster.shapes import check
 from flintmq.errors import ClusterError, ConnectError, FlintError, HttpError, OptionError
 from flintmq.tools import DEFAULT_NSQD_HTTP, read_token, run, tls_flags, tls_of
 from flintmq.tools._output import open_standard_files
@@ -272,10 +273,11 @@ class Cluster:
             try:
                 # Before 1.0 the answer came in an envelope.
                 stats = stats.get("data", stats) if "status_code" in stats else stats
+                check("nsqd", "stats", stats)
                 for about in stats.get("topics") or ():
                     _merge(topics, about)
                 version = str(stats.get("version", ""))
-            except (AttributeError, KeyError, OverflowError, TypeError, ValueError):
+            except (msgspec.ValidationError, OverflowError, ValueError):
                 # It spoils nobody else's answer.
                 failures[address] = f"what {address} says at /stats is not what an nsqd says"
                 continue
@@ -292,10 +294,13 @@ class Cluster:
         found = []
         for address, info in infos.items():
             try:
-                host = _host_of(address) or str(info.get("broadcast_address") or "127.0.0.1")
-                found.append(join(host, int(info["tcp_port"])))
-            except (AttributeError, KeyError, TypeError, ValueError):
-                raise ConnectError(f"what {address} says at /info is not what an nsqd says") from None
+                check("nsqd", "info", info)
+            except msgspec.ValidationError:
+                info = {}
+            if not info.get("tcp_port"):
+                raise ConnectError(f"what {address} says at /info is not what an nsqd says")
+            host = _host_of(address) or info.get("broadcast_address") or "127.0.0.1"
+            found.append(join(host, info["tcp_port"]))
         return found
 
     async def tell_lookupds(self, path: str, **query: str) -> dict[str, str]:

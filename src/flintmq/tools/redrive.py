@@ -23,13 +23,15 @@ ABOUT = "send the dead letters of a channel back to it"
 
 # How often the broker is asked how far it is, in seconds.
 _EVERY = 0.2
+# Why messages die.
+_REASONS = ("requeued", "timed out", "expired")
 
 
 def main(argv: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(
         prog="flintmq redrive",
         description="Send the dead letters of a channel back to it. The broker does it by itself: "
-        "ctrl-C ends the watching, not the work.",
+        "ctrl-C ends the watching, not the work; --stop ends the work.",
     )
     parser.add_argument("source", metavar="TOPIC/CHANNEL", help="the channel that the dead letters came from")
     parser.add_argument("--count", metavar="N", type=_positive, help="most messages to move")
@@ -40,14 +42,22 @@ def main(argv: Sequence[str]) -> int:
         metavar="CHANNEL",
         help="the channel of the dead-letter topic to take them from (default: redrive)",
     )
+    parser.add_argument(
+        "--reason", metavar="REASON", choices=_REASONS, help=f"only those that died of it: {', '.join(_REASONS)}"
+    )
+    parser.add_argument("--stop", action="store_true", help="end the redrive that runs; the rest stay dead letters")
     parser.add_argument("--status", action="store_true", help="start nothing, show the progress")
     parser.add_argument("--no-wait", action="store_true", help="start, and do not wait for the end")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     node_flags(parser)
     arguments = parser.parse_args(argv)
     topic, channel = split_source(parser, arguments.source)
-    if arguments.status and (arguments.count or arguments.rate or arguments.taken_from or arguments.no_wait):
-        parser.error("--status cannot be combined with --count, --rate, --from or --no-wait")
+    starting = (arguments.count, arguments.rate, arguments.taken_from, arguments.reason, arguments.no_wait)
+    for flag in ("status", "stop"):
+        if getattr(arguments, flag) and any(starting):
+            parser.error(f"--{flag} cannot be combined with --count, --rate, --from, --reason or --no-wait")
+    if arguments.status and arguments.stop:
+        parser.error("--status cannot be combined with --stop")
     return run_on_node("redrive", arguments, lambda node: _redrive(node, topic, channel, arguments))
 
 
@@ -61,9 +71,20 @@ def _positive(text: str) -> int:
 async def _redrive(node: NodeClient, topic: str, channel: str, arguments: argparse.Namespace) -> int:
     if arguments.status:
         result = await node.redrive_progress(topic, channel)
+    elif arguments.stop:
+        result = await node.stop_redrive(topic, channel)
+        while result.running:
+            # Some copies are still being written.
+            await asyncio.sleep(_EVERY)
+            result = await node.redrive_progress(topic, channel)
     else:
         result = await node.redrive(
-            topic, channel, count=arguments.count, rate=arguments.rate, source=arguments.taken_from
+            topic,
+            channel,
+            count=arguments.count,
+            rate=arguments.rate,
+            source=arguments.taken_from,
+            reason=arguments.reason,
         )
         if not arguments.no_wait:
             with _progress(result) as report:
@@ -71,7 +92,8 @@ async def _redrive(node: NodeClient, topic: str, channel: str, arguments: argpar
                     await asyncio.sleep(_EVERY)
                     result = await node.redrive_progress(topic, channel)
                     report(result)
-    status = 1 if result.error else 0
+    was_asked_for = arguments.stop and result.error == "stopped"
+    status = 1 if result.error and not was_asked_for else 0
     if arguments.json:
         print_json(msgspec.structs.asdict(result))
         return status
@@ -82,7 +104,7 @@ async def _redrive(node: NodeClient, topic: str, channel: str, arguments: argpar
         print_line(f"{amount} went from {result.dead_letter_topic} back to {topic}/{channel}")
     else:
         print_line(f"no dead letters of {topic}/{channel} in {result.dead_letter_topic}")
-    if result.error:
+    if status:
         sys.stderr.write(f"flintmq redrive: it ended early: {result.error}\n")
     return status
 

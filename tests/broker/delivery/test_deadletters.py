@@ -946,11 +946,11 @@ async def test_a_redrive_over_http(ask: tuple[Broker, Ask]) -> None:
     broker, http = ask
     channel = await channel_of(broker)
     target = "/channel/redrive?topic=t&channel=c"
-    nothing = {"dead_letter_topic": "t.c.dead", "planned": 0, "moved": 0, "running": False}
+    nothing = {"dead_letter_topic": "t.c.dead", "reason": "", "planned": 0, "moved": 0, "running": False}
     assert await http("GET", target) == (200, nothing)
     assert await http("POST", target) == (200, nothing), "there is no dead letter yet"
     await die(channel, b"one", b"two", b"three")
-    started = {"dead_letter_topic": "t.c.dead", "planned": 2, "moved": 0, "running": True}
+    started = {"dead_letter_topic": "t.c.dead", "reason": "", "planned": 2, "moved": 0, "running": True}
     assert await http("POST", target + "&count=2") == (200, started)
     await until(lambda: channel.redrive is not None and not channel.redrive.running)
     assert await http("GET", target) == (200, {**started, "moved": 2, "running": False})

@@ -80,12 +80,136 @@ async def test_a_redrive_goes_on_after_a_restart(
         clock.advance(1)
         await asyncio.sleep(0.01)
     progress = await ask(again, "GET", REDRIVE)
-    assert progress == {"dead_letter_topic": "t.c.dead", "planned": most, "moved": most, "running": False}
+    assert progress == {"dead_letter_topic": "t.c.dead", "reason": "", "planned": most, "moved": most, "running": False}
     found = await all_of(again, most)
     assert set(found.values()) == {1}
     assert len(found) == most
     left = again.topics["t.c.dead"].channels["redrive"].depth
     assert left == len(bodies) - most
+
+
+@pytest.mark.parametrize("end", ["stop", "kill", "none"])
+@pytest.mark.parametrize(("count", "rate"), [(30, 10), (450, 200), (7, 1)])
+async def test_a_redrive_that_was_stopped_stays_so(
+    start_broker: StartBroker, clock: FakeClock, end: str, count: int, rate: int
+) -> None:
+    broker = await start_broker(http_address="127.0.0.1:0")
+    await with_dead_letters(broker, count)
+    await ask(broker, "POST", f"{REDRIVE}&rate={rate}")
+    redrive = broker.topics["t"].channels["c"].redrive
+    assert redrive is not None
+    await until(lambda: redrive.moved == rate)
+    await ask(broker, "DELETE", REDRIVE)
+    stopped = await ask(broker, "GET", REDRIVE)
+    assert (stopped["running"], stopped["moved"], stopped["error"]) == (False, rate, "stopped")
+    if end == "stop":
+        await broker.stop()
+    elif end == "kill":
+        broker.kill()
+    if end != "none":
+        broker = await start_broker(http_address="127.0.0.1:0")
+    clock.advance(100)
+    await quiet(broker)
+    again = await ask(broker, "GET", REDRIVE)
+    assert (again["running"], again["moved"], again["error"]) == (False, rate, "stopped")
+    assert broker.topics["t.c.dead"].channels["redrive"].depth == count - rate
+    # Those that stayed can still be sent back, and nothing comes twice.
+    await ask(broker, "POST", REDRIVE)
+    found = await all_of(broker, count)
+    assert (len(found), set(found.values())) == (count, {1})
+
+
+async def test_a_redrive_is_stopped_while_copies_are_written(start_broker: StartBroker) -> None:
+    broker = await start_broker(http_address="127.0.0.1:0")
+    await with_dead_letters(broker, 1_000)
+    await ask(broker, "POST", REDRIVE)
+    while (stopped := await ask(broker, "DELETE", REDRIVE))["running"]:
+        # Until they have arrived there is no second one.
+        async with HttpClient.connect(broker.http_address) as client:
+            assert (await client.ask("POST", REDRIVE, b"")).status in (200, 409)
+    left = broker.topics["t.c.dead"].channels["redrive"].depth
+    assert broker.topics["t"].channels["c"].depth + left == 1_000
+    assert stopped["running"] is False
+    await ask(broker, "POST", REDRIVE)
+    found = await all_of(broker, 1_000)
+    assert (len(found), set(found.values())) == (1_000, {1})
+
+
+async def test_stopping_a_redrive_that_does_not_run_changes_nothing(start_broker: StartBroker) -> None:
+    broker = await start_broker(http_address="127.0.0.1:0")
+    await with_dead_letters(broker, 3)
+    nothing = {"dead_letter_topic": "t.c.dead", "reason": "", "planned": 0, "moved": 0, "running": False}
+    assert await ask(broker, "DELETE", REDRIVE) == nothing
+    await ask(broker, "POST", REDRIVE)
+    await until(lambda: broker.topics["t"].channels["c"].depth == 3)
+    done = await ask(broker, "GET", REDRIVE)
+    assert await ask(broker, "DELETE", REDRIVE) == done
+    async with HttpClient.connect(broker.http_address) as client:
+        assert (await client.ask("DELETE", "/channel/redrive?topic=t&channel=nobody")).status == 404
+
+
+async def with_two_causes(broker: Broker, clock: FakeClock, each: int) -> None:
+    """Let messages die: those with an even number by a requeue, the others by a timeout."""
+    channel, _ = broker.topic("t").channel("c")
+    channel.settings = replace(channel.settings, max_attempts=1)
+    await Client(broker).publish_many("t", [b"%d" % number for number in range(2 * each)])
+    consumer = Client(broker)
+    await consumer.subscribe("t", "c", 2 * each)
+    await until(lambda: len(consumer.messages) >= 2 * each)
+    for message in consumer.messages:
+        if int(message.body) % 2 == 0:
+            consumer.requeue(message)
+    await pass_time(broker, clock, 61)
+    await until(lambda: channel.leaving.dead_lettered_count == 2 * each)
+    consumer.hang_up()
+    await until(lambda: consumer.transport.lost)
+    await quiet(broker)
+
+
+@pytest.mark.parametrize("end", ["none", "kill"])
+async def test_only_dead_letters_of_one_cause_go_back(start_broker: StartBroker, clock: FakeClock, end: str) -> None:
+    broker = await start_broker(http_address="127.0.0.1:0")
+    await with_two_causes(broker, clock, 10)
+    started = await ask(broker, "POST", f"{REDRIVE}&reason=timed%20out&rate=4")
+    assert (started["reason"], started["planned"]) == ("timed out", 20)
+    redrive = broker.topics["t"].channels["c"].redrive
+    assert redrive is not None
+    await until(lambda: redrive.moved == 4)
+    if end == "kill":
+        broker.journal.flush()
+        broker.kill()
+        broker = await start_broker(http_address="127.0.0.1:0")
+    while (progress := await ask(broker, "GET", REDRIVE))["running"]:
+        clock.advance(1)
+        await asyncio.sleep(0.01)
+    assert (progress["reason"], progress["moved"], progress["planned"]) == ("timed out", 10, 10)
+    found = await all_of(broker, 10)
+    assert found == Counter(b"%d" % number for number in range(1, 20, 2))
+    assert broker.topics["t.c.dead"].channels["redrive"].depth == 10
+
+
+async def test_a_cause_that_is_none_is_refused(start_broker: StartBroker) -> None:
+    broker = await start_broker(http_address="127.0.0.1:0")
+    await with_dead_letters(broker, 1)
+    async with HttpClient.connect(broker.http_address) as client:
+        answer = await client.ask("POST", f"{REDRIVE}&reason=bored", b"")
+    assert (answer.status, answer.json["message"].partition(":")[0]) == (400, "INVALID_ARG_REASON")
+
+
+async def test_a_redrive_waits_until_a_new_dead_letter_topic_hands_its_messages_on(start_broker: StartBroker) -> None:
+    broker = await start_broker(http_address="127.0.0.1:0")
+    await with_dead_letters(broker, 3)
+    # As it is while lookupds are asked which channels it has elsewhere.
+    broker.topics["t.c.dead"].gate(True)
+    async with HttpClient.connect(broker.http_address) as client:
+        request = asyncio.create_task(client.ask("POST", REDRIVE, b""))
+        for _ in range(3):
+            # What is asked after it is answered: it has been read.
+            assert (await ask(broker, "GET", REDRIVE))["running"] is False
+        assert not request.done()
+        broker.topics["t.c.dead"].gate(False)
+        assert (await request).json["planned"] == 3
+    await until(lambda: broker.topics["t"].channels["c"].depth == 3)
 
 
 async def test_how_a_redrive_ended_is_known_after_a_restart(start_broker: StartBroker) -> None:

@@ -760,9 +760,11 @@ class Channel:
         self.leaving.give_up(seq, attempts, reason)
         return True
 
-    def begin_redrive(self, source: Channel, most: int, rate: int, *, moved: int = 0, stop: int = NEVER) -> None:
+    def begin_redrive(
+        self, source: Channel, most: int, rate: int, reason: str = "", *, moved: int = 0, stop: int = NEVER
+    ) -> None:
         """Bring back what died here and is in the channel ``source`` of the dead-letter topic now: see ``Redrive``."""
-        self.redrive = Redrive(self, source, most, rate, moved=moved, stop=stop)
+        self.redrive = Redrive(self, source, most, rate, reason, moved=moved, stop=stop)
 
     def redrive_ended(self, ended: Ended | None) -> None:
         """Remember how the last redrive ended."""

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from flintmq.broker.delivery.channel import Channel
     from flintmq.broker.delivery.topic import Topic
 
-__all__ = ["REDRIVE", "Ended", "Redrive", "finish_moved", "resume"]
+__all__ = ["REDRIVE", "STOPPED", "Ended", "Redrive", "finish_moved", "resume"]
 
 logger = logging.getLogger(__name__)
 
@@ -42,6 +42,8 @@ REDRIVE = "redrive"
 LOOK_THROUGH = 1_000
 #: Seconds of its rate that a redrive copies at once.
 STRIDE = 0.05
+#: The error of a redrive that an operator has ended.
+STOPPED = "stopped"
 #: Where the journal's row of a redrive says how many were moved.
 MOVED = 5
 #: Of a redriven message in a side log: for which channel, from which channel, its seq there.
@@ -51,20 +53,31 @@ _address = Struct(">IIQ")
 class Redrive(Steps):
     """Copies dead letters back to the channel they came from: ``most`` of them, ``rate`` a second, 0 for any.
 
-    The journal knows how far it is, so that the next start goes on with it (``resume``), or reports how it ended.
+    With a ``reason`` only those that died of it. The journal knows how far it is, so that the next start goes on with
+    it (``resume``), or reports how it ended.
     """
 
     def __init__(
-        self, channel: Channel, source: Channel, most: int, rate: int, *, moved: int = 0, stop: int = NEVER
+        self,
+        channel: Channel,
+        source: Channel,
+        most: int,
+        rate: int,
+        reason: str = "",
+        *,
+        moved: int = 0,
+        stop: int = NEVER,
     ) -> None:
         """``moved`` were copied before a restart; dead letters from the seq ``stop`` on came after it had begun."""
         super().__init__(channel.broker)
         self._channel = channel
         self._source = source
         self.dead_letter_topic = source.topic.name
+        self.reason = reason
         self.moved = moved
+        #: False once its last copy has arrived, also where it ended early.
         self.running = True
-        #: Why it ended before its time.
+        #: Why it copies nothing more before its time.
         self.error = ""
         self._most = most
         self._rate = rate
@@ -88,7 +101,8 @@ class Redrive(Steps):
 
     def note(self) -> tuple[Any, ...]:
         """What the journal keeps: whence, how much, how far it is, and whether it goes on."""
-        about = (self._most, self._rate, self._stop, self.moved, self.running, self.error)
+        goes_on = self.running and not self.error
+        about = (self._most, self._rate, self._stop, self.moved, goes_on, self.error, self.reason)
         return "redrive", self._channel.id, self._source.topic.name, self._source.name, *about
 
     def _note(self) -> None:
@@ -110,8 +124,12 @@ class Redrive(Steps):
         """The channel was emptied: what is on its way does not arrive any more."""
         self._floor = self._channel.topic.side_end
 
+    def stop(self) -> None:
+        """Copy nothing more, and do not go on after a restart. Copies that are not on the device yet still arrive."""
+        self._end(STOPPED)
+
     def _step(self) -> None:
-        if not self.running or self._broker.stopping:
+        if not self.running or self.error or self._broker.stopping:
             return
         if self._channel.exiting or self._source.exiting or self._broker.refusing:
             self._end(self._broker.refusing or "a channel was deleted")
@@ -165,6 +183,8 @@ class Redrive(Steps):
         return found
 
     def _is_mine(self, dead: dict[str, Any]) -> bool:
+        if self.reason and dead["reason"] != self.reason:
+            return False
         return (dead["topic"], dead["channel"]) == (self._channel.topic.name, self._channel.name)
 
     def _copy(self, found: dict[int, tuple[bytearray, int]]) -> None:
@@ -223,7 +243,13 @@ class Redrive(Steps):
         self._end_if_done()
 
     def _end_if_done(self) -> None:
-        if self.running and not self._under_way and (not self._left or self.moved >= self._most):
+        if not self.running or self._under_way:
+            return
+        if self.error:
+            self.running = False
+            message = "CHANNEL(%s): the redrive ended early, after %d - %s"
+            logger.warning(message, self._channel.name, self.moved, self.error)
+        elif not self._left or self.moved >= self._most:
             self.running = False
             self._note()
             logger.info(
@@ -231,11 +257,11 @@ class Redrive(Steps):
             )
 
     def _end(self, error: str) -> None:
-        if self.running:
-            self.running = False
+        """Copy nothing more. It runs until what is under way has arrived: until then there must be no other one."""
+        if self.running and not self.error:
             self.error = error
             self._note()
-            logger.warning("CHANNEL(%s): the redrive ended early, after %d - %s", self._channel.name, self.moved, error)
+        self._end_if_done()
 
 
 def _each(seqs: list[int], ranges: Iterable[tuple[int, int]], before: int) -> Iterator[int]:
@@ -286,14 +312,15 @@ def resume(broker: Broker, state: State) -> None:
             if channel_state.redrive is None:
                 continue
             channel = broker.topics[topic.name].channels[channel_state.name]
-            name, source_name, most, rate, stop, moved, running, error = channel_state.redrive
+            name, source_name, most, rate, stop, moved, running, error, reason = channel_state.redrive
             target = broker.topics.get(name)
             source = target.channels.get(source_name) if target is not None else None
             if running and source is not None:
                 logger.info("CHANNEL(%s): the redrive from %s goes on, after %d", channel.name, name, moved)
-                channel.begin_redrive(source, most, rate, moved=moved, stop=stop)
+                channel.begin_redrive(source, most, rate, reason, moved=moved, stop=stop)
             else:
-                channel.redrive_ended(Ended(name, moved, error or ("a channel was deleted" if running else "")))
+                ended = error or ("a channel was deleted" if running else "")
+                channel.redrive_ended(Ended(name, moved, ended, reason))
 
 
 @dataclass(frozen=True)
@@ -303,6 +330,7 @@ class Ended:
     dead_letter_topic: str
     moved: int
     error: str
+    reason: str
     running = False
     first_place = NEVER
 
@@ -312,3 +340,6 @@ class Ended:
 
     def emptied(self) -> None:
         """Do nothing: nothing is on its way."""
+
+    def stop(self) -> None:
+        """Do nothing: it has ended."""

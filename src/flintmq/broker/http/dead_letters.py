@@ -1,10 +1,11 @@
-"""HTTP routes of dead letters: send them back, and ask how far that is. See docs/dead-letters.md."""
+"""HTTP routes of dead letters: send them back, ask how far that is, end it. See docs/dead-letters.md."""
 
 from __future__ import annotations
 
+import asyncio
 from typing import TYPE_CHECKING, Any
 
-from flintmq.broker.delivery.dead_letters import dead_letter_topic
+from flintmq.broker.delivery.dead_letters import EXPIRED, REQUEUED, TIMED_OUT, dead_letter_topic
 from flintmq.broker.delivery.redrive import REDRIVE
 from flintmq.broker.storage.journal import NEVER
 from flintmq.errors import HttpError
@@ -17,19 +18,32 @@ if TYPE_CHECKING:
 
 __all__ = ["routes"]
 
+#: Seconds between two looks at a dead-letter topic that was just created.
+LOOK_AGAIN = 0.01
+
 
 def routes(broker: Broker) -> list[Route]:
     async def start(request: Request) -> dict[str, Any]:
         arguments = request.arguments()
-        channel = _channel(broker, arguments)
-        if channel.redrive is not None and channel.redrive.running:
-            raise HttpError(409, "ALREADY_RUNNING: ask GET /channel/redrive how far it is")
         most, rate = _number(arguments, "count", NEVER), _number(arguments, "rate", 0)
+        reason = arguments.get("reason", "")
+        if reason not in ("", REQUEUED, TIMED_OUT, EXPIRED):
+            raise HttpError(400, f"INVALID_ARG_REASON: it must be {REQUEUED}, {TIMED_OUT} or {EXPIRED}")
+        await _opened(_idle(broker, arguments))
+        # Somebody else may have begun one meanwhile.
+        channel = _idle(broker, arguments)
         source = _source(channel, arguments.get("from", ""))
         if source is None:
             channel.redrive_ended(None)
         else:
-            channel.begin_redrive(source, most, rate)
+            channel.begin_redrive(source, most, rate, reason)
+            await broker.as_safe_as(channel.topic)
+        return _progress(channel)
+
+    async def stop(request: Request) -> dict[str, Any]:
+        channel = _channel(broker, request.arguments())
+        if channel.redrive is not None and channel.redrive.running:
+            channel.redrive.stop()
             await broker.as_safe_as(channel.topic)
         return _progress(channel)
 
@@ -39,6 +53,7 @@ def routes(broker: Broker) -> list[Route]:
     return [
         Route("POST", "/channel/redrive", start, ADMIN),
         Route("GET", "/channel/redrive", progress, READ),
+        Route("DELETE", "/channel/redrive", stop, ADMIN),
     ]
 
 
@@ -55,6 +70,28 @@ def _channel(broker: Broker, arguments: dict[str, str]) -> Channel:
     if channel is None:
         raise HttpError(404, "CHANNEL_NOT_FOUND")
     return channel
+
+
+def _idle(broker: Broker, arguments: dict[str, str]) -> Channel:
+    channel = _channel(broker, arguments)
+    if channel.redrive is not None and channel.redrive.running:
+        raise HttpError(409, "ALREADY_RUNNING: ask GET /channel/redrive how far it is")
+    return channel
+
+
+async def _opened(channel: Channel) -> None:
+    """Wait until a dead-letter topic that was just created hands its messages on to channels.
+
+    That takes until the lookupds have said which channels it has elsewhere, and the journal knows of it. A redrive that
+    is planned before finds nothing.
+    """
+    broker = channel.broker
+    topic = broker.topics.get(dead_letter_topic(channel))
+    if topic is None:
+        return
+    while topic.gated and not topic.exiting and not broker.stopping:  # noqa: ASYNC110
+        await asyncio.sleep(LOOK_AGAIN)
+    await broker.synced()
 
 
 def _number(arguments: dict[str, str], name: str, default: int) -> int:
@@ -89,9 +126,12 @@ def _source(channel: Channel, name: str) -> Channel | None:
 def _progress(channel: Channel) -> dict[str, Any]:
     redrive = channel.redrive
     if redrive is None:
-        return {"dead_letter_topic": dead_letter_topic(channel), "planned": 0, "moved": 0, "running": False}
+        name = dead_letter_topic(channel)
+        return {"dead_letter_topic": name, "reason": "", "planned": 0, "moved": 0, "running": False}
     answer: dict[str, Any] = {
         "dead_letter_topic": redrive.dead_letter_topic,
+        # Also where it is empty: it shows that this nsqd can do it by cause.
+        "reason": redrive.reason,
         "planned": redrive.planned,
         "moved": redrive.moved,
         "running": redrive.running,

@@ -129,6 +129,7 @@ class RedriveNote(Note, tag="redrive"):
     moved: int
     running: bool
     error: str | None
+    reason: str = ""
 
 
 class SettingsNote(Note, tag="settings"):

@@ -37,13 +37,14 @@ function isHere(path, to) {
   return path === to || path.startsWith(`${to}/`) || (to === "/topics" && path === "/messages");
 }
 
-function Rail({ problems }) {
+function Rail({ cluster }) {
   const { path } = useStore(address);
-  const worst = Math.max(0, ...(problems || []).map((problem) => problem.level));
+  const problems = cluster?.problem_count;
+  const worst = Math.max(0, ...Object.values(cluster?.problems || {}).map((problem) => problem.level));
   return html`<nav class="rail" aria-label="Pages">
     <${A} to="/" class="brand"><img src=${`${BASE}/static/logo.svg`} alt="" />flintmq</${A}>
     ${RAIL.map(([icon, title, to, kind]) => html`<${A} key=${to} to=${to} class=${`item ${kind || ""}`} aria-current=${isHere(path, to) ? "page" : undefined}>
-      <${Icon} name=${icon} />${title}${to === "/" && problems?.length ? html`<span class=${`badge ${worst > 2 ? "critical" : worst > 1 ? "warning" : ""}`}>${problems.length}<span class="sr"> problems</span></span>` : null}</${A}>`)}
+      <${Icon} name=${icon} />${title}${to === "/" && problems ? html`<span class=${`badge ${worst > 2 ? "critical" : worst > 1 ? "warning" : ""}`}>${problems}<span class="sr"> problems</span></span>` : null}</${A}>`)}
     <p class="foot">flintmq ${VERSION}<br /><${A} to="/counter">Message counter</${A}></p>
   </nav>`;
 }
@@ -219,7 +220,7 @@ function App() {
 function Frame() {
   const cluster = useScope("cluster");
   return html`<div class="frame"><a class="skip" href="#page" onClick=${(event) => { event.preventDefault(); document.getElementById("page").focus(); }}>Skip to the page</a>
-    <${Rail} problems=${cluster?.problems} />
+    <${Rail} cluster=${cluster} />
     <header class="bar"><${Search} /><span class="grow"></span><${Live} /><${NodesUp} cluster=${cluster} /><${Who} /><${Theme} /></header>
     <div class="page"><main id="page" tabindex="-1"><${Page} /></main></div><${Notices} /></div>`;
 }

@@ -169,7 +169,12 @@ export function useApi(path, query = {}, { every = 0 } = {}) {
       return () => clearInterval(timer);
     }
     let last = Date.now();
-    return ticks.listen(() => { if (Date.now() - last >= every - 200) { last = Date.now(); load(); } });
+    let timer = 0;
+    // A change that comes too soon after the last load waits for its turn: it may be the last one for long.
+    const leave = ticks.listen(() => {
+      timer ||= setTimeout(() => { timer = 0; last = Date.now(); load(); }, Math.max(0, last + every - 200 - Date.now()));
+    });
+    return () => { leave(); clearTimeout(timer); };
   }, [load, every]);
   return { ...state, reload };
 }
@@ -252,7 +257,7 @@ export const lastAction = store(null);
 function merge(old, patch) {
   const result = { ...old };
   for (const [key, value] of Object.entries(patch)) {
-    const isMap = ["nodes", "topics", "channels"].includes(key) && value && typeof value === "object" && !Array.isArray(value);
+    const isMap = ["nodes", "topics", "channels", "problems"].includes(key) && value && typeof value === "object" && !Array.isArray(value);
     if (!isMap) {
       const isRow = value && typeof value === "object" && !Array.isArray(value);
       result[key] = isRow ? { ...old[key], ...value } : value;

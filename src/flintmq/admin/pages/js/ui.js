@@ -1,8 +1,10 @@
 // The parts that pages are made of: numbers with a past, charts, tables, dialogs.
 import {
   html, useState, useEffect, useRef, useMemo, useScope, useStore, useApi, A, Ago, ApiError, address, api,
-  bytes, count, duration, exact, many, notify, restarts, setQuery, time,
+  count, duration, exact, many, notify, restarts, setQuery, time,
 } from "./lib.js";
+
+export { Chart } from "./chart.js";
 
 // --- States ----------------------------------------------------------------------------------------------------------
 
@@ -99,63 +101,6 @@ export function Stat({ title, value, values, colour, hint, note, to, query }) {
 }
 
 // --- Charts ----------------------------------------------------------------------------------------------------------
-
-const token = (name) => getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
-const SYNC = window.uPlot ? uPlot.sync("page") : null;
-
-// Steps of the axes whose numbers are rounded: whole ones of messages, powers of two of bytes.
-const WHOLE = Array.from({ length: 48 }, (_, index) => [1, 2, 5][index % 3] * 10 ** Math.floor(index / 3));
-const BINARY = Array.from({ length: 60 }, (_, index) => 2 ** index);
-const STEPS = new Map([[count, WHOLE], [bytes, BINARY]]);
-
-/** series: [{ key, title, colour, area, format }]; data: { x: [seconds], [key]: [values] } */
-export function Chart({ title, series, data, height = 180, format = count }) {
-  const box = useRef(null);
-  const plot = useRef(null);
-  const [theme, setTheme] = useState(0);
-  useEffect(() => {
-    const watch = new MutationObserver(() => setTheme((number) => number + 1));
-    watch.observe(document.documentElement, { attributes: true, attributeFilter: ["data-theme"] });
-    const media = matchMedia("(prefers-color-scheme: dark)");
-    const change = () => setTheme((number) => number + 1);
-    media.addEventListener("change", change);
-    return () => { watch.disconnect(); media.removeEventListener("change", change); };
-  }, []);
-  const columns = () => [data.x, ...series.map(({ key }) => data[key] || data.x.map(() => null))];
-  useEffect(() => {
-    if (!window.uPlot) return undefined;
-    const axis = {
-      stroke: token("text-3"), font: `12px ${token("font")}`, grid: { stroke: token("line"), width: 1 }, ticks: { show: false },
-    };
-    const options = {
-      width: box.current.clientWidth || 400, height, cursor: { sync: SYNC ? { key: SYNC.key } : undefined, points: { size: 6 }, drag: { x: false, y: false } },
-      legend: { live: true }, scales: { y: { range: (_, low, high) => [Math.min(0, low || 0), high > 0 ? high * 1.1 : 1] } },
-      axes: [{ ...axis, space: 80, size: 28, values: (_, splits) => splits.map((at) => time(at * 1000, false)) },
-        { ...axis, size: 64, ...(STEPS.has(format) ? { incrs: STEPS.get(format) } : {}), values: (_, splits) => splits.map((value) => format(value)) }],
-      series: [{ label: "time", value: (_, at) => (at ? time(at * 1000) : "–") },
-        ...series.map((one) => ({
-          label: one.title, stroke: token(one.colour), width: 1.75, points: { show: false }, spanGaps: false,
-          fill: one.area ? `color-mix(in srgb, ${token(one.colour)} 14%, transparent)` : undefined,
-          // Without a cursor: the newest.
-          value: (self, value, index, at) => (one.format || format)(at === null || at === undefined ? lastOf(self.data[index]) : value),
-        }))],
-    };
-    const made = new uPlot(options, columns(), box.current);
-    plot.current = made;
-    const watch = new ResizeObserver(() => { if (box.current?.clientWidth) made.setSize({ width: box.current.clientWidth, height }); });
-    watch.observe(box.current);
-    return () => { watch.disconnect(); made.destroy(); plot.current = null; };
-  }, [theme, height, series.map(({ key }) => key).join()]);
-  useEffect(() => { plot.current?.setData(columns()); }, [data]);
-  const last = series.map((one) => `${one.title} ${(one.format || format)(lastOf(data[one.key]))}`).join(", ");
-  return html`<figure class="chart"><figcaption>${title}</figcaption><div ref=${box} role="img" aria-label=${`${title}: now ${last}`} style=${{ minHeight: `${height}px` }}></div></figure>`;
-}
-
-function lastOf(values) {
-  if (!values) return null;
-  for (let index = values.length - 1; index >= 0; index -= 1) if (values[index] !== null) return values[index];
-  return null;
-}
 
 const SECONDS = { "15m": 900, "1h": 3600, "6h": 21600, "24h": 86400 };
 

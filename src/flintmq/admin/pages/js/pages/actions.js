@@ -15,8 +15,8 @@ export function ActionLog() {
     { key: "detail", title: "Detail", sort: null, wrap: true, card: false, render: (row) => row.detail || "" },
     { key: "result", title: "Result", sort: null, render: (row) => html`<${Label} kind=${{ ok: "green", partly: "amber", failed: "red" }[row.result]} title=${row.message}>${row.result}</${Label}>` },
   ];
-  return html`<div class="head"><h1>Actions</h1><span class="actions"><a class="button" href=${link("/api/v2/actions", { format: "csv", filter: query.filter, limit: 1000 })} download="actions.csv">Export CSV</a>
-      <a class="button" href=${link("/api/v2/actions", { format: "jsonl", filter: query.filter, limit: 1000 })} download="actions.jsonl">Export JSON lines</a></span></div>
+  return html`<div class="head"><h1>Actions</h1><span class="actions"><a class="button" href=${link("/api/v2/actions", { format: "csv", filter: query.filter })} download="actions.csv">Export CSV</a>
+      <a class="button" href=${link("/api/v2/actions", { format: "jsonl", filter: query.filter })} download="actions.jsonl">Export JSON lines</a></span></div>
     <${List} path="/actions" label="actions" columns=${columns} fresh=${newest} name=${(row) => `${row.time} ${row.action} ${row.topic} ${row.channel} ${row.node} ${row.detail}`} every=${10000}
       empty=${html`<${Empty} title="Nothing was done yet"><p>Each action through nsqadmin, such as a pause, a publish or a changed setting, is listed here with its user. The list is kept in memory; <b>--action-log</b> names a file that keeps it for good.</p></${Empty}>`} />`;
 }

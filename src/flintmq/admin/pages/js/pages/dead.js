@@ -1,9 +1,10 @@
-// Dead letters by channel and cause, over the hours; sent back with a rate, with progress.
+// Dead letters by channel and cause, over the hours; sent back with a rate, with progress, and an end to it.
 import { html, useApi, useEffect, useMemo, useRef, useState, useStore, A, Ago, address, api, channelPath, clock, count, exact, may, notify, setQuery, topicPath } from "../lib.js";
 import { Dialog, Empty, Failure, Loading, Missing, useTitle } from "../ui.js";
 import { firstLine, fromBase64 } from "../body.js";
 
 const HOUR = 3600000;
+const CAUSES = { requeued: "were requeued", "timed out": "timed out", expired: "expired" };
 
 export function Dead() {
   useTitle("Dead letters");
@@ -27,9 +28,10 @@ export function Dead() {
         <span class="grow"></span><span class="actions"><${A} class="button" to="/messages" query=${{ topic: one.topic, channel: one.channel, state: "dead" }}>Look at them</${A}><button onClick=${() => setTarget(one)}>Redrive …</button></span></div>
       <${Redriving} topic=${one.topic} channel=${one.channel} onEnd=${reload} />
       <ul class="causes">${one.causes.map((cause) => html`<li key=${cause.reason}><${A} to="/messages" query=${{ topic: one.topic, channel: one.channel, state: "dead", reason: cause.reason }}><span class="cause"><b>${cause.reason}</b><span class="quiet">${exact(cause.count)}</span></span>
-        <${Hours} hours=${cause.hours} label=${`${cause.reason}: dead letters in each of the last 24 hours`} /><span class="sample">${cause.newest ? html`<span class="mono">${firstLine(fromBase64(cause.newest.body))}</span><span class="quiet">newest <${Ago} at=${cause.newest.dead?.time ?? cause.newest.time} />, ${exact(cause.newest.dead?.attempts ?? 0)} attempts</span>` : null}</span></${A}></li>`)}</ul>
+        <${Hours} hours=${cause.hours} label=${`${cause.reason}: dead letters in each of the last 24 hours`} /><span class="sample">${cause.newest ? html`<span class="mono">${firstLine(fromBase64(cause.newest.body))}</span><span class="quiet">newest <${Ago} at=${cause.newest.dead?.time ?? cause.newest.time} />, ${exact(cause.newest.dead?.attempts ?? 0)} attempts</span>` : null}</span></${A}>
+        <button class="small" aria-label=${`Redrive those that ${CAUSES[cause.reason] || cause.reason}`} onClick=${() => setTarget({ ...one, reason: cause.reason, count: cause.count })}>Redrive …</button></li>`)}</ul>
     </section>`)}</div>
-    ${target ? html`<${RedriveDialog} topic=${target.topic} channel=${target.channel} known=${target.count} onClose=${() => { setTarget(null); reload(); }} />` : null}`;
+    ${target ? html`<${RedriveDialog} topic=${target.topic} channel=${target.channel} reason=${target.reason} known=${target.count} onClose=${() => { setTarget(null); reload(); }} />` : null}`;
 }
 
 /** Groups of the daemon (channel, cause, hour) by channel, then by cause. */
@@ -58,18 +60,27 @@ function Hours({ hours, label }) {
 
 /** A redrive that runs, whoever started it. */
 function Redriving({ topic, channel, onEnd }) {
-  const { data } = useApi("/redrive", { topic, channel }, { every: 1500 });
+  const { data, reload } = useApi("/redrive", { topic, channel }, { every: 1500 });
   const ran = useRef(false);
   useEffect(() => {
     if (ran.current && data && !data.running) onEnd();
     ran.current = Boolean(data?.running);
   }, [data?.running]);
-  return data?.running ? html`<${RedriveProgress} data=${data} />` : null;
+  return data?.running ? html`<${RedriveProgress} data=${data} onStop=${reload} />` : null;
 }
 
-const RedriveProgress = ({ data }) => html`<div class="row" role="status"><span>${exact(data.moved)} of ${exact(data.planned)} sent back</span><progress class="grow" aria-label="Sent back" max=${data.planned || 1} value=${data.moved}></progress></div>`;
+// How many there are of one cause is known at its end: until then the daemon counts those of other causes as well.
+function RedriveProgress({ data, onStop }) {
+  const [busy, setBusy] = useState(false);
+  const stop = async () => {
+    setBusy(true);
+    try { onStop(await api("/redrive", { method: "DELETE", query: { topic: data.topic, channel: data.channel } })); } catch (error) { notify(error.words, "error"); } finally { setBusy(false); }
+  };
+  return html`<div class="row redriving"><span role="status">${exact(data.moved)} of ${data.reason ? "at most " : ""}${exact(data.planned)} sent back${data.reason ? ` (${data.reason})` : ""}</span><progress class="grow" aria-label="Sent back" max=${data.planned || 1} value=${data.moved}></progress>
+    ${data.running && may("operate") ? html`<button type="button" class="small" disabled=${busy} onClick=${stop}>Stop</button>` : null}</div>`;
+}
 
-export function RedriveDialog({ topic, channel, known, onClose }) {
+export function RedriveDialog({ topic, channel, reason, known, onClose }) {
   const [state, setState] = useState(null);
   const [failure, setFailure] = useState(null);
   const here = useRef(true);
@@ -80,21 +91,22 @@ export function RedriveDialog({ topic, channel, known, onClose }) {
     const given = Object.fromEntries(["count", "rate"].map((key) => [key, Number(form.get(key)) || undefined]));
     setFailure(null);
     try {
-      let now = await api("/redrive", { method: "POST", body: { topic, channel, ...given, from: form.get("from")?.trim() || undefined } });
+      let now = await api("/redrive", { method: "POST", body: { topic, channel, reason, ...given, from: form.get("from")?.trim() || undefined } });
       setState(now);
       while (now.running && here.current) {
         await new Promise((resolve) => { setTimeout(resolve, 400); });
         now = await api("/redrive", { query: { topic, channel } });
         if (here.current) setState(now);
       }
+      if (now.error === "stopped") return;
       const bad = now.error || now.nodes?.filter((node) => node.error).map((node) => `${node.node}: ${node.error}`).join("; ");
       if (!now.running) notify(bad ? `Redrive of ${topic}/${channel}: ${bad}` : `${exact(now.moved)} dead letters went back to ${topic}/${channel}.`, bad ? "error" : "info");
     } catch (error) { setFailure(error); }
   };
   const done = state && !state.running;
   return html`<${Dialog} title=${`Redrive dead letters of ${topic}/${channel}?`} onClose=${onClose}><form onSubmit=${start}>
-    <p>${known ? html`<b>${count(known)}</b> dead letters` : "Dead letters"} go back to this channel only. Their attempts start anew; those that fail again come back here.</p>
-    ${state ? html`<${RedriveProgress} data=${state} />${done ? html`<p class="all-well">● Done: ${exact(state.moved)} sent back.</p>` : html`<p class="quiet">It goes on if you close this.</p>`}` : html`
+    <p>${known ? html`<b>${count(known)}</b> dead letters` : "Dead letters"}${reason ? html` that <b>${CAUSES[reason] || reason}</b>` : null} go back to this channel only. Their attempts start anew; those that fail again come back here.</p>
+    ${state ? html`<${RedriveProgress} data=${state} onStop=${setState} />${done ? state.error === "stopped" ? html`<p>■ Stopped: ${exact(state.moved)} sent back, the others stay dead letters.</p>` : html`<p class="all-well">● Done: ${exact(state.moved)} sent back.</p>` : html`<p class="quiet">It goes on if you close this.</p>`}` : html`
       <div class="fields"><label>At most<input name="count" type="number" min="1" placeholder="all" /></label><label>Per second<input name="rate" type="number" min="1" placeholder="as fast as possible" /></label></div>
       <details><summary>Other channel of the dead-letter topic</summary><label>Take them from<input name="from" placeholder="redrive" /></label></details>`}
     <${Failure} error=${failure} />

@@ -105,7 +105,7 @@ function Look({ topic, channel, state }) {
         ${found.next && !found.running ? html`<div class="pager"><button onClick=${found.more}>Load more</button></div>` : null}</div>
       <div class="detail">${chosen ? html`<${Detail} key=${nameOf(chosen)} message=${chosen} topic=${topic} channel=${channel} state=${state} onAct=${(kind) => setActing({ kind, picked: [chosen] })} canAct=${isQueue} onClose=${() => choose(null)} />`
         : html`<div class="empty">${messages.length ? "Choose a message to see its body. The arrow keys move." : html`<${Loading} />`}</div>`}</div></div>`}
-    ${acting?.redrive ? html`<${RedriveDialog} topic=${topic} channel=${channel} onClose=${done} />` : acting ? html`<${BulkDialog} target=${{ topic, channel, state, ...filters }} acting=${acting} isFiltered=${isFiltered} onClose=${() => setActing(null)} onDone=${done} />` : null}`;
+    ${acting?.redrive ? html`<${RedriveDialog} topic=${topic} channel=${channel} reason=${filters.reason} onClose=${done} />` : acting ? html`<${BulkDialog} target=${{ topic, channel, state, ...filters }} acting=${acting} isFiltered=${isFiltered} onClose=${() => setActing(null)} onDone=${done} />` : null}`;
 }
 
 function Progress({ found, isFiltered }) {

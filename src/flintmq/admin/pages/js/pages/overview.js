@@ -12,7 +12,7 @@ export function Overview() {
   const range = useRange();
   const totals = live?.totals || data?.totals;
   const past = useHistory("cluster", "", range, live?.totals && { ...live.totals, at: live.at });
-  const problems = live?.problems || data?.problems;
+  const problems = live?.problems ? Object.values(live.problems).sort((a, b) => b.level - a.level || b.weight - a.weight) : data?.problems;
   const sparks = data?.sparklines?.series || {};
   const down = live?.nodes ? Object.entries(live.nodes).filter(([, node]) => !node.up).map(([name]) => name) : data?.missing;
   if (error && !totals) return html`<${Failure} error=${error} retry=${reload} />`;
