@@ -67,6 +67,8 @@ class Assets:
         pages = [Guarded("GET", path, self._page, NOBODY, plain=True) for path in PAGES]
         return [
             *pages,
+            # Browsers ask for it beside answers that name no icon, such as those of the API.
+            Guarded("GET", "/favicon.ico", self._icon, NOBODY, plain=True, unlogged=True),
             Guarded("GET", "/static/*path", self._file, NOBODY, plain=True, unlogged=True),
             Guarded("GET", "/fonts/*path", self._file, NOBODY, plain=True, unlogged=True),
         ]
@@ -75,6 +77,9 @@ class Assets:
         body, _ = self._read("index.html")
         document = body.decode().replace("{{BASE}}", html.escape(self._base)).replace("{{VERSION}}", __version__)
         return web.Answer(document.encode(), _TYPES[".html"])
+
+    async def _icon(self, request: web.Request, identity: Identity) -> web.Answer:
+        return web.Answer(self._read("logo.svg")[0], _TYPES[".svg"])
 
     async def _file(self, request: web.Request, identity: Identity) -> web.Answer:
         body, tag = self._read(request.parameters["path"])
