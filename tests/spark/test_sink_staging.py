@@ -632,6 +632,46 @@ def test_a_home_from_an_old_backup_is_noticed(own_nodes, checkpoint, tmp_path):
         Run([home, other], checkpoint, home=home.tcp).write(2, rows, partitions=19)
 
 
+def swap_addresses(one, other):
+    """As when machines, or containers, come back each with the other's address."""
+    one.kill()
+    other.kill()
+    aside = one.data_path.with_name("aside")
+    one.data_path.rename(aside)
+    other.data_path.rename(one.data_path)
+    aside.rename(other.data_path)
+    one.start()
+    other.start()
+
+
+@pytest.mark.parametrize("when", ["before the tasks", "before the commit"])
+def test_a_broker_that_has_the_address_of_another_is_not_taken_for_it(own_nodes, checkpoint, when):
+    home, other = own_nodes[:2]
+    rows = make_rows(0, 309)
+    run = Run([home, other], checkpoint, home=home.get("/info", extended="true")["flintmq"]["node"])
+    [partition, *_] = partitions_of(run.writer(), home)
+    batch = run.batch(0)
+    batch.commit([batch.task(partition, rows)])
+    # The driver dies before it notes that, so the batch runs again; the other broker knows nothing of it.
+    run.options["fetch.timeoutMs"] = "500"
+    batch = run.batch(0)
+    if when == "before the tasks":
+        swap_addresses(home, other)
+        with pytest.raises(ConnectError, match="E_STAGE_NODE"):
+            batch.task(partition, rows)
+    else:
+        messages = [batch.task(partition, rows)]
+        swap_addresses(home, other)
+        with pytest.raises(ConnectError, match="E_STAGE_NODE"):
+            batch.commit(messages)
+        batch.abort(messages)
+    assert visible([home, other]) == exactly(rows)
+    run = Run([home, other], checkpoint, home=run.options["home"])
+    run.write(0, rows)
+    run.write(1, make_rows(309, 100))
+    assert visible([home, other]) == exactly(rows + make_rows(309, 100))
+
+
 # --- The same batch again ---------------------------------------------------------------------------------------------
 
 
@@ -710,6 +750,17 @@ def test_two_drivers_agree_on_a_home_through_the_checkpoint(nodes, checkpoint):
     trouble = [Run([node], checkpoint, **{"fetch.numRetries": "0"}).writer()._job.trouble for node in nodes]
     assert trouble[0] == ""
     assert all("keeps the decisions of this query" in text for text in trouble[1:])
+
+
+def test_a_broker_that_was_taken_for_the_home_takes_part_in_what_the_home_decides(nodes, checkpoint):
+    # A driver that saw it alone opened it, and then found that the checkpoint names another one.
+    alone = {"fetch.numRetries": "0"}
+    Run(nodes[:1], checkpoint, **alone).writer()
+    (checkpoint / "_nsq_home").unlink()
+    Run(nodes[1:2], checkpoint, **alone).writer()
+    for number in range(2):
+        Run(nodes, checkpoint).write(number, make_rows(100 * number, 100), partitions=19)
+    assert visible(nodes) == exactly(make_rows(0, 100) + make_rows(100, 100))
 
 
 # --- Batch writes -----------------------------------------------------------------------------------------------------

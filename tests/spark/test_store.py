@@ -8,11 +8,12 @@ from __future__ import annotations
 import datetime
 import json
 import os
+import stat
 import subprocess
 import sys
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
@@ -330,6 +331,78 @@ def test_a_kill_before_any_file_operation_costs_and_doubles_nothing(
         assert list(again.staging.iterdir()) == []
         assert list((root / "_manifest" / "pending").iterdir()) == []
         assert [path.name for path in (root / "_manifest").glob(".*")] == [".lock"]
+
+
+# --- Power ------------------------------------------------------------------------------------------------------------
+
+
+class Device:
+    """Which files are on the device, as far as they were synced, and of which folders the names are.
+
+    A note in ``pending``, and a version of the manifest, promise that all they name is there: who writes one is asked.
+    """
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, archive: Archive) -> None:
+        self.archive = archive
+        self.notes = self.versions = 0
+        self._synced: set[int] = set()
+        # The names of a folder, when it was last synced.
+        self._names: dict[int, set[str]] = {}
+        for name in ("fsync", "replace", "link"):
+            monkeypatch.setattr(os, name, getattr(self, name)(getattr(os, name)))
+
+    def fsync(self, original: Callable[[int], None]) -> Callable[[int], None]:
+        def call(descriptor: int) -> None:
+            original(descriptor)
+            found = os.fstat(descriptor)
+            self._synced.add(found.st_ino)
+            if stat.S_ISDIR(found.st_mode):
+                self._names[found.st_ino] = set(os.listdir(descriptor))
+
+        return call
+
+    def replace(self, original: Callable[[Path, Path], None]) -> Callable[[Path, Path], None]:
+        def call(partial: Path, path: Path) -> None:
+            self.is_safe(partial, named=False)
+            todo = json.loads(partial.read_text())
+            folder = Path(todo["in"])
+            sources = [Path(move["from"]) for move in todo.get("moves", ())]
+            for source in sources or [folder / os.path.basename(todo["file"]["path"])]:
+                self.is_safe(source, self.archive.staging)
+            self.notes += 1
+            original(partial, path)
+
+        return call
+
+    def link(self, original: Callable[[Path, Path], None]) -> Callable[[Path, Path], None]:
+        def call(one: Path, other: Path) -> None:
+            if other.suffix == ".jsonl":
+                self.is_safe(one, named=False)
+                for line in map(json.loads, one.read_text().splitlines()):
+                    if "add" in line:
+                        self.is_safe(self.archive.root / line["add"]["path"], self.archive.root)
+                        self.versions += 1
+            original(one, other)
+
+        return call
+
+    def is_safe(self, path: Path, root: Path | None = None, *, named: bool = True) -> None:
+        assert path.stat().st_ino in self._synced, f"{path} is not on the device"
+        while named and path != root:
+            assert path.name in self._names.get(path.parent.stat().st_ino, ()), f"the name of {path} is not"
+            path = path.parent
+
+
+def test_what_notes_and_versions_name_is_on_the_device(archive: Archive, monkeypatch: pytest.MonkeyPatch):
+    device = Device(monkeypatch, archive)
+    for batch in range(3):
+        do_batch(archive, batch, files=3)
+    archive.merge(1 << 20, LATER)
+    do_batch(archive, 3)
+    # Two hours were merged.
+    assert device.notes == 4 + 2
+    assert device.versions == 3 * 3 + 2 + 2
+    assert by_manifest(archive.root) == list(range(4 * PER_BATCH))
 
 
 # --- What is refused --------------------------------------------------------------------------------------------------

@@ -14,6 +14,7 @@ from conftest import StartBroker
 
 from flintmq.broker.daemon import Broker
 from support.fakes import SECOND, FakeClock, until
+from support.simdisk import SimDisk
 from support.stage_client import Refused, StageClient, stored
 
 OPTIONS: dict[str, Any] = {"http_address": "127.0.0.1:0"}
@@ -420,3 +421,62 @@ async def test_a_restored_copy_drops_what_was_prepared(nodes: Nodes, home: Stage
     home = await nodes.start("n1")
     await refused("UNKNOWN", home.apply(0, prepared["set"]), 404)
     assert nodes.brokers["n1"].stage.bytes == 0
+
+
+async def test_a_node_that_was_made_a_home_by_mistake_applies_what_the_home_decided(
+    nodes: Nodes, home: StageClient
+) -> None:
+    """A driver that did not see the home chose another one, and was told better before it staged anything."""
+    other = await nodes.start("n2")
+    await other.open(job="mistaken")
+    decided = None
+    for txn in range(3):
+        epoch = (await home.open(txn, job=f"job-{txn}"))["epoch"]
+        winner = await other.stage(epoch, txn, "a", [bodies(5 * txn, 5)], decided=decided)
+        prepared = await other.prepare(epoch, txn, [winner])
+        # Without a word on who decided it, it is its own business, and not decided here.
+        await refused("UNKNOWN", other.apply(txn, prepared["set"]), 404)
+        decided = (await home.decide(epoch, txn, {"n2": prepared["set"]}))["decided"]
+        home_node = nodes.brokers["n1"].node.hex()
+        assert await other.call("apply", txn=txn, set=prepared["set"], home=home_node) == {"topics": {"t": 5}}
+        await home.done(txn)
+    assert nodes.rows() == Counter(bodies(0, 15))
+
+
+async def test_a_prepare_that_could_not_be_noted_at_first_leaves_no_losers(
+    start_broker: StartBroker, tmp_path: Path
+) -> None:
+    disk = SimDisk(tmp_path)
+    broker = await start_broker(http_address="127.0.0.1:0", disk=disk)
+    async with StageClient.connect(broker) as client:
+        await client.open()
+        winner = await client.stage(1, 0, "a", [bodies(0, 5)])
+        await client.stage(1, 0, "loser", [bodies(0, 3)])
+        disk.fail("write", 28, times=1, path="state")
+        await refused("FULL", client.prepare(1, 0, [winner]), 507)
+        prepared = await client.prepare(1, 0, [winner])
+        producer = broker.stage.producers["query-1"]
+        assert producer.attempts == {}
+        await client.decide(1, 0, {"n": prepared["set"]})
+        await client.apply(0, prepared["set"])
+        await client.done(0)
+        assert broker.stage.bytes == 0
+        assert producer.idle
+    assert stored(broker) == Counter(bodies(0, 5))
+
+
+async def test_a_call_that_is_meant_for_another_node_is_refused(nodes: Nodes, home: StageClient) -> None:
+    mine, other = nodes.brokers["n1"].node.hex(), "ab" * 16
+    calls: dict[str, dict[str, Any]] = {
+        "open": {"run": "run-1", "job": "job-1", "txn": 0},
+        "begin": {"epoch": 1, "txn": 0, "attempt": "a", "decided": None},
+        "prepare": {"epoch": 1, "txn": 0, "winners": []},
+        "decide": {"epoch": 1, "txn": 0, "nodes": {}},
+        "apply": {"txn": 0, "set": ""},
+        "done": {"txn": 0},
+        "abort": {"epoch": 1, "txn": 0},
+    }
+    for verb, fields in calls.items():
+        assert other in await refused("NODE", home.call(verb, node=other, **fields), 421)
+    assert nodes.brokers["n1"].stage.producers == {}
+    assert await home.call("open", node=mine, **calls["open"]) == {"epoch": 1, "decided": None}

@@ -6,8 +6,11 @@ does not know to be committed, with rows in another order and in chunks of anoth
 transaction is in its topic exactly once, nothing is left of what was staged, and so it is after one more crash. Before
 the new run, a transaction is there whole or not at all, and only if it was decided.
 
-Every call of a short run is tried with two kinds of loss, and every fifth call of a long one with one kind;
-``FLINTMQ_EXHAUSTIVE=1`` tries every call of it with every kind.
+In another run rows are consumed, and the files that they and their keys stood in deleted, while others of the same set
+are still being applied: nobody ever gets a row under two ids.
+
+Every call of a short run is tried with two kinds of loss, and every third call of a long one with one kind;
+``FLINTMQ_EXHAUSTIVE=1`` tries every call of all of them with every kind.
 """
 
 from __future__ import annotations
@@ -16,18 +19,21 @@ import asyncio
 import contextlib
 import random
 from collections import Counter
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
 import pytest
 
+from flintmq.broker.delivery import commit as commit_module
+from flintmq.broker.stage import apply as apply_module
 from flintmq.broker.stage import producer as producer_module
 from flintmq.broker.stage.state import Decision
 from flintmq.broker.storage import journal as journal_module
 from flintmq.broker.storage import log as log_module
 from flintmq.errors import StageError
-from support.fakes import FakeClock
+from flintmq.protocol.wire import FRAME_MESSAGE, decode_message
+from support.fakes import Client, FakeClock
 from support.garbage import collect_if_grown
 from support.power_loss import EXHAUSTIVE, Ledger, World, copy_of, frozen_time, losses, rebooted, unexpected
 from support.simdisk import PowerLoss, SimDisk
@@ -36,6 +42,8 @@ from support.stage_client import mpub_body
 T = TypeVar("T")
 
 TOPICS = ("t", "u")
+#: Seconds of a test by the wall clock; the exhaustive form takes minutes of the processor, and it may not be alone.
+LIMIT = 7200 if EXHAUSTIVE else 1800
 
 
 @pytest.fixture(autouse=True)
@@ -45,6 +53,8 @@ def small_files(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(producer_module, "SYNC_AT", 5_000)
 
 
+#: What consumers got: the ids of each row, by topic and body.
+Seen = dict[tuple[str, bytes], set[bytes]]
 #: Rows of a transaction, and transactions before the crash.
 LONG = (23, 2)
 SHORT = (5, 1)
@@ -73,6 +83,7 @@ class Driver:
         turns = 0
         while not task.done():
             try:
+                self.between(turns)
                 await self.world._turn()
             except PowerLoss:
                 task.cancel()
@@ -83,6 +94,9 @@ class Driver:
             if turns % 40 == 0:
                 self.world.clock.advance(0.2)
         return task.result()
+
+    def between(self, turns: int) -> None:
+        """What else happens, before each turn of the loop."""
 
     async def stage(
         self, epoch: int, txn: int, attempt: str, mine: list[tuple[str, bytes]], size: int, said: Any
@@ -220,12 +234,12 @@ async def try_every_call(
     step: int,
     *,
     of: tuple[int, int] = LONG,
-    kinds: Callable[[int], list[int | str]] = losses,
+    kinds: Callable[[int], Sequence[int | str]] = losses,
     **options: Any,
 ) -> None:
     whole, committed, _ = await crash(folder, None, seed=seed, of=of, **options)
     assert committed == of[1]
-    for n in range(1 + seed % step, whole.calls + 1, 1 if EXHAUSTIVE else step):
+    for n in points(whole, seed, step):
         disk, committed, clock = await crash(folder, n, seed=seed, of=of, **options)
         for loss in kinds(n):
             try:
@@ -235,6 +249,16 @@ async def try_every_call(
                 raise
 
 
+def killed(n: int) -> list[int | str]:
+    """After a kill all is there that was written: there is one kind of loss, however many are tried elsewhere."""
+    return [n]
+
+
+def points(whole: SimDisk, seed: int, step: int) -> range:
+    """The calls at which to crash, counted from 1."""
+    return range(1, whole.calls + 1) if EXHAUSTIVE else range(1 + seed % step, whole.calls + 1, step)
+
+
 async def test_the_run_commits_and_a_new_run_repeats_it(tmp_path: Path) -> None:
     disk, committed, clock = await crash(tmp_path, None, seed=1)
     assert committed == 2
@@ -242,32 +266,145 @@ async def test_the_run_commits_and_a_new_run_repeats_it(tmp_path: Path) -> None:
     await go_on(disk.after_power_loss("none"), committed, copy_of(clock), 5)
 
 
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(LIMIT)
 @pytest.mark.parametrize("durability", ["os", "fsync"])
 async def test_power_loss_neither_loses_nor_doubles(tmp_path: Path, durability: str) -> None:
-    await try_every_call(tmp_path, 1, SimDisk.after_power_loss, 5, durability=durability)
+    await try_every_call(tmp_path, 1, SimDisk.after_power_loss, 3, durability=durability)
 
 
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(LIMIT)
 async def test_a_short_transaction_is_there_whole_or_not_at_all_at_every_power_loss(tmp_path: Path) -> None:
     await try_every_call(tmp_path, 1, SimDisk.after_power_loss, 1, of=SHORT, kinds=lambda n: ["none", n])
 
 
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(LIMIT)
 async def test_a_short_transaction_is_there_whole_or_not_at_all_at_every_kill(tmp_path: Path) -> None:
-    await try_every_call(tmp_path, 2, lambda disk, _: disk.after_kill(), 1, of=SHORT, kinds=lambda n: [n])
+    await try_every_call(tmp_path, 2, lambda disk, _: disk.after_kill(), 1, of=SHORT, kinds=killed)
 
 
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(LIMIT)
 async def test_kill_neither_loses_nor_doubles(tmp_path: Path) -> None:
-    await try_every_call(tmp_path, 2, lambda disk, _: disk.after_kill(), 5)
+    await try_every_call(tmp_path, 2, lambda disk, _: disk.after_kill(), 3, kinds=killed)
 
 
-@pytest.mark.timeout(1800)
+@pytest.mark.timeout(LIMIT)
 async def test_kill_neither_loses_nor_doubles_what_goes_to_topics_in_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With so little memory that chunks of many records leave it while they are applied."""
     monkeypatch.setattr(log_module, "RECORD_BYTES", 1_000)
     options = {"durability": "memory", "mem_queue_size": 3, "mem_queue_bytes": 4_000}
-    await try_every_call(tmp_path, 2, lambda disk, _: disk.after_kill(), 29, **options)
+    await try_every_call(tmp_path, 2, lambda disk, _: disk.after_kill(), 29, kinds=killed, **options)
+
+
+# --- Rows that are consumed while they are applied --------------------------------------------------------------------
+
+
+class Consumed(Driver):
+    """A driver whose rows have a consumer for each topic, and are deleted as soon as they may be."""
+
+    def __init__(self, world: World, run: str, count: int, seen: Seen) -> None:
+        super().__init__(world, run, count)
+        self._seen = seen
+        self._consumers = {topic: Client(world.broker) for topic in TOPICS}
+        for topic, consumer in self._consumers.items():
+            consumer.send(f"SUB {topic} c\nRDY 50\n".encode())
+
+    def between(self, turns: int) -> None:
+        for topic, consumer in self._consumers.items():
+            for kind, data in consumer.take():
+                if kind == FRAME_MESSAGE:
+                    message = decode_message(data)
+                    self._seen.setdefault((topic, message.body), set()).add(message.id)
+                    consumer.finish(message)
+        if turns % 5 == 4:
+            self.world.broker.turns.housekeeping()
+        if turns % 7 == 6:
+            self.world.broker.upkeep.sync()
+
+    async def consume_the_rest(self) -> None:
+        for turn in range(35):
+            self.between(turn)
+            await self.world.settle()
+
+
+async def consume(
+    disk: SimDisk, clock: FakeClock, seen: Seen, run: str, first: int, seed: int, **options: Any
+) -> tuple[int, dict[str, int]]:
+    """Commit transactions from ``first`` on; how many are known to be committed, and what is left in channels."""
+    count, transactions = LONG
+    committed = first
+    depths: dict[str, int] = {}
+    world = World(disk, clock, Ledger(), max_bytes_per_file=3_000, **options)
+    async with frozen_time(clock) as raised:
+        try:
+            await world.start()
+            driver = Consumed(world, run, count, seen)
+            for txn in range(first, transactions):
+                await driver.drive(driver.commit(txn, random.Random(seed + txn)))
+                committed += 1
+            await driver.consume_the_rest()
+            depths = {
+                topic.name: channel.depth
+                for topic in world.broker.topics.values()
+                for channel in topic.channels.values()
+            }
+            await asyncio.shield(world.broker.stop())
+        except PowerLoss:
+            pass
+        finally:
+            disk.dead = True
+            with contextlib.suppress(PowerLoss):
+                world.broker.kill()
+            for _ in range(5):
+                await asyncio.sleep(0)
+    assert unexpected(raised) == []
+    collect_if_grown()
+    return committed, depths
+
+
+@pytest.mark.timeout(LIMIT)
+@pytest.mark.parametrize(
+    "durability, left_over, kinds",
+    [
+        ("os", lambda disk, _: disk.after_kill(), killed),
+        ("memory", lambda disk, _: disk.after_kill(), killed),
+        ("fsync", SimDisk.after_power_loss, losses),
+    ],
+    ids=["os, killed", "memory, killed", "fsync, power lost"],
+)
+async def test_a_row_that_was_consumed_while_others_were_applied_does_not_come_again(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    durability: str,
+    left_over: Callable[[SimDisk, int | str], SimDisk],
+    kinds: Callable[[int], list[int | str]],
+) -> None:
+    """Chunks are published one by one, and in slices as very large ones are."""
+    monkeypatch.setattr(apply_module, "MESSAGES_AT_ONCE", 1)
+    monkeypatch.setattr(apply_module, "READ_AHEAD", 1)
+    monkeypatch.setattr(apply_module, "SLICED_FROM", 1)
+    monkeypatch.setattr(commit_module, "SLICE", 1)
+    options: dict[str, Any] = {"durability": durability}
+    if durability == "memory":
+        options |= {"mem_queue_size": 3, "mem_queue_bytes": 4_000}
+    wanted = {row for txn in range(LONG[1]) for row in rows(txn, LONG[0])}
+    whole = SimDisk(tmp_path, seed=1)
+    await consume(whole, FakeClock(), {}, "first", 0, 1, **options)
+    # Files go while rows are applied, and leave the keys of these behind.
+    removed = [
+        number for number, (kind, name) in enumerate(whole.history) if kind == "remove" and name.endswith(".seg")
+    ]
+    assert len(removed) > 5 and any(name.endswith(".keys") for _, name in whole.history[: removed[-1]])
+    for n in points(whole, 1, 19):
+        disk, clock = SimDisk(tmp_path, seed=1), FakeClock()
+        before: Seen = {}
+        disk.power_off_at = n
+        committed, _ = await consume(disk, clock, before, "first", 0, 1, **options)
+        for loss in kinds(n):
+            at = f"crash at call {n}, {disk.history[n - 1]}, what was not synced: {loss}"
+            seen = {row: set(ids) for row, ids in before.items()}
+            first = max(0, committed - 1)
+            _, depths = await consume(left_over(disk, loss), rebooted(clock), seen, "next", first, n, **options)
+            assert {row: ids for row, ids in seen.items() if len(ids) > 1} == {}, at
+            assert seen.keys() == wanted and not any(depths.values()), at

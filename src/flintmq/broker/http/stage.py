@@ -39,8 +39,10 @@ _MS = 1_000_000
 _PRODUCER = re.compile(r"[!-~]{1,128}")
 
 
-class _Named(msgspec.Struct):
+class _Named(msgspec.Struct, kw_only=True):
     producer: str
+    #: Who is meant, by its identity; nothing: whoever is at this address.
+    node: str = ""
 
 
 class _Open(_Named):
@@ -72,6 +74,8 @@ class _Decide(_Named):
 class _Apply(_Named):
     txn: int
     set: str
+    #: Who decided it, by its identity.
+    home: str = ""
 
 
 class _Done(_Named):
@@ -120,6 +124,7 @@ class _StageApi:
             except msgspec.DecodeError as exc:
                 raise HttpError(400, f"INVALID_BODY: {exc}") from exc
             _check_producer(asked.producer)
+            self._check_node(asked.node)
             return await _translated(handle(asked))
 
         return handler
@@ -153,7 +158,7 @@ class _StageApi:
 
     async def apply(self, asked: _Apply) -> dict[str, Any]:
         _check_numbers(asked.txn)
-        return await self._existing(asked).apply(asked.txn, asked.set)
+        return await self._existing(asked).apply(asked.txn, asked.set, asked.home)
 
     async def done(self, asked: _Done) -> dict[str, Any]:
         _check_numbers(asked.txn)
@@ -167,6 +172,16 @@ class _StageApi:
 
     def _existing(self, asked: _Named) -> Producer:
         return self._staging.existing(asked.producer)
+
+    def _check_node(self, asked: str) -> None:
+        """Refuse what is meant for another node: epochs and decisions of a producer are in one place alone."""
+        mine = self._broker.node.hex()
+        if asked not in ("", mine):
+            raise HttpError(
+                421,
+                f"E_STAGE_NODE this is node {mine}, and {asked[:80]} was asked for: its address belongs to another "
+                "broker now. Look for it, and ask it again",
+            )
 
     # --- Chunks ----------------------------------------------------------------------------------------------------
 

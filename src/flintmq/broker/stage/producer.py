@@ -437,6 +437,8 @@ class Producer:
                 if name != (compared[0] if compared is not None else found and found.set):
                     raise closed(f"transaction {txn} of producer {self.name} was prepared with other winners")
                 await self.save()
+                # The first time it may not have come to that.
+                self._drop_losers(epoch, txn)
                 return compared[1] if compared is not None else _answer(name, found)
             if winners and epoch != state.fence:
                 raise unknown(f"nothing of epoch {epoch} was staged here: stage again")
@@ -454,8 +456,11 @@ class Producer:
                     del self.attempts[epoch, txn, attempt.name]
                 self.changed()
                 await self.save()
-            self.drop_attempts([key for key in self.attempts if key[1] == txn and key[0] <= epoch])
+            self._drop_losers(epoch, txn)
             return answer
+
+    def _drop_losers(self, epoch: int, txn: int) -> None:
+        self.drop_attempts([key for key in self.attempts if key[1] == txn and key[0] <= epoch])
 
     def _set_name(self, epoch: int, txn: int, winners: list[Winner]) -> str:
         """The name of a set: another one for other winners, and on another node."""
@@ -548,15 +553,20 @@ class Producer:
 
     # --- Applying --------------------------------------------------------------------------------------------------
 
-    async def apply(self, txn: int, name: str) -> dict[str, Any]:
-        """Make a set's rows messages of their topics. Returns when all of them are durable."""
+    async def apply(self, txn: int, name: str, home: str = "") -> dict[str, Any]:
+        """Make a set's rows messages of their topics. Returns when all of them are durable.
+
+        ``home`` is the node that decided it, if that is told: this one may have been made a home by a driver that did
+        not see the home, and then knows nothing of decisions.
+        """
         found = self.state.sets.get(txn)
         if found is None or found.set != name:
             raise unknown(
                 f"set {name} of transaction {txn} of producer {self.name} is not here. If it was applied long ago, all "
                 "is well; otherwise this node lost it: see whether it was restored from a backup"
             )
-        if found.state == PREPARED and self.state.home and not self._is_decided(txn, name):
+        is_mine = self.state.home and home in ("", self._broker.node.hex())
+        if found.state == PREPARED and is_mine and not self._is_decided(txn, name):
             raise unknown(f"transaction {txn} of producer {self.name} is not decided with set {name}: decide it first")
         if found.state != APPLIED:
             await self._apply(txn)

@@ -418,6 +418,9 @@ class Archive:
                 f"Spark wrote {rows:,} rows in batch {batch} and the files in {staged} hold {held:,}: nothing of it "
                 "was added. Find out what deletes files there; started again, the batch is written again"
             )
+        # Before the note: what it names must be found by who finishes it after a power failure.
+        for folder in {source.parent for source in sources}:
+            _sync_folders(folder, self.staging)
         note = self._pending / f"{query}-{batch:010d}.json"
         moves = [{"from": str(source), "file": asdict(file)} for source, file in zip(sources, found, strict=True)]
         todo = {"kind": "batch", "query": query, "batch": batch, "end": end, "moves": moves, "in": str(staged)}
@@ -480,6 +483,7 @@ class Archive:
             source = staged / f"{name}.parquet"
             _concatenate([self.root / file.path for file in files], source)
             _sync(source)
+            _sync_folders(staged, self.staging)
             described = _describe(source, f"{files[0].folder}/{name}.parquet")
             if described.rows != sum(file.rows for file in files):
                 raise PipelineError(f"merging {len(files)} files of {files[0].folder} gave {described.rows} rows")

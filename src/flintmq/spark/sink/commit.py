@@ -161,7 +161,7 @@ class Commit:
             try:
                 if broker is None:
                     raise ConnectError(f"node {node} is not among the brokers that answer")
-                self._calls.call(broker, "apply", producer=producer, txn=txn, set=found)
+                self._calls.call(broker, "apply", producer=producer, txn=txn, set=found, home=self._home.node)
             except ConnectError as exc:
                 raise ConnectError(
                     f"batch {txn} of {producer} is committed, and its rows at node {node} are not yet visible: {exc}. "

@@ -29,6 +29,8 @@ logger = logging.getLogger("flintmq.spark")
 
 #: Statuses that may pass: too many attempts, stopping or starting, staged bytes at their limit.
 _PASSING = (429, 503, 507)
+#: Another broker is at the address: the one that is meant may come back to it.
+_ELSEWHERE = 421
 #: Calls whose time depends on how many rows there are.
 _LONG = ("prepare", "apply")
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 2.0
@@ -36,6 +38,10 @@ _LOST = (
     "the home lost its decisions, as when it was restored from an old backup. Restore a newer one, or begin with a new "
     "checkpoint after the last batch that was committed"
 )
+
+
+class _Elsewhere(ConnectError):
+    """Another broker answers at the address of the one that was asked."""
 
 
 class Broker(NamedTuple):
@@ -96,15 +102,15 @@ class Calls:
         A broker that is busy with the rows of a large batch may take longer than an answer should: as long as it
         answers others it is waited for.
         """
-        data = json.dumps(body).encode()
+        data = _encode(broker, body)
         while True:
             try:
                 answer: dict[str, Any] = self.insist(
                     broker, lambda: self._web.ask("POST", broker.http, f"/stage/{verb}", data)
                 )
                 return answer
-            except ConnectError:
-                if verb not in _LONG or not self._answers(broker):
+            except ConnectError as exc:
+                if verb not in _LONG or isinstance(exc.__cause__, _Elsewhere) or not self._answers(broker):
                     raise
 
     def _answers(self, broker: Broker) -> bool:
@@ -117,7 +123,7 @@ class Calls:
     def once(self, broker: Broker, verb: str, **body: Any) -> dict[str, Any]:
         """The same, without asking again."""
         try:
-            return self._web.ask("POST", broker.http, f"/stage/{verb}", json.dumps(body).encode())
+            return self._web.ask("POST", broker.http, f"/stage/{verb}", _encode(broker, body))
         except Refused as exc:
             raise refusal(broker, exc) from exc
 
@@ -153,6 +159,9 @@ class Calls:
             try:
                 return ask()
             except Refused as exc:
+                if exc.status == _ELSEWHERE:
+                    pause(_Elsewhere(exc.reason))
+                    continue
                 if exc.status not in _PASSING:
                     raise refusal(broker, exc) from exc
                 pause(exc)
@@ -180,6 +189,11 @@ class Calls:
             seconds = min(_LONGEST_PAUSE, seconds * 2)
 
         return pause
+
+
+def _encode(broker: Broker, body: dict[str, Any]) -> bytes:
+    """Return the body of a call to this broker: an address may come to be another one's while a batch runs."""
+    return json.dumps({**body, "node": broker.node}).encode()
 
 
 def refusal(broker: Broker, exc: Refused) -> PublishError:
