@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 
+from flintmq import Consumer
 from flintmq.admin.hub import event
 from support.http_client import HttpClient
 from support.nsq_client import NsqClient
@@ -50,6 +51,28 @@ async def test_rates_depths_and_what_is_wrong(cluster: Cluster) -> None:
     assert overview["sparklines"]["series"]["depth"][-1] == pytest.approx(80)
     await cluster.sample(2)
     assert (await cluster.get("/api/v2/overview")).json["totals"]["published"] == 0
+
+
+async def test_messages_where_a_channel_has_no_consumers_are_a_problem_although_it_has_some_elsewhere(
+    cluster: Cluster,
+) -> None:
+    async with Consumer("orders", "billing", nsqd=[cluster.brokers[0].tcp_address], max_in_flight=0) as consumer:
+        await until(lambda: consumer.connections)
+        await cluster.sample()
+        problems = (await cluster.get("/api/v2/overview")).json["problems"]
+    [found] = [one for one in problems if one["channel"] == "billing"]
+    assert (found["kind"], found["level"]) == ("some_consumers", 1)
+    assert found["text"].endswith(" messages on 2 of 3 nodes, and no consumers there")
+
+
+async def test_dead_letters_that_no_redrive_has_taken_are_nobody_s_backlog(cluster: Cluster) -> None:
+    for name, channel in (("orders.mail.dead", "redrive"), ("orders", "redrive")):
+        await cluster.nsqd(0, f"/topic/create?topic={name}")
+        await cluster.nsqd(0, f"/channel/create?topic={name}&channel={channel}")
+        await cluster.nsqd(0, f"/pub?topic={name}", b"x")
+    await cluster.sample()
+    problems = (await cluster.get("/api/v2/overview")).json["problems"]
+    assert [one["topic"] for one in problems if one["channel"] == "redrive"] == ["orders"]
 
 
 async def test_a_node_that_is_down_is_named_and_left_out_of_sums(cluster: Cluster) -> None:

@@ -25,6 +25,9 @@ STILL = 600_000
 #: Share by which a number may differ from the one that was told before the problem is another one to people.
 MUCH_THE_SAME = 0.2
 
+#: How the names of dead-letter topics end.
+_DEAD = (".dead", ".dead#ephemeral")
+
 
 def _amount(number: float) -> str:
     return f"{number:,.0f}" if number >= 10 or number == int(number) else f"{number:.1f}"
@@ -102,14 +105,22 @@ class Watch:
                 found.append(
                     _problem("paused", 1, f"paused with {_amount(depth)} messages", link, depth, values, **names)
                 )
+            elif channel == "redrive" and topic.endswith(_DEAD):
+                # Where redrives take dead letters from: those that stay have nobody who consumes them.
+                pass
             elif depth and not row["clients"]:
                 rate = f" grows by {_amount(growth)}/s" if growth > LEAST_GROWTH else ""
                 text = f"depth {_amount(depth)}{rate}, no consumers"
                 level = 2 if growth > LEAST_GROWTH else 1
                 found.append(_problem("no_consumers", level, text, link, depth, values, **names))
-            elif grows:
-                text = f"depth {_amount(depth)} grows by {_amount(growth)}/s"
-                found.append(_problem("growing", 2, text, link, growth, values, **names))
+            else:
+                if grows:
+                    text = f"depth {_amount(depth)} grows by {_amount(growth)}/s"
+                    found.append(_problem("growing", 2, text, link, growth, values, **names))
+                if (topic, channel) in state.unserved:
+                    count, stuck = state.unserved[topic, channel]
+                    text = f"{_amount(stuck)} messages on {count} of {row['nodes']} nodes, and no consumers there"
+                    found.append(_problem("some_consumers", 1, text, link, stuck, {"depth": stuck}, **names))
             timeouts, delivered = row["timed_out"] or 0, row["delivered"] or 0
             if timeouts and timeouts > MOST_TIMEOUTS * delivered:
                 text = f"{_amount(timeouts)}/s of {_amount(delivered)}/s deliveries time out"
@@ -149,7 +160,7 @@ class Watch:
             if row["paused"] and depth:
                 text = f"paused with {_amount(depth)} messages"
                 found.append(_problem("paused", 1, text, link, depth, values, topic=topic))
-            elif depth and not row["channels"] and not topic.endswith((".dead", ".dead#ephemeral")):
+            elif depth and not row["channels"] and not topic.endswith(_DEAD):
                 text = f"{_amount(depth)} messages and no channel"
                 found.append(_problem("no_channels", 1, text, link, depth, values, topic=topic))
 

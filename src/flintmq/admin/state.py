@@ -248,6 +248,8 @@ class State:
         # The rows, made anew by each sample.
         self.topics: dict[str, Row] = {}
         self.channels: dict[tuple[str, str], Row] = {}
+        #: Of channels with messages on nodes where nobody consumes them: how many nodes, and how many messages.
+        self.unserved: dict[tuple[str, str], tuple[int, int]] = {}
         self.node_rows: dict[str, Row] = {}
         self.totals: Row = dict.fromkeys(NUMBERS)
         self.readers: dict[str, Row] = {}
@@ -459,6 +461,7 @@ class State:
                     where.setdefault(name, []).append(node)
         topics: dict[str, Row] = {}
         channels: dict[tuple[str, str], Row] = {}
+        self.unserved = {}
         for number, (name, nodes) in enumerate(where.items()):
             if number % SLICE == SLICE - 1:
                 await asyncio.sleep(0)
@@ -503,6 +506,9 @@ class State:
                     }
                 row["nodes"] += 1
                 row["paused"] = row["paused"] or stats["paused"]
+                if stats["depth"] and not stats["clients"]:
+                    count, depth = self.unserved.get((topic, name), (0, 0))
+                    self.unserved[topic, name] = count + 1, depth + stats["depth"]
                 for field in (*_SUMS, "message_count", "clients"):
                     row[field] += stats[field]
                 for field in (*_MAYBE, *_RATES, "handed"):
