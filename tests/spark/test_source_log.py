@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 import socket
 import time
 from datetime import UTC, datetime
@@ -80,6 +81,15 @@ def test_a_topic_is_a_table(spark, broker, topic):
     # Reading makes no channel and moves nothing.
     stats = broker.get("/stats", format="json", topic=topic)["topics"][0]
     assert (stats["channels"], stats["depth"]) == ([], 25_000)
+
+
+def test_the_example_of_the_readme_shows_messages(spark, broker, capfd):
+    from test_readme import SPARK
+
+    publish(broker, "orders", [1, 22])
+    # With the address of a broker that is there; the session is the one that runs.
+    exec(compile(SPARK.replace("127.0.0.1:4150", broker.tcp), "README.md", "exec"), {})
+    assert re.findall(r"\|\s*(\d+)\|$", capfd.readouterr().out, re.MULTILINE) == ["1", "22"]
 
 
 def test_a_range_is_cut_into_partitions(spark, broker, topic):

@@ -116,8 +116,10 @@ class Broker:
         clock: Clock | None = None,
         **overrides: Any,
     ) -> None:
+        #: Inside somebody's process. For an nsqd, a folder that is missing may be a disk that is not mounted.
+        self._is_embedded = options is None
         if options is None:
-            # Inside somebody's process: only loopback, any free port, unless said otherwise.
+            # Only loopback, any free port, unless said otherwise.
             overrides = {"tcp_address": "127.0.0.1:0", "http_address": "", "https_address": "", **overrides}
             overrides["data_path"] = str(overrides.get("data_path", ""))
             options = NsqdOptions(**overrides)
@@ -215,7 +217,7 @@ class Broker:
             from flintmq.broker.net.auth import AuthServers
 
             self.auth = AuthServers(self.options)
-        self._data_path.lock()
+        self._data_path.lock(create=self._is_embedded)
         try:
             self._open()
             self.store.fill_reserve(self.path / "flintmq")

@@ -15,6 +15,7 @@ Beside them is ``nsqd.dat``, for those who read it (upkeep.py). What is inside t
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import logging
 import os
@@ -56,8 +57,12 @@ class DataPath:
         #: The node's random identity, once it is open.
         self.node = b""
 
-    def lock(self) -> None:
-        """Keep others out. StartError if somebody is in."""
+    def lock(self, *, create: bool = False) -> None:
+        """Keep others out. StartError if somebody is in, or if there is no such folder and it is not to be created."""
+        if create and not self._disk.exists(self.path):
+            with contextlib.suppress(OSError):
+                # Whatever is wrong with it is said below.
+                self._disk.make_folder(self.path)
         try:
             fd = self._disk.system.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
         except OSError as exc:
