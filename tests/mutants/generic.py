@@ -74,6 +74,7 @@ SURVIVORS: dict[str, str] = {
 FIRST_SEED, SEEDS = 50_000, 40
 #: Tests that were written for no defect in particular.
 MACHINES = (
+    "tests/broker/test_engine.py",
     "tests/broker/delivery/test_state_machine.py",
     "tests/broker/storage/test_power_loss.py",
     "tests/broker/stage/test_staging_power_loss.py",
