@@ -78,6 +78,29 @@ async def test_a_topic_that_gets_no_folder_does_not_keep_the_others_from_freeing
     assert all(segments(tmp_path, topic) == 1 for topic in topics)
 
 
+async def test_a_topic_that_gets_no_folder_still_delivers_what_it_reads_back(
+    start_broker: StartBroker, clock: FakeClock, caplog: pytest.LogCaptureFixture
+) -> None:
+    """An old message waits to be copied to the side log, which has no folder; the backlog is in files."""
+    disk = NoFolders()
+    broker = await start_broker(disk=disk, **SMALL)
+    broker.topic("a").channel("c")
+    await Client(broker).publish_later("a", b"in an hour", HOUR)
+    await churn(broker, "a", 400, 97)
+    disk.full = True
+    for _ in range(3):
+        clock.advance(31)
+        broker.upkeep.sync()
+        await quiet(broker)
+    assert "TOPIC(a)" in caplog.text
+    for _ in range(20):
+        await Client(broker).publish_many("a", [b"y" * 97] * 20)
+    await quiet(broker)
+    consumer = Client(broker)
+    await consumer.subscribe("a", "c", 500)
+    await until(lambda: len(consumer.messages) == 400)
+
+
 def _break(target: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> list[int]:
     """From now on the method fails; how often it was called."""
     calls: list[int] = []

@@ -50,30 +50,37 @@ ENGINE = (
 
 #: Mutants that 40 seeds of the simulation do not find, and why; the state machines have not been asked about them yet.
 SURVIVORS: dict[str, str] = {
+    # Nothing that a client, or the next start, could see.
     "record_follows_a_gap_in_its_file": "every record says its seq: a file with a hole is read back like any other",
     "footer_is_believed": "only files that were never synced are concerned, and what they lose `os` may lose",
-    "sync_of_some_files_counts_for_all": "takes a missing descriptor in the middle of a sync, then the power",
-    "sync_that_failed_counts": "takes a failed sync of a log, not of the journal, and the power before the next one",
+    "error_in_a_connection_ends_the_turn": "a guard against errors that no input is known to raise",
+    # Clients that the simulation lacks.
+    "gap_after_a_deleted_file_is_gone": "no simulated client reads the log",
+    "redrive_ends_with_the_process": "nobody asks how far a redrive is, and dead letters that stay are consumed there",
+    # Reached, but too rarely for 40 seeds.
     "batch_is_answered_before_its_end": "takes a crash between two writes of one batch whose first part was delivered",
-    "failed_write_stays_in_the_file": "takes a crash after a failed write and before the next one, which hides it",
+    "sync_of_some_files_counts_for_all": "takes a missing descriptor in the middle of a sync, then the power",
+    "failed_write_stays_in_the_file": "takes a failed write of several records, then a crash before the next write",
     "lane_does_not_look_where_the_file_ends": "takes a publish on the long way and a lane in the same turn",
-    "lane_numbers_records_by_one_more": "takes two writes in one run of a lane, and then a start",
-    "lane_writes_all_to_one_place": "takes two writes in one run of a lane, and then a start",
-    "thread_writes_to_another_file": "takes a missing descriptor while a thread is to write to several files",
+    "lane_writes_all_to_one_place": "takes two writes in one run of a lane, then a kill before they are consumed",
     "journal_rolls_without_syncing_the_old_one": "takes the power between two journals, before the snapshot",
-    "journal_begins_without_its_entry": "the snapshot of the same start syncs the folder before anybody is served",
+    "journal_begins_without_its_entry": "takes the power after a clean start, before the journal rolls",
     "pinned_block_is_written_to": "takes an ephemeral channel that holds a message while all later blocks are dropped",
-    "error_in_a_connection_ends_the_turn": "no simulated client sends what raises an error that is not expected",
-    "ephemeral_topic_keeps_all": "no simulated client uses ephemeral topics",
-    "side_log_forgotten_at_the_end": "nothing looks for files that a broker has left open when it fails",
-    "one_topic_stops_housekeeping": "nothing looks for files that should have been deleted",
-    "damaged_journal_starts_quietly": "simulated devices lose and tear writes, and never flip bits",
+    "ephemeral_topic_keeps_all": "takes blocks behind one that is needed, unneeded for 0.7 s in a topic over its limit",
+    "one_topic_stops_housekeeping": "takes a side folder that cannot be created at the moment of housekeeping",
+    "side_log_forgotten_at_the_end": "takes a side log with an open file in a broker that fails",
+    "no_descriptor_is_fatal": "takes a sync of a folder with no descriptor left, not even those in reserve",
+    "sync_never_again": "takes a sync that finds no descriptor for its first file, and no crash after it",
+    "open_error_is_damage": "takes a segment that is not open, read back while it cannot be opened",
+    "journal_roll_retries": "takes a full journal and no descriptor for a third of a second",
+    "memory_batch_dropped_at_a_kill": "takes durability `memory`, a kill, and a part of a batch in a file",
 }
 
 #: Of the simulation: the first seed, and how many. No seed was chosen for what it finds.
 FIRST_SEED, SEEDS = 50_000, 40
 #: Tests that were written for no defect in particular.
 MACHINES = (
+    "tests/broker/test_engine.py",
     "tests/broker/delivery/test_state_machine.py",
     "tests/broker/storage/test_power_loss.py",
     "tests/broker/stage/test_staging_power_loss.py",

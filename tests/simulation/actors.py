@@ -387,7 +387,19 @@ class Flooder(_Nsq):
         if self.sock is not None:
             self.sock.paused = True
             self.sock.link.window = 256 << 10
-            self.send(b"  V2" + b"FIN 0123456789abcdef\n" * lines)
+            # Without a subscription the first FIN would end the connection.
+            self.send(b"  V2SUB plain flood#ephemeral\n" + b"FIN 0123456789abcdef\n" * lines)
+            # What one read brings is answered; the next one must wait.
+            for portion in range(1, 4):
+                run.world.after(0.005 * portion, lambda: self._go_on(lines))
+
+    def _go_on(self, lines: int) -> None:
+        """Send what the broker takes: it takes nothing once it has stopped to read."""
+        if not self.over and self.sock is not None:
+            try:
+                self.sock.send(b"FIN 0123456789abcdef\n" * lines)
+            except OSError:
+                self.close()
 
 
 class Http(_Client):

@@ -42,6 +42,7 @@ from flintmq import kernel
 from flintmq.broker import backup
 from flintmq.broker.storage import journal as journal_module
 from flintmq.broker.storage import log as log_module
+from flintmq.broker.storage import mover as mover_module
 from flintmq.broker.storage import store as store_module
 from flintmq.broker.storage import syncer as syncer_module
 
@@ -61,8 +62,12 @@ PATIENCE = 12.0
 MOST_CALLS = 3_000
 #: Descriptors that a node may hold beside its connections.
 MOST_FILES = 420
+#: Seconds that a block of messages may stay in memory that nobody needs.
+IDLE = 0.7
 #: Bytes that a connection may hold for a client that does not read them.
 MOST_UNREAD = 600_000
+#: Times in a row that a broker may try to make one of its own files, and fail, within a second.
+MOST_TRIES = 30
 
 #: Topics, and the channels that are there from the start.
 TOPICS = {
@@ -74,6 +79,8 @@ TOPICS = {
     "hard.a.dead": ("x",),
     "staged": ("a",),
 }
+#: A topic of which nothing is in a file, made by its first client.
+LIVE = "live#ephemeral"
 
 #: (operation, weight, seconds that follow: least and most)
 OPERATIONS: list[tuple[str, float, float, float]] = [
@@ -85,11 +92,12 @@ OPERATIONS: list[tuple[str, float, float, float]] = [
     ("publish_http", 10, 0.0, 0.004),
     ("subscribe", 16, 0.0, 0.006),
     ("subscribe_ephemeral", 3, 0.0, 0.006),
+    ("subscribe_live", 4, 0.0, 0.006),
     ("subscribe_sampled", 2, 0.0, 0.006),
     ("subscribe_slow", 3, 0.0, 0.006),
     ("finish", 20, 0.0, 0.006),
     ("finish_all", 10, 0.0, 0.006),
-    ("finish_foreign", 2, 0.0, 0.004),
+    ("finish_foreign", 5, 0.0, 0.004),
     ("requeue", 6, 0.0, 0.01),
     ("touch", 3, 0.0, 0.01),
     ("change_ready", 5, 0.0, 0.01),
@@ -102,14 +110,17 @@ OPERATIONS: list[tuple[str, float, float, float]] = [
     ("lose_power", 1.5, 0.0, 0.05),
     ("lose_power_soon", 3, 0.0, 0.05),
     ("lose_power_after_sync", 3, 0.0, 0.05),
+    ("lose_power_after_call", 2, 0.0, 0.05),
+    ("crash_at_start", 1.5, 0.0, 0.1),
     ("stop", 1, 0.0, 0.1),
     ("stop_and_rename", 0.7, 0.0, 0.1),
     ("drain", 0.5, 0.0, 0.3),
-    ("no_descriptors", 1, 0.05, 0.4),
+    ("no_descriptors", 1.3, 0.05, 0.4),
     ("full_disk", 1.2, 0.05, 0.4),
     ("failing_write", 0.8, 0.0, 0.05),
     ("failing_sync", 0.8, 0.0, 0.1),
     ("failing_read", 0.6, 0.0, 0.05),
+    ("failing_names", 2.2, 0.0, 0.1),
     ("slow_disk", 1, 0.05, 0.3),
     ("step_clock", 0.8, 0.0, 0.1),
     ("delay_packets", 2, 0.0, 0.05),
@@ -133,7 +144,14 @@ OPERATIONS: list[tuple[str, float, float, float]] = [
     ("ask_for_stats", 1, 0.0, 0.02),
     ("flood", 0.4, 0.0, 0.02),
     ("back_up", 0.5, 0.0, 0.02),
+    ("flip_a_bit", 0.7, 0.0, 0.02),
 ]
+
+#: What is under way when something happens to a node.
+LOAD = (
+    *("publish", "publish_batch", "publish_batch", "publish_burst", "publish_burst", "publish_deferred"),
+    *("publish_keyed", "publish_http", "finish", "requeue"),
+)
 
 #: What a full run must have reached, and how often at least.
 EXPECTED: dict[str, int] = {
@@ -264,12 +282,16 @@ class Run:
         ]
         # Most of what happens happens in one place, so that much happens there.
         self._traffic = [rng.choice([1, 10]) for _ in self.nsqds]
-        self._topics = {name: rng.choice([0.3, 1, 6]) for name in ("plain", "safe", "kept", "brief", "hard")}
+        self._topics = {name: rng.choice([0.3, 1, 6]) for name in ("plain", "safe", "kept", "brief", "hard", LIVE)}
         self._producers: dict[tuple[str, str], list[Producer]] = {}
         self._web: dict[str, Http] = {}
         #: Nodes made from a backup, and what they must deliver.
         self.copies: list[tuple[Nsqd, list[_Owed]]] = []
         self.keyed: list[tuple[Nsqd, list[Sent], bool]] = []
+        #: Where everything happens for a moment.
+        self._at: Nsqd | None = None
+        #: Blocks of messages that nobody needs, and since when.
+        self._idle_blocks: dict[tuple[str, int, str, int], float] = {}
 
     def _options(self, number: int) -> dict[str, Any]:
         rng = self.rng
@@ -279,7 +301,7 @@ class Run:
             "http_address": f"{host}:4151",
             "broadcast_address": host,
             "id": number * 100 + rng.randrange(100),
-            "durability": rng.choice(["os", "os", "fsync", "fsync", "memory"]),
+            "durability": rng.choice(["os", "os", "os", "fsync", "memory"]),
             "nsqlookupd_tcp_addresses": tuple(f"{lookupd.host}:4160" for lookupd in self.lookupds),
             "max_bytes_per_file": rng.choice([3_000, 20_000, 200_000, 2_000_000]),
             "mem_queue_size": rng.choice([0, 5, 50, 10_000]),
@@ -326,7 +348,7 @@ class Run:
         return [client for client in self.clients if isinstance(client, Consumer)]
 
     def _node(self, rng: random.Random) -> Nsqd:
-        return rng.choices(self.nsqds, self._traffic)[0]
+        return self._at or rng.choices(self.nsqds, self._traffic)[0]
 
     def _topic(self, rng: random.Random) -> str:
         return rng.choices(list(self._topics), list(self._topics.values()))[0]
@@ -345,6 +367,14 @@ class Run:
             return made
         return rng.choice(known)
 
+    def _under_load(self, rng: random.Random, node: Nsqd) -> None:
+        """Mostly there is something under way at a node when something happens to it."""
+        if rng.random() < 0.6:
+            self._at = node
+            for name in rng.choices(LOAD, k=rng.choice([1, 2, 3])):
+                getattr(self, name)(rng)
+            self._at = None
+
     # --- Steps: publishing -------------------------------------------------------------------------------------------
 
     def publish(self, rng: random.Random) -> None:
@@ -356,12 +386,13 @@ class Run:
     def publish_batch(self, rng: random.Random) -> None:
         node, topic = self._node(rng), self._topic(rng)
         producer = self._producer(rng, node, f"{topic} batch")
-        sents = [self._sent(rng, node, topic) for _ in range(rng.choice([1, 2, 5, 30]))]
+        sents = [self._sent(rng, node, topic) for _ in range(rng.choice([1, 2, 5, 15, 30]))]
         producer.publish(topic, sents, batch=True)
 
     def publish_burst(self, rng: random.Random) -> None:
         """Several publishers, one command each at a time: the lanes' own kind of traffic."""
-        node, topic = self._node(rng), self._topic(rng)
+        # Only durability `os`, which most nodes give to some topics alone, lets the kernel write by itself.
+        node, topic = self._node(rng), rng.choice(["plain", "plain", "hard", self._topic(rng), self._topic(rng)])
         kind = rng.choice(["", " batch"])
         producers = dict.fromkeys(self._producer(rng, node, topic + kind) for _ in range(rng.randint(2, 5)))
 
@@ -383,10 +414,17 @@ class Run:
             if local and producer.sock is not None:
                 producer.sock.link.delay = 1e-6
             again(producer, rng.randint(2, 6) * (2 if local else 1))
+        if rng.random() < 0.5:
+            # In the same turns others publish to the same topic what no lane takes.
+            aside = self._producer(rng, node, f"{topic} aside")
+            for _ in range(rng.randint(1, 4)):
+                wait, size = rng.choice([0.0, 0.0001, 0.0003, 0.0007]), rng.choice([1, 1, 4, 12])
+                sents = [self._sent(rng, node, topic) for _ in range(size)]
+                self.world.after(wait, lambda sents=sents: aside.publish(topic, sents, batch=len(sents) > 1))
 
     def publish_deferred(self, rng: random.Random) -> None:
         node, topic = self._node(rng), rng.choice(["plain", "safe"])
-        delay = rng.choice([0.0, 0.01, 0.05, 0.3, 1.0])
+        delay = rng.choice([0.0, 0.01, 0.05, 0.3, 1.0, 4.0])
         self._producer(rng, node, "deferred").publish(topic, [self._sent(rng, node, topic, delay)], batch=False)
 
     def publish_keyed(self, rng: random.Random) -> None:
@@ -456,6 +494,15 @@ class Run:
         node = self._node(rng)
         Consumer(self, node, self._topic(rng), "now#ephemeral", rng.choice([1, 20]), auto=rng.choice([None, 0.01]))
 
+    def subscribe_live(self, rng: random.Random) -> None:
+        """It may hold an old message while newer ones come and are finished."""
+        node, channel = self._node(rng), rng.choice(["a", "now#ephemeral"])
+        Consumer(self, node, LIVE, channel, 1)
+        Consumer(self, node, LIVE, channel, rng.choice([5, 100]), auto=0.002)
+        producer = self._producer(rng, node, LIVE)
+        for _ in range(rng.choice([2, 10, 20])):
+            producer.publish(LIVE, [self._sent(rng, node, LIVE)], batch=False)
+
     def subscribe_sampled(self, rng: random.Random) -> None:
         """On a channel of its own: what it is not sent is dropped."""
         node = self._node(rng)
@@ -494,25 +541,25 @@ class Run:
         consumers = self.consumers()
         if not consumers:
             return
-        intruder = rng.choice(consumers)
         # Those that the broker cannot have given to the intruder meanwhile.
         latest = self.world.seconds - MSG_TIMEOUT / 2 + LATENCY
-        found = [
-            id
+        chances = [
+            (intruder, ids)
             for holder in consumers
+            for intruder in consumers
             if holder is not intruder and not holder.disturbed and not intruder.disturbed
             if (holder.node, holder.topic, holder.channel) == (intruder.node, intruder.topic, intruder.channel)
-            for id, (_, at) in holder.held.items()
-            if at > latest and id not in intruder.held
+            if (ids := [id for id, (_, at) in holder.held.items() if at > latest and id not in intruder.held])
         ]
+        intruder, found = rng.choice(chances) if chances else (rng.choice(consumers), [])
         self.reached["another's message"] += bool(found)
-        id = rng.choice(found or [b"0123456789abcdef"])
-        intruder.send(rng.choice([b"FIN %b\n" % id, b"REQ %b 0\n" % id, b"TOUCH %b\n" % id]))
+        for id in rng.sample(found, min(len(found), 6)) or [b"0123456789abcdef"]:
+            intruder.send(rng.choice([b"FIN %b\n" % id, b"FIN %b\n" % id, b"REQ %b 0\n" % id, b"TOUCH %b\n" % id]))
 
     def requeue(self, rng: random.Random) -> None:
         for consumer in self._some(rng):
             for id in rng.sample(list(consumer.held), min(len(consumer.held), rng.choice([1, 1, 5]))):
-                consumer.requeue(id, rng.choice([0.0, 0.0, 0.02, 0.5]))
+                consumer.requeue(id, rng.choice([0.0, 0.0, 0.02, 0.5, 4.0]))
 
     def touch(self, rng: random.Random) -> None:
         for consumer in self._some(rng):
@@ -543,23 +590,41 @@ class Run:
         self._node(rng).kill("kill")
 
     def kill_soon(self, rng: random.Random) -> None:
-        self._node(rng).kill_in(rng.randint(1, 80), "kill")
+        node = self._node(rng)
+        node.kill_in(rng.randint(1, 80), "kill")
+        self._under_load(rng, node)
         self.reached["crash at a call"] += 1
 
     def lose_power(self, rng: random.Random) -> None:
         self._node(rng).kill("power")
 
     def lose_power_soon(self, rng: random.Random) -> None:
-        self._node(rng).kill_in(rng.randint(1, 80), "power")
+        node = self._node(rng)
+        node.kill_in(rng.randint(1, 80), "power")
+        self._under_load(rng, node)
         self.reached["crash at a call"] += 1
 
     def lose_power_after_sync(self, rng: random.Random) -> None:
         """Right after something was called durable."""
+        self._lose_power_after(rng, "sync")
+
+    def lose_power_after_call(self, rng: random.Random) -> None:
+        """Right after a file was made, renamed or deleted, or a folder synced: between two steps of something."""
+        self._lose_power_after(rng, rng.choice(["create", "rename", "remove", "sync_folder", "truncate"]))
+
+    def _lose_power_after(self, rng: random.Random, kind: str) -> None:
         node = self._node(rng)
         if node.machine is not None and not node.machine.dead:
             node.death = "power"
-            node.machine.calls_after_sync = rng.randint(1, 12)
+            node.machine.calls_after = (kind, rng.randint(1, 12))
             self.reached["crash at a call"] += 1
+            self._under_load(rng, node)
+
+    def crash_at_start(self, rng: random.Random) -> None:
+        """The next process of a node does not live long."""
+        node = self._node(rng)
+        node.crash_next = (rng.randint(1, rng.choice([60, 300, 1000])), rng.choice(["kill", "power"]))
+        rng.choice([node.stop, lambda: node.kill("kill"), lambda: node.kill("power")])()
 
     def stop(self, rng: random.Random) -> None:
         self._node(rng).stop()
@@ -602,8 +667,10 @@ class Run:
         node = self._unsound(rng, seconds + 3)
         if node is not None and node.machine is not None:
             machine = node.machine
-            machine.most_files = len(machine._open) + rng.randrange(3)
+            # Below what is open: then those that the broker holds in reserve are of no use either.
+            machine.most_files = max(1, len(machine._open) + rng.choice([-20, -10, -4, 0, 1, 2]))
             self.world.after(seconds, lambda: setattr(machine, "most_files", None))
+            self._with_more(rng, node)
 
     def full_disk(self, rng: random.Random) -> None:
         seconds = rng.uniform(0.02, 0.5)
@@ -618,24 +685,38 @@ class Run:
                     node.machine.capacity = None
 
             self.world.after(seconds, over)
+            self._with_more(rng, node)
 
-    def _failing(self, rng: random.Random, kind: str) -> Nsqd | None:
+    def _with_more(self, rng: random.Random, node: Nsqd) -> None:
+        """A fault meets traffic, and often it is the first of two: what it has left half done is not mended then."""
+        self._under_load(rng, node)
+        if rng.random() < 0.4:
+            node.kill_in(rng.choice([5, 30, 100]) + rng.randrange(30), rng.choice(["kill", "power"]))
+
+    def _failing(self, rng: random.Random, kind: str, path: str = "") -> None:
         node = self._unsound(rng, 4)
         if node is not None and node.machine is not None:
-            node.machine.fail(kind, errno.EIO, times=rng.choice([1, 1, 3]), short=rng.choice([0, 10, 900]))
-        return node
+            short = rng.choice([0, 10, 900, 5_000])
+            node.machine.fail(kind, errno.EIO, times=rng.choice([1, 1, 3]), path=path, short=short)
+            self._with_more(rng, node)
 
     def failing_write(self, rng: random.Random) -> None:
-        self._failing(rng, "write")
+        self._failing(rng, "write", rng.choice(["", ".seg"]))
 
     def failing_sync(self, rng: random.Random) -> None:
-        """Often with the power to follow: what was not synced is gone then, whatever the broker thinks."""
-        node = self._failing(rng, "sync")
-        if node is not None and rng.random() < 0.5:
-            node.kill_in(rng.randint(5, 60), "power")
+        """What was not synced is gone with the power, whatever the broker thinks."""
+        self._failing(rng, "sync", rng.choice(["", ".seg", ".seg"]))
 
     def failing_read(self, rng: random.Random) -> None:
         self._failing(rng, "read")
+
+    def failing_names(self, rng: random.Random) -> None:
+        """Files and folders cannot be made, opened or deleted."""
+        kind = rng.choice(["open"] * 4 + ["make_folder"] * 4 + ["create", "remove", "truncate"])
+        # Side logs are made rarely: their folder meets the fault whenever it is made.
+        self._failing(
+            rng, kind, {"open": ".seg", "make_folder": rng.choice(["", "side", "side", "side"])}.get(kind, "")
+        )
 
     def slow_disk(self, rng: random.Random) -> None:
         seconds = rng.uniform(0.1, 1.0)
@@ -762,7 +843,7 @@ class Run:
 
     def unpause_topic(self, rng: random.Random) -> None:
         for node in self.nsqds:
-            for topic in TOPICS:
+            for topic in (*TOPICS, LIVE):
                 if rng.random() < 0.5:
                     if (book := self.ledger.topic(node.name, topic)) is not None:
                         book.paused_at = None
@@ -915,7 +996,7 @@ class Run:
 
     def flood(self, rng: random.Random) -> None:
         """A client that asks and does not read: the broker must stop reading, too."""
-        client = Flooder(self, self._node(rng), rng.choice([1_000, 12_000]))
+        client = Flooder(self, self._node(rng), rng.choice([1_000, 12_000, 12_000]))
         self.world.after(rng.choice([0.05, 0.5]), client.close)
 
     def stage(self, rng: random.Random) -> None:
@@ -1041,10 +1122,45 @@ class Run:
         copy.boot()
         self.reached["restored"] += 1
 
+    def flip_a_bit(self, rng: random.Random) -> None:
+        """A device that changes what it holds, under a copy of a node that has crashed just now.
+
+        A journal whose middle is damaged is refused. Damage to one topic's messages costs no other topic any.
+        """
+        node = self._node(rng)
+        machine = node.machine
+        if machine is None or machine.dead or not node.up or self.copies:
+            return
+        tree = machine.tree.survivor(None, True)
+        home = tree.entries["flintmq"].entries
+        journal = max((name for name in home["journal"].entries if name.startswith("journal-")), default="")
+        data = bytes(home["journal"].entries[journal].content.data) if journal else b""
+        head = journal_module.read_head(data, Path(journal))
+        stops = [stop for stop, _ in journal_module.read_batches(data, head[0])] if head is not None else []
+        # Batches of which a later one says that they were on the device: others count as torn.
+        starts = [journal_module.FILE_HEADER, *stops]
+        known = [
+            (start, stop)
+            for start, stop in zip(starts[1:-2], stops[1:-1], strict=True)
+            if head is not None and journal_module.synced_beyond(data, head[0], stop, stop)
+        ]
+        if not known:
+            return
+        at = rng.randrange(*rng.choice(known))
+        home["journal"].entries[journal].content.data[at] ^= 1 << rng.randrange(8)
+        self.numbers += 1
+        copy = node.copy(f"copy{self.numbers}", "10.0.2.1", tree)
+        copy.damaged = True
+        self.copies = [(copy, [])]
+        copy.boot()
+        self.reached["bit flipped"] += 1
+
     def check_copies(self) -> None:
         """What a backup holds is delivered by its copy."""
         for copy, owed in self.copies:
-            self.world.run(lambda copy=copy: copy.up, 20)  # type: ignore[misc]
+            self.world.run(lambda copy=copy: copy.up or copy.retired, 20)  # type: ignore[misc]
+            if copy.damaged and not copy.retired:
+                self.world.violated(f"damaged: {copy.name} starts with a journal that has lost a batch in its middle")
             for each in owed:
                 channel = f"topic={each.topic}&channel={each.channel}"
                 for target in (f"/topic/unpause?topic={each.topic}", f"/channel/unpause?{channel}"):
@@ -1110,11 +1226,11 @@ class Run:
         """All faults are over."""
         self.healed = True
         for node in self.nsqds:
-            node.capacity = None
+            node.capacity = node.crash_next = None
             machine = node.machine
             if machine is not None:
                 machine.heal()
-                machine.most_files = machine.power_off_at = machine.calls_after_sync = None
+                machine.most_files = machine.power_off_at = machine.calls_after = None
                 machine.sync_seconds, machine.work_seconds = node.sync_seconds, 0.001
         for lookupd in self.lookupds:
             lookupd.boot()
@@ -1131,7 +1247,7 @@ class Run:
         world.run_for(1.3)
         world.run(lambda: all(node.up and not node.stopping for node in self.nsqds), 60)
         for node in self.nsqds:
-            for topic in TOPICS:
+            for topic in (*TOPICS, LIVE):
                 if (found := self.ledger.topic(node.name, topic)) is not None:
                     found.paused_at = None
                 self._ask(node, "POST", f"/topic/unpause?topic={topic}", b"", lambda status: None)
@@ -1179,6 +1295,7 @@ class Run:
         self._probe()
         self.ledger.check_batches()
         self._check_memory()
+        self._check_files()
         if world.violations:
             return
         # What was finished stays so over a clean stop.
@@ -1238,6 +1355,45 @@ class Run:
                         f"memory: {node.name} {topic.name} holds {held} messages beside its last blocks"
                     )
 
+    def _check_blocks(self, node: Nsqd) -> None:
+        """Beyond its limit a topic holds no block of messages that nobody needs, or not for long."""
+        assert node.broker is not None
+        now, idle = self.world.seconds, self._idle_blocks
+        for topic in node.broker.topics.values():
+            log = topic.log
+            if log.memory_count <= topic.settings.mem_queue_size or len(log.blocks) < 3 or log._lent or log.in_group:
+                continue
+            for block in log.blocks[:-2]:
+                key = (node.name, node.starts, f"{topic.name} {topic.incarnation}", block.base)
+                stop = block.base + block.count
+                # Not what waits for a slow disk, or to be written.
+                waits = now < node.unsound_until or (stop > log.written and not topic.ephemeral)
+                if waits or topic.needs(block.base, stop):
+                    idle.pop(key, None)
+                elif now - idle.setdefault(key, now) > IDLE:
+                    self.world.violated(
+                        f"memory: {node.name} {topic.name} holds {block.count} messages for {IDLE} s that nobody needs"
+                    )
+
+    def _unneeded_files(self) -> dict[str, str]:
+        return {
+            str(segment.path): f"{node.name} {topic.name}"
+            for node in self.nsqds
+            for topic in (node.broker.topics.values() if node.broker is not None else ())
+            if not topic.ephemeral
+            for segment in topic.log.segments[:-1]
+            if segment.end <= topic.first_kept() and not segment.pins
+        }
+
+    def _check_files(self) -> None:
+        """Files that nobody needs are deleted, as soon as a sync or two have said so."""
+        before = self._unneeded_files()
+        if before:
+            self.world.run_for(4 * SYNC_TIMEOUT)
+            for path, where in self._unneeded_files().items():
+                if path in before:
+                    self.world.violated(f"files: {where} keeps {path}, which nobody needs")
+
     def check(self) -> None:
         """What must hold after every step."""
         for node in self.nsqds:
@@ -1247,6 +1403,11 @@ class Run:
             files = len(machine._open) - len(broker.sessions)
             if files > MOST_FILES:
                 self.world.violated(f"descriptors: {node.name} has {files} open beside its connections")
+            if machine.most_tries > MOST_TRIES:
+                self.world.violated(
+                    f"tries: {node.name} has tried to make a file {machine.most_tries} times in a second"
+                )
+            self._check_blocks(node)
             for session in broker.sessions.values():
                 unread = session._transport.get_write_buffer_size()
                 if unread > MOST_UNREAD:
@@ -1315,30 +1476,38 @@ class _Errors(logging.Handler):
 
 
 def _limits(patch: pytest.MonkeyPatch, rng: random.Random) -> None:
-    """Limits of megabytes and of hundreds of files, so small that they are reached."""
+    """Limits of megabytes and of hundreds of files, so small that they are reached; some of them together."""
+    scarce = rng.random() < 0.2
     # Snapshots are taken in every state.
     patch.setattr(journal_module, "ROLL_AT", 6_000)
     patch.setattr(journal_module, "_SPACE", 12_000)
-    if rng.random() < 0.6:
+    if rng.random() < 0.8:
         # The kernel writes by itself only where a file has room for twice as much.
-        patch.setattr(log_module, "TAKE_AT_ONCE", 4_000)
-    if rng.random() < 0.3:
-        patch.setattr(log_module, "WRITE_IN_THREAD_AT", rng.choice([0, 5_000, 40_000]))
+        patch.setattr(log_module, "TAKE_AT_ONCE", rng.choice([1_000, 4_000]))
+    if rng.random() < 0.5:
+        # It makes several writes of what it finds at once.
+        patch.setattr(log_module, "WRITE_AT", 300)
+    if rng.random() < 0.5:
+        # Old messages are copied out of files that are kept for them alone.
+        patch.setattr(mover_module, "LOOK_AGAIN", SECOND // 5)
+        patch.setattr(mover_module, "FEW", rng.choice([1, 2, 4]))
+    if scarce or rng.random() < 0.3:
+        patch.setattr(log_module, "WRITE_IN_THREAD_AT", 0 if scarce else rng.choice([0, 5_000, 40_000]))
     if rng.random() < 0.3:
         total = rng.choice([10_000, 60_000])
         patch.setattr(store_module, "SYNC_TOTAL_AT", total)
         patch.setattr(syncer_module, "SYNC_TOTAL_AT", total)
         patch.setattr(store_module, "SYNC_TOTAL_LEAVES", total // 3)
         patch.setattr(store_module, "PAUSE_AT", rng.choice([2, 5]) * total)
-    if rng.random() < 0.3:
+    if rng.random() < 0.5:
         # Batches of a few messages are appended, and larger records written, in several pieces.
         for module in [module for name, module in sys.modules.items() if name.startswith("flintmq.broker")]:
             for limit, value in (("SLICED_FROM", 6), ("SLICE", 3), ("RECORD_BYTES", 3_000)):
                 if isinstance(getattr(module, limit, None), int):
                     patch.setattr(module, limit, value)
-    if rng.random() < 0.3:
+    if scarce or rng.random() < 0.3:
         _, rest = store_module.shares_of_descriptors()
-        files = rng.choice([2, 6])
+        files = 2 if scarce else rng.choice([2, 6])
         patch.setattr(store_module, "shares_of_descriptors", lambda: (files, rest))
 
 

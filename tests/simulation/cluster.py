@@ -118,6 +118,10 @@ class Nsqd(_Node):
         self._silent: list[Socket] = []
         self.stopping = False
         self.retired = False
+        #: (calls, how): the next process dies after so many.
+        self.crash_next: tuple[int, str] | None = None
+        #: Its files were damaged: it must not start.
+        self.damaged = False
         self.failed_starts = 0
         self.hostname = name
         self.sync_seconds = run.rng.choice([0.0005, 0.002, 0.02])
@@ -140,6 +144,11 @@ class Nsqd(_Node):
         if self._tree is not None:
             machine.tree = self._tree
         self.death = "kill"
+        if self.crash_next is not None:
+            calls, self.death = self.crash_next
+            machine.power_off_at = machine.calls + calls
+            self.crash_next = None
+            self.run.reached["crash at a start"] += 1
 
     async def _main(self, machine: Machine) -> None:
         assert self.loop is not None
@@ -152,7 +161,10 @@ class Nsqd(_Node):
             self.failed_starts += 1
             self.run.reached["start refused"] += 1
             # The fault may be over by now; it must have been one.
-            if not any(what.startswith(("ENOSPC", "EMFILE")) for what in machine.reached):
+            if self.damaged:
+                self.retired = True
+                self.run.reached["damaged journal refused"] += 1
+            elif not any(what.startswith(("ENOSPC", "EMFILE", "EIO")) for what in machine.reached):
                 self.run.world.violated(f"{self.name} does not start: {exc}")
             self.death = "exit"
             machine.die()
@@ -162,7 +174,10 @@ class Nsqd(_Node):
             await broker.wait_closed()
         except FlintError as exc:
             self.run.reached["stopped by a fault"] += 1
-            if self.run.world.seconds > self.unsound_until:
+            # A missing descriptor, and a slow disk, are no reason; but a stop that cannot save everything says so.
+            reasons = ("EIO", "ENOSPC", "EMFILE") if self.stopping else ("EIO", "ENOSPC")
+            failed = any(what.startswith(reasons) for what in machine.reached)
+            if not failed or self.run.world.seconds > self.unsound_until:
                 self.run.world.violated(f"{self.name} stops without a fault: {exc}")
             self.death = "fault"
         else:
@@ -207,7 +222,7 @@ class Nsqd(_Node):
                 for what, _ in machine._open.values()
                 if isinstance(what, Socket) and what.peer is not None and what.peer.owner is None
             ]
-        elif self.death == "exit" and machine._open:
+        elif self._has_ended and machine._open:
             left = [path.name for _, path in machine._open.values()]
             run.world.violated(f"{self.name} has stopped with open descriptors: {left}")
         self._bury(silently=power)
@@ -226,6 +241,13 @@ class Nsqd(_Node):
         else:
             run.ledger.killed(self.name, SYNC_TIMEOUT + FORGOTTEN_BY_A_KILL)
         run.world.after(run.world.rng.uniform(0.001, 0.05), self._again)
+
+    @property
+    def _has_ended(self) -> bool:
+        """Has the process come to its end by itself, with no thread in the middle of something?"""
+        disk = None if self.broker is None else self.broker.disk
+        at_work = self.death == "fault" and isinstance(disk, Workers) and disk.running > 0
+        return self.death in ("exit", "fault") and not at_work
 
     def copy(self, name: str, host: str, tree: Any) -> Nsqd:
         """Another node with these files, known to nobody."""

@@ -94,6 +94,8 @@ class Book:
     finished: set[bytes] = field(default_factory=set)
     #: (when, and when that was asked for) of what was requeued for later.
     not_before: dict[bytes, tuple[float, float]] = field(default_factory=dict)
+    #: When that was asked for, of those that a crash may have made the broker forget.
+    maybe_later: dict[bytes, float] = field(default_factory=dict)
     #: Grows whenever a delivery may have been lost on its way.
     shaken: int = 0
     #: Somebody takes messages and is late, or silent, about it: attempts may grow by more than one from here on.
@@ -125,6 +127,7 @@ class Book:
         self.held.clear()
         self.seen.clear()
         self.not_before.clear()
+        self.maybe_later.clear()
         self.shaken += 1
         self.generation += 1
 
@@ -382,6 +385,9 @@ class Ledger:
                     if self.unreliable(node, asked):
                         del book.not_before[body]
                         book.owed.pop(body, None)
+                for body, asked in book.maybe_later.items():
+                    if self.unreliable(node, asked):
+                        book.owed.pop(body, None)
                 for body in self.loose & book.owed.keys():
                     del book.owed[body]
 
@@ -415,7 +421,9 @@ class Ledger:
                     del topic.books[name]
                     continue
                 book.confirmed = {body: at for body, at in book.confirmed.items() if at < since}
-                book.not_before = {body: times for body, times in book.not_before.items() if times[1] < since}
+                forgotten = {body: asked for body, (_, asked) in book.not_before.items() if asked >= since}
+                book.not_before = {body: times for body, times in book.not_before.items() if body not in forgotten}
+                book.maybe_later.update(forgotten)
 
     def _of(self, node: str) -> list[TopicBook]:
         return [topic for (owner, _), topic in self.topics.items() if owner == node]

@@ -12,6 +12,7 @@ answer arrives at a later one. Syncs take their time, and what is written meanwh
 from __future__ import annotations
 
 import errno
+import os
 import random
 import re
 import select
@@ -83,11 +84,14 @@ class Machine(SimSystem):
         self.died: Callable[[], object] = lambda: None
         #: Seconds that a sync may take.
         self.sync_seconds = 0.002
-        #: The power goes so many calls after the next sync.
-        self.calls_after_sync: int | None = None
+        #: (kind, calls): the power goes so many calls after the next one of this kind.
+        self.calls_after: tuple[str, int] | None = None
         #: Seconds that work may wait for a thread.
         self.work_seconds = 0.001
         self.reached: Counter[str] = Counter()
+        #: Files that could not be made: how often, in which second; and the highest of these numbers.
+        self._tries: Counter[tuple[str, int]] = Counter()
+        self.most_tries = 0
         self.stirred = True
         self.aside = 0
         self._epolls: list[_Epoll] = []
@@ -113,8 +117,15 @@ class Machine(SimSystem):
             fault = self._fault(kind, path)
             if fault is not None:
                 self.reached[f"{errno.errorcode[fault.error]} at {kind}"] += 1
-                raise OSError(fault.error, errno.errorcode[fault.error], str(path))
+                raise OSError(fault.error, os.strerror(fault.error), str(path))
+        if kind != "sync":
+            self._die_after(kind)
         return False
+
+    def _die_after(self, kind: str) -> None:
+        if self.calls_after is not None and self.calls_after[0] == kind:
+            self.power_off_at = self.calls + self.calls_after[1]
+            self.calls_after = None
 
     def _refuse(self) -> None:
         self._after_death += 1
@@ -156,11 +167,26 @@ class Machine(SimSystem):
             super().fallocate(fd, size)
         except OSError:
             self.reached["ENOSPC at allocate"] += 1
+            self._tried(self._opened(fd)[1])
             raise
+
+    def _tried(self, path: Path) -> None:
+        # Those of messages are tried once for every publish.
+        if path.name.startswith(("journal-", "snapshot-")):
+            place = path.name, self.world.now // 1_000_000_000
+            self._tries[place] += 1
+            self.most_tries = max(self.most_tries, self._tries[place])
 
     def fdatasync(self, fd: int) -> None:
         node, path = self._opened(fd)
-        if self._call("sync" if hasattr(node, "content") else "sync_folder", path):
+        covered = node.made
+        try:
+            last = self._call("sync" if hasattr(node, "content") else "sync_folder", path)
+        except OSError:
+            # As Linux does it: the pages count as clean from here on, and no later sync writes them.
+            node.lose(covered)
+            raise
+        if last:
             raise PowerLoss
         covered = node.made
         self.world.sleep(self._rng.uniform(0, self.sync_seconds))
@@ -169,9 +195,7 @@ class Machine(SimSystem):
         if node.made > covered:
             self.reached["write during a sync"] += 1
         node.sync(covered)
-        if self.calls_after_sync is not None:
-            self.power_off_at = self.calls + self.calls_after_sync
-            self.calls_after_sync = None
+        self._die_after("sync")
 
     fsync = fdatasync
 
@@ -180,6 +204,7 @@ class Machine(SimSystem):
             super()._check_room(path)
         except OSError:
             self.reached["EMFILE"] += 1
+            self._tried(path)
             raise
 
     def close(self, fd: int) -> None:

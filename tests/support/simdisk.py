@@ -101,6 +101,12 @@ class _File:
         del self.changes[:count]
         self.before += count
 
+    def lose(self, up_to: int) -> None:
+        """A sync of the first so many changes has failed: programs still see them, no later sync writes them."""
+        count = max(0, up_to - self.before)
+        del self.changes[:count]
+        self.before += count
+
     def copy(self) -> _File:
         copy = _File()
         copy.content, copy.synced, copy.changes = self.content.copy(), self.synced.copy(), list(self.changes)
@@ -166,6 +172,9 @@ class _Folder:
             _step(self.synced, step)
         del self.changes[:count]
         self.before += count
+
+    def lose(self, up_to: int) -> None:
+        """A sync has failed. Names are kept in a journal by file systems: a later sync writes them after all."""
 
     def copy(self, copies: dict[_File | _Folder, _File | _Folder]) -> _Folder:
         """The same folder, with copies of everything in it; a file that stands in several places is one copy."""

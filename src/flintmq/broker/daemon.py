@@ -528,7 +528,7 @@ class Broker:
         topic = Topic(self, name, incarnation, base, folder)
         self.topics[name] = topic
         if topic_is_ephemeral:
-            topic.grant(base + RESERVE, 0)
+            topic.grant(base + RESERVE, self.note_floor(base + RESERVE))
         else:
             position = self.journal.note("topic", incarnation, name, base, base + RESERVE)
             topic.grant(base + RESERVE, position)
@@ -553,6 +553,14 @@ class Broker:
     def first_number(self) -> int:
         """Where a new log begins: beyond all numbers of logs that are gone."""
         return max(self.clock.wall() // 1000, self._numbers.floor)
+
+    def note_floor(self, seq: int) -> int:
+        """Let no log that is created from here on, also after a restart, begin below ``seq``. Return the note's place.
+
+        The seqs of an ephemeral topic are noted nowhere else.
+        """
+        self._numbers.raise_floor(seq)
+        return self.journal.note("floor", *self._numbers.noted())
 
     def existing_topic(self, name: str) -> Topic:
         topic = self.topics.get(name)

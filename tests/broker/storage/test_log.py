@@ -777,6 +777,29 @@ async def test_a_recreated_topic_never_uses_a_seq_again(
             disk = disk.after_kill()
 
 
+async def test_an_ephemeral_topic_never_uses_a_seq_again(
+    start_broker: StartBroker, tmp_path: Path, clock: FakeClock
+) -> None:
+    """The clock stands still, so only what the journal says keeps them apart."""
+    disk = SimDisk(tmp_path)
+    ids: set[bytes] = set()
+    for how in ("stop", "kill", "power", "power"):
+        broker = await start_broker(disk=disk)
+        client, consumer = Client(broker), Client(broker)
+        consumer.send(b"SUB t#ephemeral c\nRDY 100\n")
+        client.send(encode_mpub(b"t#ephemeral", numbered(10)))
+        await settled(broker)
+        seen = {message.id for message in consumer.messages}
+        assert len(seen) == 10
+        assert not ids & seen
+        ids |= seen
+        if how == "stop":
+            await broker.stop()
+        else:
+            broker.kill()
+        disk = disk.after_power_loss("none") if how == "power" else disk.after_kill()
+
+
 async def test_the_backlog_behind_an_ephemeral_channel_outlives_it(start_broker: StartBroker, tmp_path: Path) -> None:
     """After a restart the channel is gone: what is published then waits for the next one, across more restarts."""
     disk = SimDisk(tmp_path)

@@ -367,13 +367,13 @@ class Topic:
 
     def _reserve(self) -> None:
         """Say which seqs may be used from now on, and use none of them before that is on the device."""
-        if self.ephemeral:
-            self._usable = self.ceiling = self.log.end + RESERVE
-            return
         if self.ceiling - self.log.end > RESERVE // 2:
             return
         ceiling = self.log.end + RESERVE
-        self.grant(ceiling, self.broker.journal.note("ceiling", self.incarnation, ceiling))
+        if self.ephemeral:
+            self.grant(ceiling, self.broker.note_floor(ceiling))
+        else:
+            self.grant(ceiling, self.broker.journal.note("ceiling", self.incarnation, ceiling))
 
     def grant(self, ceiling: int, position: int) -> None:
         """Seqs below ``ceiling`` may be used as soon as the journal is on the device up to ``position``."""

@@ -198,7 +198,14 @@ class Mover:
     def step(self) -> None:
         """Something was read back: perhaps what is copied next."""
         if self._wanted and not self._topic.exiting:
-            self._copy(self._topic.side_log())
+            try:
+                side = self._topic.side_log()
+            except OSError as exc:
+                # Channels wait for what was read, too: they must not be kept from it.
+                logger.error("TOPIC(%s): old messages cannot be copied, later - %s", self._topic.name, exc)
+                self._give_up()
+            else:
+                self._copy(side)
 
     def _copy(self, side: Log) -> None:
         size = 0
