@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator
+from pathlib import Path
 
 import pytest
 
@@ -12,8 +13,8 @@ from flintmq.tools._program import Failures, Fatal, connected
 
 
 @pytest.fixture
-async def broker() -> AsyncIterator[Broker]:
-    async with Broker(tcp_address="127.0.0.1:0", http_address="127.0.0.1:0") as broker:
+async def broker(tmp_path: Path) -> AsyncIterator[Broker]:
+    async with Broker(data_path=tmp_path) as broker:
         yield broker
 
 
