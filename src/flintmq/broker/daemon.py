@@ -23,7 +23,6 @@ import flintmq
 from flintmq import addresses
 from flintmq.broker.data_path import DataPath, reason, remove_tree
 from flintmq.broker.delivery.channel import Channel
-from flintmq.broker.delivery.redrive import Redrive
 from flintmq.broker.delivery.scan import Scan
 from flintmq.broker.delivery.topic import RESERVE, Topic
 from flintmq.broker.drain import REASON, DrainReport, drain
@@ -692,7 +691,7 @@ class Broker:
             yield ("channel_state", channel.id, *next(parts))
             for ranges, rows in parts:
                 yield ("channel_more", channel.id, ranges, rows)
-            if isinstance(channel.redrive, Redrive):
+            if channel.redrive is not None:
                 yield channel.redrive.note()
         yield from self.settings.notes(topic)
 
