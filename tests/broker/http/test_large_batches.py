@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import struct
 import threading
+import time
 from asyncio import events
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +17,9 @@ import pytest
 from flintmq.broker.daemon import Broker
 from flintmq.broker.http import publish
 from flintmq.broker.storage import log as log_module
-from support.fakes import CountingDisk, until
+from flintmq.broker.storage.disk import BACKGROUND
+from flintmq.protocol.wire import encode_mpub
+from support.fakes import Client, CountingDisk, until
 from support.http_client import HttpClient
 
 #: Messages of one byte each: as records they are many times what the loop may write or read in one go.
@@ -172,3 +175,29 @@ async def test_a_long_text_under_a_key_is_read_from_its_beginning_after_one_that
         again = await client.post("/mpub?topic=t&binary=true", body, "X-Flintmq-Key: two")
         assert (again.status, again.headers.get("x-flintmq-repeat")) == (200, "true")
         assert broker.topics["t"].depth == count
+
+
+class SlowThreads(CountingDisk):
+    """What threads are to do takes them a moment."""
+
+    def submit(self, work: Any, done: Any, urgency: int = BACKGROUND) -> None:
+        def slowly() -> Any:
+            time.sleep(0.05)
+            return work()
+
+        super().submit(slowly, done, urgency)
+
+
+async def test_a_large_batch_that_is_being_written_at_a_stop_is_answered(tmp_path: Path) -> None:
+    bodies = [b"x" * 10_000] * (log_module.LARGE_WRITE // 9_500)
+    options: dict[str, Any] = {"data_path": tmp_path, "durability": "os", "disk_reserve": 0}
+    async with Broker(disk=SlowThreads(), **options) as broker:
+        topic = broker.topic("t")
+        topic.channel("c")
+        client = Client(broker)
+        client.send(encode_mpub(b"t", bodies))
+        await until(lambda: topic.log.writing)
+        await broker.stop()
+        assert client.responses == [b"OK"]
+    async with Broker(**options) as broker:
+        assert broker.topics["t"].channels["c"].depth == len(bodies)

@@ -199,6 +199,11 @@ class Log:
         return self.memory.blocks
 
     @property
+    def writing(self) -> bool:
+        """Is a thread writing?"""
+        return self._writing
+
+    @property
     def memory_count(self) -> int:
         """Messages in memory."""
         return self.memory.count(self.end)
@@ -556,7 +561,7 @@ class Log:
     def _write_out(self, records: int, last: bool = False) -> None:
         pieces = self._plan(records)
         is_slow = self._store.unsynced >= WRITE_IN_THREAD_AT or sum(piece.size for piece in pieces) >= LARGE_WRITE
-        if is_slow and not last and not self._disk.closing:
+        if is_slow and not (last or self._disk.in_a_hurry or self._disk.closing):
             try:
                 self._write_in_thread(pieces)
                 return
