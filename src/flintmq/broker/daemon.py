@@ -23,7 +23,6 @@ import flintmq
 from flintmq import addresses
 from flintmq.broker.data_path import DataPath, reason, remove_tree
 from flintmq.broker.delivery.channel import Channel
-from flintmq.broker.delivery.redrive import Redrive
 from flintmq.broker.delivery.scan import Scan
 from flintmq.broker.delivery.topic import RESERVE, Topic
 from flintmq.broker.drain import REASON, DrainReport, drain
@@ -57,6 +56,9 @@ logger = logging.getLogger(__name__)
 
 #: Bytes that one read takes from a socket.
 RECEIVE_BYTES = 256 << 10
+#: Seconds that a stop waits for writes of threads before it closes the connections, and between two looks at them.
+LAST_WRITES = 5.0
+LOOK_AGAIN = 0.002
 
 
 @contextlib.contextmanager
@@ -319,8 +321,10 @@ class Broker:
         with _going_on("statsd"):
             await self._statsd.stop()
         # What was taken is written and answered; then nothing more is taken.
+        self.disk.in_a_hurry = True
         with _going_on("the last turn"):
             self.turns.flush()
+        await self._threads_have_written()
         with _going_on("staged publishes"):
             self.stage.stop()
         await self._close_listeners()
@@ -351,6 +355,12 @@ class Broker:
             self._not_saved("the journal", exc)
         self._tear_down()
         logger.info("NSQ: bye")
+
+    async def _threads_have_written(self) -> None:
+        """Wait for the large writes that are under way: their publishers are to be answered."""
+        deadline = self._loop.time() + LAST_WRITES
+        while any(topic.log.writing for topic in self.topics.values()) and self._loop.time() < deadline:  # noqa: ASYNC110
+            await asyncio.sleep(LOOK_AGAIN)
 
     def _not_saved(self, what: str, why: OSError | str) -> None:
         error = StorageError(f"cannot save everything: {what}: {why}")
@@ -702,7 +712,7 @@ class Broker:
             yield ("channel_state", channel.id, *next(parts))
             for ranges, rows in parts:
                 yield ("channel_more", channel.id, ranges, rows)
-            if isinstance(channel.redrive, Redrive):
+            if channel.redrive is not None:
                 yield channel.redrive.note()
         yield from self.settings.notes(topic)
 

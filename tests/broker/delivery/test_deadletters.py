@@ -6,7 +6,8 @@ import asyncio
 import contextlib
 import errno
 import logging
-from collections.abc import AsyncIterator, Awaitable, Callable
+import os
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,8 @@ from flintmq.broker.storage import journal as journal_module
 from flintmq.broker.storage.journal import NEVER
 from flintmq.protocol.seqs import SEQ_MASK
 from flintmq.protocol.wire import Message, valid_name
-from support.fakes import SECOND, Client, FakeClock, pass_time, quiet, until
+from flintmq.system import Buffer
+from support.fakes import SECOND, Client, CountingDisk, FakeClock, pass_time, quiet, until
 from support.garbage import collect_if_grown
 from support.http_client import HttpClient
 from support.power_loss import Ledger, World, frozen_time, unexpected
@@ -329,6 +331,46 @@ async def test_with_durability_memory_a_write_that_fails_is_tried_again(
     await give_up(channel, b"one")
     await until(lambda: channel.leaving.dead_lettered_count)
     assert broker.topics["t.c.dead"].depth == 1
+
+
+class FullDisk(CountingDisk):
+    """Has no room for messages while it is full; counts the writes that failed."""
+
+    is_full = False
+    failures = 0
+
+    def write(self, fd: int, buffers: Sequence[Buffer], offset: int) -> int:
+        if self.is_full and sum(map(len, buffers)) > 10_000:
+            self.failures += 1
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        return super().write(fd, buffers, offset)
+
+
+@pytest.mark.parametrize("large", [True, False])
+async def test_a_write_that_fails_is_not_tried_again_at_once(
+    start_broker: StartBroker, monkeypatch: pytest.MonkeyPatch, large: bool
+) -> None:
+    """Dead letters wait for the device also with durability memory: those of a full disk for a while."""
+    if large:
+        # Otherwise no thread would write them.
+        monkeypatch.setattr("flintmq.broker.storage.log.LARGE_WRITE", 1)
+    disk = FullDisk()
+    broker = await start_broker(disk=disk, durability="memory")
+    channel = await channel_of(broker)
+    consumer = await consumer_of(channel)
+    await Client(broker).publish_many("t", [b"x" * 50_000] * 8)
+    messages = await received(consumer, 8)
+    disk.is_full = True
+    for message in messages:
+        consumer.requeue(message)
+        await asyncio.sleep(0)
+    await until(lambda: disk.failures)
+    for _ in range(300):
+        await asyncio.sleep(0.0005)
+    assert disk.failures <= 2
+    disk.is_full = False
+    await moved(broker)
+    assert broker.topics["t.c.dead"].depth == 8
 
 
 async def test_a_topic_that_cannot_be_made_puts_it_back(slow: tuple[Broker, SimDisk]) -> None:

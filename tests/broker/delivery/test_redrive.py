@@ -119,6 +119,40 @@ async def test_a_redrive_that_was_stopped_stays_so(
     assert (len(found), set(found.values())) == (count, {1})
 
 
+@pytest.mark.parametrize("end", ["stop", "kill"])
+async def test_how_a_redrive_ended_is_known_after_every_restart(start_broker: StartBroker, end: str) -> None:
+    broker = await start_broker(http_address="127.0.0.1:0")
+    await with_dead_letters(broker, 7)
+    await ask(broker, "POST", f"{REDRIVE}&rate=2&reason=requeued")
+    redrive = broker.topics["t"].channels["c"].redrive
+    assert redrive is not None
+    await until(lambda: redrive.moved == 2)
+    await ask(broker, "DELETE", REDRIVE)
+    for _ in range(3):
+        await broker.stop() if end == "stop" else broker.kill()
+        broker = await start_broker(http_address="127.0.0.1:0")
+        told = await ask(broker, "GET", REDRIVE)
+        assert (told["running"], told["moved"], told["error"], told["reason"]) == (False, 2, "stopped", "requeued")
+
+
+async def test_a_redrive_that_found_no_dead_letter_topic_is_the_last_one_after_a_restart_too(
+    start_broker: StartBroker,
+) -> None:
+    broker = await start_broker(http_address="127.0.0.1:0")
+    await with_dead_letters(broker, 3)
+    await ask(broker, "POST", REDRIVE)
+    await until(lambda: broker.topics["t"].channels["c"].depth == 3)
+    await quiet(broker)
+    assert (await ask(broker, "GET", REDRIVE))["moved"] == 3
+    broker.delete_topic("t.c.dead")
+    nothing = await ask(broker, "POST", f"{REDRIVE}&reason=expired")
+    assert (nothing["reason"], nothing["moved"], nothing["running"]) == ("expired", 0, False)
+    for _ in range(2):
+        await broker.stop()
+        broker = await start_broker(http_address="127.0.0.1:0")
+        assert await ask(broker, "GET", REDRIVE) == nothing
+
+
 async def test_a_redrive_is_stopped_while_copies_are_written(start_broker: StartBroker) -> None:
     broker = await start_broker(http_address="127.0.0.1:0")
     await with_dead_letters(broker, 1_000)

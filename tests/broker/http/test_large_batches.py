@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import struct
 import threading
+import time
 from asyncio import events
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -16,7 +17,9 @@ import pytest
 from flintmq.broker.daemon import Broker
 from flintmq.broker.http import publish
 from flintmq.broker.storage import log as log_module
-from support.fakes import CountingDisk, until
+from flintmq.broker.storage.disk import BACKGROUND
+from flintmq.protocol.wire import encode_mpub
+from support.fakes import Client, CountingDisk, until
 from support.http_client import HttpClient
 
 #: Messages of one byte each: as records they are many times what the loop may write or read in one go.
@@ -140,3 +143,61 @@ async def test_requests_behind_a_long_text_under_a_key_are_served(tmp_path: Path
         assert [answer.headers.get("x-flintmq-repeat") for answer in answers] == [None, None, None, "true", None]
         await asyncio.sleep(0)
         assert broker.topics["t"].depth == COUNT + 3
+
+
+@pytest.mark.parametrize("count", [COUNT, COUNT // 2])
+async def test_a_long_text_under_a_key_is_read_from_its_beginning_after_one_that_was_refused(
+    tmp_path: Path, count: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The topic is deleted in the middle of a text, and there is no room for a new one; the connection goes on."""
+    options: dict[str, Any] = {"http_address": "127.0.0.1:0", "max_topics": 1}
+    async with Broker(data_path=tmp_path, **options) as broker, HttpClient.connect(broker.http_address) as client:
+        read = 0
+        real = publish.line_records
+
+        def counted(data: bytearray, pos: int, stop: int) -> Any:
+            nonlocal read
+            if read <= publish.CONTENT_SLICE < read + stop - pos:
+                broker.delete_topic("t")
+                broker.topic("u")
+            read += stop - pos
+            return real(data, pos, stop)
+
+        monkeypatch.setattr(publish, "line_records", counted)
+        refused = await client.post("/mpub?topic=t", TEXT, "X-Flintmq-Key: one")
+        assert refused.status == 503 and read < len(TEXT)
+        broker.delete_topic("u")
+        monkeypatch.setattr(publish, "line_records", real)
+        async with asyncio.timeout(20):
+            answer = await client.post("/mpub?topic=t", b"b\n" * count, "X-Flintmq-Key: two")
+        assert answer.status == 200
+        body = struct.pack(">I", count) + b"\0\0\0\1b" * count
+        again = await client.post("/mpub?topic=t&binary=true", body, "X-Flintmq-Key: two")
+        assert (again.status, again.headers.get("x-flintmq-repeat")) == (200, "true")
+        assert broker.topics["t"].depth == count
+
+
+class SlowThreads(CountingDisk):
+    """What threads are to do takes them a moment."""
+
+    def submit(self, work: Any, done: Any, urgency: int = BACKGROUND) -> None:
+        def slowly() -> Any:
+            time.sleep(0.05)
+            return work()
+
+        super().submit(slowly, done, urgency)
+
+
+async def test_a_large_batch_that_is_being_written_at_a_stop_is_answered(tmp_path: Path) -> None:
+    bodies = [b"x" * 10_000] * (log_module.LARGE_WRITE // 9_500)
+    options: dict[str, Any] = {"data_path": tmp_path, "durability": "os", "disk_reserve": 0}
+    async with Broker(disk=SlowThreads(), **options) as broker:
+        topic = broker.topic("t")
+        topic.channel("c")
+        client = Client(broker)
+        client.send(encode_mpub(b"t", bodies))
+        await until(lambda: topic.log.writing)
+        await broker.stop()
+        assert client.responses == [b"OK"]
+    async with Broker(**options) as broker:
+        assert broker.topics["t"].channels["c"].depth == len(bodies)

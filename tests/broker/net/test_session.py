@@ -212,6 +212,57 @@ async def test_the_answer_to_sub_comes_before_any_message(start_broker: StartBro
     assert sorted(len(frame[1]) - 26 for frame in frames[3:]) == [3, 3, 70_000]
 
 
+class StepwiseDisk(CountingDisk):
+    """What its threads are to do waits until it is told to go on, one by one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.hold = False
+        self.held: list[tuple[Any, ...]] = []
+
+    def submit(self, *work: Any) -> None:
+        if self.hold:
+            self.held.append(work)
+        else:
+            super().submit(*work)
+
+    def step(self) -> None:
+        super().submit(*self.held.pop(0))
+
+    def let_go(self) -> None:
+        self.hold = False
+        while self.held:
+            self.step()
+
+
+async def test_the_last_rdy_counts_whatever_the_others_wait_for(start_broker: StartBroker) -> None:
+    disk = StepwiseDisk()
+    broker = await start_broker(disk=disk, durability="fsync")
+    await Client(broker).publish("t", b"one")
+    await quiet(broker)
+    client = Client(broker)
+    disk.hold = True
+    client.send(b"SUB t c\nRDY 5\n")
+    await until(lambda: len(disk.held) == 1)
+    client.send(pub("u", b"two"))
+    await until(lambda: len(disk.held) == 2)
+    client.send(b"RDY 3\n")
+    [session] = broker.topics["t"].channels["c"].sessions.values()
+    disk.step()
+    await until(lambda: session.ready_count == 5)
+    client.send(b"RDY 0\n")
+    disk.let_go()
+    await quiet(broker)
+    assert client.responses == [b"OK", b"OK"]
+    assert session.ready_count == 0
+    await Client(broker).publish("t", b"three")
+    await quiet(broker)
+    assert client.bodies == [b"one"]
+    client.send(b"RDY 1\n" + b"FIN " + client.messages[0].id + b"\n")
+    await quiet(broker)
+    assert client.bodies == [b"one", b"three"]
+
+
 @pytest.mark.parametrize("codec", [Snappy, lambda: Deflate(6)], ids=["snappy", "deflate"])
 async def test_a_compressed_conversation_may_be_split_anywhere(broker: Broker, codec: Any) -> None:
     client = Client(broker)

@@ -13,7 +13,7 @@ from conftest import StartBroker
 from flintmq.broker.daemon import Broker
 from flintmq.broker.observe import stats
 from flintmq.broker.observe.deltas import Deltas
-from support.fakes import Client, quiet, until
+from support.fakes import SECOND, Client, FakeClock, quiet, until
 from support.http_client import HttpClient
 from support.nsq_client import NsqClient
 
@@ -247,3 +247,27 @@ async def test_messages_that_come_for_a_channel_at_rest_alone_are_told(start_bro
         for answer in (before, after)
     ]
     assert counts == [1, 2]
+
+
+async def test_latencies_that_leave_their_window_are_told(start_broker: StartBroker, clock: FakeClock) -> None:
+    window = {"e2e_processing_latency_percentiles": (0.5,), "e2e_processing_latency_window_time": 60 * SECOND}
+    broker = await start_broker(**window)
+    consumer = Client(broker)
+    await consumer.subscribe("t", "c", ready=1)
+    await Client(broker).publish("t", b"x")
+    await until(lambda: consumer.messages)
+    consumer.finish(consumer.messages[0])
+    await quiet(broker)
+    deltas = Deltas(broker)
+
+    def count(topic: dict[str, Any]) -> tuple[int, int]:
+        [channel] = topic["channels"]
+        return topic["e2e_processing_latency"]["count"], channel["e2e_processing_latency"]["count"]
+
+    before = await question(deltas, "")
+    assert [count(topic) for topic in before["topics"]] == [(1, 1)]
+    clock.advance(61)
+    after = await question(deltas, before["cursor"])
+    assert [count(topic) for topic in after["topics"]] == [(0, 0)]
+    looked = deltas.looked
+    assert not (await question(deltas, after["cursor"]))["topics"] and deltas.looked == looked

@@ -766,7 +766,7 @@ class Channel:
         """Bring back what died here and is in the channel ``source`` of the dead-letter topic now: see ``Redrive``."""
         self.redrive = Redrive(self, source, most, rate, reason, moved=moved, stop=stop)
 
-    def redrive_ended(self, ended: Ended | None) -> None:
+    def redrive_ended(self, ended: Ended) -> None:
         """Remember how the last redrive ended."""
         self.redrive = ended
 

@@ -211,6 +211,11 @@ class Latency:
                 self._times.append(time)
             first = _end_of_batch(block, first, stop, time)
 
+    def measured(self, now: int) -> int:
+        """Return how many messages were measured within the window."""
+        self.sketch.expire(now)
+        return self.sketch.count
+
     def published(self, seq: int) -> int:
         """When a message that was sent once was published."""
         return self._times[max(bisect_right(self._firsts, seq) - 1, 0)]

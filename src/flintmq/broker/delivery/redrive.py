@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from flintmq.broker.delivery.dead_letters import LONGEST_QUEUE, SLICE, SLICE_BYTES, record_of
+from flintmq.broker.delivery.dead_letters import LONGEST_QUEUE, SLICE, SLICE_BYTES, dead_letter_topic, record_of
 from flintmq.broker.delivery.slices import Steps
 from flintmq.broker.limits import Bucket
 from flintmq.broker.storage.journal import NEVER, State
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from flintmq.broker.delivery.channel import Channel
     from flintmq.broker.delivery.topic import Topic
 
-__all__ = ["REDRIVE", "STOPPED", "Ended", "Redrive", "finish_moved", "resume"]
+__all__ = ["REDRIVE", "STOPPED", "Ended", "Redrive", "finish_moved", "nothing_to_redrive", "resume"]
 
 logger = logging.getLogger(__name__)
 
@@ -320,23 +320,39 @@ def resume(broker: Broker, state: State) -> None:
                 channel.begin_redrive(source, most, rate, reason, moved=moved, stop=stop)
             else:
                 ended = error or ("a channel was deleted" if running else "")
-                channel.redrive_ended(Ended(name, moved, ended, reason))
+                channel.redrive_ended(Ended(channel.id, name, moved, ended, reason, (source_name, most, rate, stop)))
+
+
+def nothing_to_redrive(channel: Channel, reason: str) -> None:
+    """A redrive has begun and ended: the channel never had a dead letter, or they are gone with their topic."""
+    ended = Ended(channel.id, dead_letter_topic(channel), 0, "", reason)
+    channel.redrive_ended(ended)
+    if not (channel.ephemeral or channel.topic.ephemeral):
+        # Otherwise the one before it would be told of after a restart.
+        channel.broker.journal.note(*ended.note())
 
 
 @dataclass(frozen=True)
 class Ended:
-    """A redrive of before the last start."""
+    """A redrive of before the last start, or one that had nothing to do."""
 
+    channel: int
     dead_letter_topic: str
     moved: int
     error: str
     reason: str
+    #: What it was to do: from which channel, how many, how fast, up to which seq.
+    order: tuple[str, int, int, int] = (REDRIVE, NEVER, 0, NEVER)
     running = False
     first_place = NEVER
 
     @property
     def planned(self) -> int:
         return self.moved
+
+    def note(self) -> tuple[Any, ...]:
+        """What the journal keeps, as ``Redrive.note``: the next start knows of it too."""
+        return "redrive", self.channel, self.dead_letter_topic, *self.order, self.moved, False, self.error, self.reason
 
     def emptied(self) -> None:
         """Do nothing: nothing is on its way."""

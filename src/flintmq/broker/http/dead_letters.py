@@ -6,7 +6,7 @@ import asyncio
 from typing import TYPE_CHECKING, Any
 
 from flintmq.broker.delivery.dead_letters import EXPIRED, REQUEUED, TIMED_OUT, dead_letter_topic
-from flintmq.broker.delivery.redrive import REDRIVE
+from flintmq.broker.delivery.redrive import REDRIVE, nothing_to_redrive
 from flintmq.broker.storage.journal import NEVER
 from flintmq.errors import HttpError
 from flintmq.http.site import ADMIN, READ, Request, Route
@@ -34,10 +34,10 @@ def routes(broker: Broker) -> list[Route]:
         channel = _idle(broker, arguments)
         source = _source(channel, arguments.get("from", ""))
         if source is None:
-            channel.redrive_ended(None)
+            nothing_to_redrive(channel, reason)
         else:
             channel.begin_redrive(source, most, rate, reason)
-            await broker.as_safe_as(channel.topic)
+        await broker.as_safe_as(channel.topic)
         return _progress(channel)
 
     async def stop(request: Request) -> dict[str, Any]:

@@ -619,6 +619,8 @@ class HttpConnection(asyncio.BufferedProtocol):
             else:
                 commit = publishing.message(order, topic, data, pos, stop)
         except HttpError as exc:
+            # Perhaps in the middle of a text: the next one is read from its beginning.
+            self._content = None
             self._last = not head.keep_alive
             self._answer(envelope(exc))
             return True

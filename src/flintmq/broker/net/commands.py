@@ -432,9 +432,10 @@ def _rdy(session: Session, params: list[bytes], data: bytearray, at: int, stop: 
     count = count - (1 << 64) if count >= 1 << 63 else count
     if not 0 <= count <= limit:
         raise ProtocolError("E_INVALID", f"RDY count {count} out of range 0-{limit}")
-    if session.answers and not session.ready_count:
-        # Messages come after the answer to SUB, which may still wait for a commit or a sync.
+    if session.answers and (not session.ready_count or session.readies):
+        # Messages come after the answer to SUB, which may still wait for a commit or a sync; and the last RDY counts.
         session.answers.append(count)
+        session.readies += 1
     else:
         make_ready(session, count)
     return at

@@ -164,6 +164,8 @@ class Session(asyncio.BufferedProtocol):
         # Output: frames of this turn, and answers that wait for a commit in front of them; a number there is a RDY.
         self._out: list[bytes] = []
         self.answers: deque[tuple[Commit, str] | bytes | int] = deque()
+        #: How many RDYs wait there.
+        self.readies = 0
 
     # --- The connection --------------------------------------------------------------------------------------------
 
@@ -593,6 +595,7 @@ class Session(asyncio.BufferedProtocol):
                 self._out.append(OK_FRAME)
             elif isinstance(answer, int):
                 answers.popleft()
+                self.readies -= 1
                 self._flush()
                 commands.make_ready(self, answer)
                 if self.channel is not None:
@@ -623,6 +626,7 @@ class Session(asyncio.BufferedProtocol):
         """A fatal error: the frame, then the end."""
         self._out.append(encode_frame(FRAME_ERROR, str(error).encode("utf-8", "surrogateescape")))
         self.answers.clear()
+        self.readies = 0
         self._flush()
         self._farewell()
 

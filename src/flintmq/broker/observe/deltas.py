@@ -5,9 +5,10 @@ whether anything happened there, and when it noticed that; an asker gets what wa
 Each answer has a ``cursor`` for the next one. A cursor of another start of the broker, or one that is too old, gets
 everything.
 
-Most channels of a large broker are at rest: they have no message in any state. Such a channel does not change before
-the topic's mark ``pumped`` moves, or its count ``touched``. So where all channels of a topic were at rest, a glance at
-the topic is enough: with very many channels, each number that is read costs a cache miss.
+Most channels of a large broker are at rest: they have no message in any state, nor one whose latency is told. Such a
+channel does not change before the topic's mark ``pumped`` moves, or its count ``touched``. So where all channels of a
+topic were at rest, a glance at the topic is enough: with very many channels, each number that is read costs a cache
+miss.
 """
 
 from __future__ import annotations
@@ -32,8 +33,9 @@ MOST_GONE = 10_000
 #: Channels whose numbers are read, and topics that are glanced at, in the time that it takes to tell of one channel.
 LOOKS = 4
 GLANCES = 4
-#: The first of a channel's numbers say how many messages it has in each state: all of them 0 when it is at rest.
-HELD = 9
+#: The first of a channel's numbers say how many messages it has in each state, and of how many it tells the latency:
+#: all of them 0 when it is at rest.
+HELD = 10
 
 
 class _Seen:
@@ -136,6 +138,7 @@ class Deltas:
         if channels != seen.channels:
             self._rearrange(seen, channels)
         self.looked += len(channels)
+        now = self._broker.clock.now()
         # Written out, for speed.
         its: list[tuple[Any, ...]] = [
             (
@@ -148,6 +151,8 @@ class Deltas:
                 len(one.in_flight.unusual),
                 len(one.leaving),
                 one.leaving.expired.total,
+                # They leave the window by themselves, one day.
+                0 if one.latency is None else one.latency.measured(now),
                 # What has left the memory changes what is told of a channel that has messages.
                 memory if one.seen < pumped or one.waiting.total else 0,
                 pumped,

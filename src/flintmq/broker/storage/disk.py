@@ -94,6 +94,8 @@ class Disk:
         self._order = 0
         self._wake = threading.Condition()
         self._threads: list[threading.Thread] = []
+        #: The broker stops: publishers wait for their last answers, so no log leaves a write to a thread any more.
+        self.in_a_hurry = False
         self._stopping = False
 
     # --- Threads ---------------------------------------------------------------------------------------------------

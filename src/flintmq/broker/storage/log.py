@@ -141,6 +141,8 @@ class Log:
         self._group_planned = False
         self._group_written: tuple[Segment, int, int] | None = None
         self._writing = False
+        # Durability `memory`: has a write failed that is tried again soon, and not before?
+        self._resting = False
         # Called when a thread has written something after a spill.
         self._spilled: Callable[[], None] | None = None
         # On the disk; the one that is written to.
@@ -195,6 +197,11 @@ class Log:
     def blocks(self) -> list[Block]:
         """The blocks in memory that lead up to the end without a hole, oldest first."""
         return self.memory.blocks
+
+    @property
+    def writing(self) -> bool:
+        """Is a thread writing?"""
+        return self._writing
 
     @property
     def memory_count(self) -> int:
@@ -472,11 +479,15 @@ class Log:
         """Write what was appended. Called once per loop turn for all publishers of the turn."""
         if self.folder is None or self._writing or not self._pending or self.closed:
             return
-        if self.durability == "memory" and not self.syncer.awaited and self._held < 0:
+        if self.durability == "memory" and (self._resting or (not self.syncer.awaited and self._held < 0)):
             return
         records = self._writable(len(self._pending))
         if records and (records != 1 or not self._write_single(self._pending[0])):
             self._write_out(records)
+
+    def _flush_again(self) -> None:
+        self._resting = False
+        self.flush()
 
     def change_durability(self, durability: str) -> None:
         """From now on publishes are as safe as this. To and from ``memory`` only while everything has been written."""
@@ -550,7 +561,7 @@ class Log:
     def _write_out(self, records: int, last: bool = False) -> None:
         pieces = self._plan(records)
         is_slow = self._store.unsynced >= WRITE_IN_THREAD_AT or sum(piece.size for piece in pieces) >= LARGE_WRITE
-        if is_slow and not last and not self._disk.closing:
+        if is_slow and not (last or self._disk.in_a_hurry or self._disk.closing):
             try:
                 self._write_in_thread(pieces)
                 return
@@ -761,8 +772,9 @@ class Log:
         if kept:
             self._pending.extendleft(reversed([record for piece in pieces for record in piece.records]))
             self._failed(self.end, exc)
-            if self.syncer.awaited or self._held >= 0:
-                self._store.delay(WRITE_AGAIN, self.flush)
+            if (self.syncer.awaited or self._held >= 0) and not self._resting:
+                self._resting = True
+                self._store.delay(WRITE_AGAIN, self._flush_again)
             return
         self._cut_back(seq)
         self._failed(seq, exc)
