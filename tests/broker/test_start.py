@@ -18,7 +18,6 @@ from flintmq.broker.daemon import Broker
 from flintmq.broker.storage import journal
 from flintmq.broker.storage.journal import FILE_HEADER, read_batches, read_head
 from flintmq.errors import StartError
-from flintmq.options import NsqdOptions
 from support.fakes import Client, CountingDisk, FakeClock, pub, quiet
 
 
@@ -412,13 +411,9 @@ def test_nsqd_says_what_is_damaged_in_one_paragraph_and_fails(tmp_path: Path) ->
     assert f"{path}: the batch at offset {start}" in lines[0] and "flintmq recover" in lines[0]
 
 
-async def test_a_broker_in_a_program_creates_its_folder_and_an_nsqd_does_not(tmp_path: Path) -> None:
+async def test_a_broker_in_a_program_creates_its_folder(tmp_path: Path) -> None:
     async with Broker(data_path=tmp_path / "made"):
         assert (tmp_path / "made").is_dir()
-    with pytest.raises(StartError, match=r"failed to lock data-path: open .*missing"):
-        async with Broker(NsqdOptions(data_path=str(tmp_path / "missing"), tcp_address="127.0.0.1:0")):
-            pass
     with pytest.raises(StartError, match=r"failed to lock data-path: open .*made"):
         async with Broker(data_path=tmp_path / "no" / "made"):
             pass
-    assert not (tmp_path / "missing").exists()

@@ -21,6 +21,7 @@ from flintmq.broker.delivery.topic import RESERVE
 from flintmq.broker.storage import journal as journal_module
 from flintmq.broker.storage.disk import BACKGROUND, Buffer
 from flintmq.errors import NotFoundError, StartError
+from flintmq.options import NsqdOptions
 from flintmq.protocol.seqs import SEQ_MASK
 from flintmq.protocol.wire import encode_mpub
 from support.fakes import SECOND, Client, CountingDisk, FakeClock, dpub, pass_time, pub, quiet, until
@@ -564,10 +565,11 @@ async def test_a_data_path_belongs_to_one_broker(broker: Broker, start_broker: S
     assert again.topics["t"].depth == 1
 
 
-async def test_a_data_path_that_is_not_there_is_not_made(start_broker: StartBroker, tmp_path: Path) -> None:
+async def test_a_data_path_that_is_not_there_is_not_made(tmp_path: Path) -> None:
     missing = tmp_path / "missing"
     with pytest.raises(StartError) as caught:
-        await start_broker(data_path=missing)
+        async with Broker(NsqdOptions(data_path=str(missing), tcp_address="127.0.0.1:0")):
+            pass
     assert str(caught.value) == f"failed to lock data-path: open {missing}: no such file or directory"
     assert not missing.exists()
 

@@ -56,7 +56,8 @@ logger = logging.getLogger(__name__)
 SMALLEST_BLOCK = 4 << 10
 #: Unsynced bytes of all logs at which writes move to a thread.
 WRITE_IN_THREAD_AT = 64 << 20
-#: Bytes of one write from which on a thread makes it: the loop would be held until the system has copied them.
+#: Durability ``memory``: bytes of one write from which on a thread makes it, because the loop would be held until the
+#: system has copied them.
 LARGE_WRITE = 4 << 20
 #: Bytes taken from sockets before they are written and answered: with few publishers, those who have their answer send
 #: more while the others' batches are handled.
@@ -560,7 +561,10 @@ class Log:
 
     def _write_out(self, records: int, last: bool = False) -> None:
         pieces = self._plan(records)
-        is_slow = self._store.unsynced >= WRITE_IN_THREAD_AT or sum(piece.size for piece in pieces) >= LARGE_WRITE
+        is_slow = self._store.unsynced >= WRITE_IN_THREAD_AT
+        if self.durability == "memory" and sum(piece.size for piece in pieces) >= LARGE_WRITE:
+            # Written all at once when the memory is full; else a turn has no more than its own publishes to write.
+            is_slow = True
         if is_slow and not (last or self._disk.in_a_hurry or self._disk.closing):
             try:
                 self._write_in_thread(pieces)
