@@ -15,7 +15,6 @@ Beside them is ``nsqd.dat``, for those who read it (upkeep.py). What is inside t
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import logging
 import os
@@ -59,12 +58,8 @@ class DataPath:
 
     def lock(self, *, create: bool = False) -> None:
         """Keep others out. StartError if somebody is in, or if there is no such folder and it is not to be created."""
-        if create and not self._disk.exists(self.path):
-            with contextlib.suppress(OSError):
-                # Whatever is wrong with it is said below.
-                self._disk.make_folder(self.path)
         try:
-            fd = self._disk.system.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+            fd = self._open(create=create)
         except OSError as exc:
             raise StartError(f"failed to lock data-path: open {self.path}: {reason(exc)}") from exc
         try:
@@ -76,6 +71,15 @@ class DataPath:
                 "(possibly in use by another instance of nsqd)"
             ) from exc
         self._lock = fd
+
+    def _open(self, *, create: bool) -> int:
+        try:
+            return self._disk.system.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
+        except FileNotFoundError:
+            if not create:
+                raise
+        self._disk.make_folder(self.path)
+        return self._disk.system.open(self.path, os.O_RDONLY | os.O_DIRECTORY)
 
     def unlock(self) -> None:
         if self._lock >= 0:
