@@ -7,6 +7,7 @@ import logging
 import pytest
 from conftest import StartBroker
 
+from flintmq.broker.delivery.needed import Needed
 from flintmq.broker.limits import Bucket, Connections
 from flintmq.errors import LimitError, PublishError, RateError
 from flintmq.kernel import FRAME_OVERHEAD
@@ -384,3 +385,49 @@ async def test_messages_put_back_are_paced_too(start_broker: StartBroker, clock:
     clock.advance(0.5)
     await until(lambda: len(consumer.messages) == 3)
     assert [message.attempts for message in consumer.messages] == [1, 2, 3]
+
+
+async def test_a_publish_beyond_the_limit_does_not_look_through_all_that_is_requeued(
+    start_broker: StartBroker, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broker = await start_broker(max_topic_bytes=1_000, topic_limit_policy="drop-oldest")
+    producer, consumer = Client(broker), Client(broker)
+    await consumer.subscribe("t", "c", 0)
+    # They are not to be dropped, and keep the topic beyond its limit.
+    for _ in range(1_100):
+        await producer.ask(dpub("t", 3_000_000, b"x"))
+    await quiet(broker)
+    looks = 0
+    look = Needed.first_single
+
+    def counted(self: Needed, start: int) -> int:
+        nonlocal looks
+        looks += 1
+        return look(self, start)
+
+    clock.advance(1)
+    monkeypatch.setattr(Needed, "first_single", counted)
+    for _ in range(100):
+        await producer.publish("t", b"x")
+    await quiet(broker)
+    # No time has passed: for the first of them it is looked, and once more if something was dropped.
+    assert looks <= 2
+    clock.advance(1)
+    await producer.publish("t", b"x")
+    await quiet(broker)
+    channel = broker.topics["t"].channels["c"]
+    assert channel.dropped_count > 0 and channel.depth < 30
+
+
+async def test_a_lower_limit_in_bytes_drops_at_once(start_broker: StartBroker) -> None:
+    broker = await start_broker(max_topic_bytes=1 << 20, topic_limit_policy="drop-oldest")
+    producer, consumer = Client(broker), Client(broker)
+    await consumer.subscribe("t", "c", 0)
+    for _ in range(3):
+        await producer.publish_many("t", [b"x" * 100] * 500)
+    channel = broker.topics["t"].channels["c"]
+    await until(lambda: channel.depth == 1_500)
+    for limit in (100_000, 50_000):
+        # No time passes between the two.
+        broker.settings.change(("t",), {"max-bytes": limit})
+        await until(lambda: channel.depth * 100 < limit)  # noqa: B023

@@ -14,6 +14,7 @@ import signal
 import subprocess
 import sys
 import tomllib
+from collections import Counter
 from collections.abc import AsyncIterator
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -27,7 +28,15 @@ from hypothesis import strategies as st
 
 from flintmq.broker import backup
 from flintmq.broker.daemon import Broker
-from flintmq.broker.settings import CHANNEL_SETTINGS, TOPIC_SETTINGS, ChannelSettings, Setting, TopicSettings
+from flintmq.broker.delivery.channel import Channel
+from flintmq.broker.settings import (
+    APPLY_AT_ONCE,
+    CHANNEL_SETTINGS,
+    TOPIC_SETTINGS,
+    ChannelSettings,
+    Setting,
+    TopicSettings,
+)
 from flintmq.broker.storage.disk import Disk
 from flintmq.errors import OptionError, StartError
 from flintmq.lookup.daemon import Lookupd
@@ -1241,3 +1250,34 @@ def test_the_examples_of_the_document_are_read() -> None:
     assert examples
     for example in examples:
         settings_of(tomllib.loads(example)["topic"])
+
+
+async def test_a_pattern_of_many_channels_is_applied_in_slices(
+    start_broker: StartBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    broker = await start_broker()
+    for number in range(900):
+        broker.topic(f"t{number % 3}").channel(f"c{number}")
+    await quiet(broker)
+    turn = 0
+    turns: Counter[int] = Counter()
+    change = Channel.change_settings
+
+    def counted(self: Channel, settings: Any) -> None:
+        turns[turn] += 1
+        change(self, settings)
+
+    monkeypatch.setattr(Channel, "change_settings", counted)
+    applied: list[int] = []
+    broker.settings.change(("t*", "*"), {"max-attempts": 3})
+    broker.settings.when_applied(lambda: applied.append(turn))
+    while not applied:
+        turn += 1
+        if turn == 2:
+            # A later one is not overtaken, and what is new has it at once.
+            broker.settings.change(("t*", "*"), {"max-attempts": 4})
+            assert broker.topic("t0").channel("new")[0].settings.max_attempts == 4
+        await asyncio.sleep(0)
+    assert max(turns.values()) <= 2 * APPLY_AT_ONCE < 900
+    found = [c.settings.max_attempts for topic in broker.topics.values() for c in topic.channels.values()]
+    assert found == [4] * 901

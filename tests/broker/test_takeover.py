@@ -30,8 +30,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from flintmq.broker import takeover
+from flintmq.broker.data_path import has_metadata
 from flintmq.broker.storage.disk import Disk
-from flintmq.broker.takeover import GoData, GoMessage, GoQueue, found, move_aside, read
+from flintmq.broker.takeover import GoData, GoMessage, GoQueue, move_aside, read
 from flintmq.errors import StartError
 from support.peers import GO_NSQD, NO_GO_NSQD
 
@@ -895,9 +896,9 @@ def test_a_malformed_nsqd_dat_stops_the_start_with_a_hint(data_path: DataPath, t
 
 
 def test_a_data_path_is_found_by_its_nsqd_dat(data_path: DataPath) -> None:
-    assert found(data_path.path)
+    assert has_metadata(data_path.path)
     (data_path.path / "nsqd.dat").unlink()
-    assert not found(data_path.path)
+    assert not has_metadata(data_path.path)
     with pytest.raises(StartError, match="failed to load metadata - failed to read metadata from "):
         data_path.read()
 
@@ -986,7 +987,7 @@ def test_every_go_file_is_moved_into_one_folder(full_path: DataPath) -> None:
     assert folder == full_path.path / "go-nsqd-20231114T221320Z"
     assert contents(folder) == contents(CLEAN_STOP)
     assert contents(full_path.path) == {"notes.txt": b"not ours"}
-    assert not found(full_path.path)
+    assert not has_metadata(full_path.path)
 
 
 def test_moving_aside_again_does_nothing(full_path: DataPath) -> None:
@@ -1016,7 +1017,7 @@ def test_a_crash_while_moving_is_finished_by_the_next_start(
         patch.setattr(os, "replace", rename_until_the_crash)
         with pytest.raises(Crash):
             move_aside(full_path.read(), full_path.path, Disk())
-    assert found(full_path.path)  # nsqd.dat goes last: as long as it is there, there is something to do
+    assert has_metadata(full_path.path)  # nsqd.dat goes last: as long as it is there, there is something to do
 
     folder = move_aside(full_path.read(), full_path.path, Disk())
     assert contents(folder) == contents(CLEAN_STOP)

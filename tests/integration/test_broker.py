@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import os
+import socket
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from typing import Any
 
 import pytest
+import trustme
 
+from flintmq.addresses import HeldPort
 from flintmq.broker.daemon import Broker
 from flintmq.errors import StartError
 from flintmq.protocol.wire import (
@@ -21,7 +24,7 @@ from flintmq.protocol.wire import (
     encode_command,
     encode_mpub,
 )
-from support.nsq_client import NsqClient
+from support.nsq_client import NsqClient, open_stream
 
 Test = Callable[[], Coroutine[Any, Any, None]]
 Run = Callable[[Test], None]
@@ -231,6 +234,29 @@ def test_an_address_that_is_taken_is_said_so(run: Run, tmp_path: Path) -> None:
             # The path is free again: the start gave everything back.
             async with Broker(data_path=tmp_path / "b"):
                 pass
+
+    run(test)
+
+
+@pytest.mark.parametrize("taken", ["http_address", "https_address"])
+def test_a_port_that_is_taken_ends_the_start_before_anybody_is_let_in(
+    run: Run, tmp_path: Path, caplog: pytest.LogCaptureFixture, taken: str
+) -> None:
+    certificate = trustme.CA().issue_cert("127.0.0.1")
+    certificate.private_key_and_cert_chain_pem.write_to_path(str(tmp_path / "both.pem"))
+    both = str(tmp_path / "both.pem")
+
+    async def test() -> None:
+        with socket.socket() as other, contextlib.closing(HeldPort()) as port:
+            other.bind(("127.0.0.1", 0))
+            other.listen()
+            busy: dict[str, Any] = {taken: f"127.0.0.1:{other.getsockname()[1]}"}
+            broker = Broker(data_path=tmp_path, tcp_address=port.address, tls_cert=both, tls_key=both, **busy)
+            with caplog.at_level("INFO"), pytest.raises(StartError, match="already in use"):
+                await broker.start()
+            assert "listening" not in caplog.text
+            with pytest.raises(ConnectionRefusedError):
+                await open_stream(port.address)
 
     run(test)
 

@@ -14,6 +14,7 @@ import pytest
 from flintmq.broker.daemon import Broker
 from flintmq.broker.delivery.topic import Topic
 from flintmq.broker.http.lane import HttpConnection
+from flintmq.broker.net import session as session_module
 from flintmq.broker.net import sockets
 from flintmq.broker.net.session import Session
 from flintmq.protocol.wire import FrameDecoder, encode_command
@@ -43,6 +44,9 @@ class Publisher:
         self.answers: list[bytes] = []
         self.over = False
         self._socket.sendall(b"  V2")
+
+    def send(self, data: bytes) -> None:
+        self._socket.sendall(data)
 
     def publish(self, count: int = 1) -> None:
         for _ in range(count):
@@ -190,3 +194,41 @@ async def test_a_topic_that_cannot_flush_costs_no_other_topic_its_turn(
         assert failed
         # All three were due in the turn in which the first of them failed.
         assert {topic.name for topic in waiting} == {"a", "b", "c"}
+
+
+async def test_a_publisher_of_many_topics_gets_its_answers_in_few_writes(
+    broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(session_module, "SECONDS_AT_ONCE", 60.0)
+    names = [b"t%d" % number for number in range(100)]
+    publisher = Publisher(broker, b"")
+    publisher.send(b"".join(encode_command(b"PUB", name, body=b"x") for name in names))
+    await answered([publisher], 100)
+    writes = 0
+    real = sockets.SocketTransport.write
+
+    def counted(transport: sockets.SocketTransport, data: Any) -> None:
+        nonlocal writes
+        writes += 1
+        real(transport, data)
+
+    monkeypatch.setattr(sockets.SocketTransport, "write", counted)
+    session = next(iter(broker.sessions.values()))
+    session._write = session._transport.write
+    publisher.send(b"".join(encode_command(b"PUB", name, body=b"x") for name in names))
+    await answered([publisher], 200)
+    publisher.close()
+    # One for every TOPICS_PER_ANSWER of them and one for the rest, in each of the few reads that brought them.
+    assert 1 <= writes <= 20
+
+
+async def test_a_client_that_consumes_what_it_publishes_gets_the_answer_first(broker: Broker) -> None:
+    client = Publisher(broker, b"")
+    client.send(b"SUB a c\nRDY 10\n")
+    await answered([client], 1)
+    for round in range(1, 4):
+        client.send(b"".join(encode_command(b"PUB", name, body=b"mine") for name in (b"a", b"b")))
+        await until(lambda round=round: client.look() >= 1 + 3 * round)  # type: ignore[misc]
+        first, *others = client.answers[1 + 3 * (round - 1) :]
+        assert first == b"OK" and others.count(b"OK") == 1, client.answers
+    client.close()

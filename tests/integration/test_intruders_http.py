@@ -113,6 +113,8 @@ CHUNK = pack(">iI3s", 1, 3, b"row")
 def body_of(route: Route) -> bytes:
     if route.path == "/stage/put":
         return CHUNK
+    if route.path == "/pipeline/report":
+        return b'{"id": "made", "at": 1}'
     verb = route.path.removeprefix("/stage/")
     if verb in STAGED:
         return json.dumps({"producer": verb, **STAGED[verb]}).encode()
@@ -706,6 +708,7 @@ class Target:
             "readers": readers,
             "options": self.broker.options,
             "refusing": self.broker.refusing,
+            "pipelines": self.broker.pipelines.describe(),
             "staged": {
                 name: (
                     msgspec.to_builtins(producer.state) | {"time": 0},

@@ -4,7 +4,7 @@
 
     client     the client library, against scripted nsqds and nsqlookupds (``nodes``)
     brokers    real nsqds and nsqlookupds (``cluster``) on simulated machines (``machine``), used by scripted clients
-               (``actors``) who write down what they know (``ledger``)
+               (``actors``) who write down what they know (``ledger``); ``inside`` looks at the brokers themselves
 
 ``python -m tests.simulation.client --seeds N --start K`` and ``python -m tests.simulation --seed K --seeds N`` run more
 seeds than the suite does. ``test_contract`` compares simulated sockets, epoll and files with the real ones.

@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import json
 import platform
-import subprocess
 import sys
 import time
 from collections import Counter
@@ -22,6 +21,8 @@ from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from support.revision import ENGINE, revision
 
 from .brokers import EXPECTED, Outcome, Step, run_script, run_seed, shrink
 
@@ -39,23 +40,16 @@ def tell(outcome: Outcome) -> None:
         say(f"  {line}")
 
 
-def commit() -> str:
-    """The commit of the tree, marked if it was changed since."""
-    command = ["git", "describe", "--always", "--dirty", "--exclude", "*"]
-    done = subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True)
-    return done.stdout.strip() or "unknown"
-
-
 def machine() -> str:
     return f"{platform.system()} {platform.release()}, {platform.machine()}, Python {platform.python_version()}"
 
 
 class Figures:
-    """What became of the seeds so far; with a file, also of those that earlier runs of the same commit did."""
+    """What became of the seeds so far; with a file, also of those that earlier runs of the same sources did."""
 
-    def __init__(self, path: str | None, tree: str, steps: int) -> None:
+    def __init__(self, path: str | None, sources: str, steps: int) -> None:
         self._path = Path(path) if path else None
-        self._about = {"commit": tree, "machine": machine(), "steps": steps}
+        self._about = {"commit": sources, "machine": machine(), "steps": steps}
         self.reached: Counter[str] = Counter()
         self.failed: list[int] = []
         self.seeds: set[int] = set()
@@ -63,7 +57,7 @@ class Figures:
         if self._path is not None and self._path.exists():
             for text in self._path.read_text().splitlines():
                 line = json.loads(text)
-                if (line["commit"], line["steps"]) == (tree, steps):
+                if (line["commit"], line["steps"]) == (sources, steps):
                     self._add(line)
 
     def _add(self, line: dict[str, Any]) -> None:
@@ -117,12 +111,14 @@ def main() -> int:
     parser.add_argument("--twice", action="store_true", help="run every seed twice: both must make the same calls")
     parser.add_argument("--no-shrink", action="store_true", help="do not look for a shorter script of a failure")
     parser.add_argument(
-        "--results", help="append figures to this file; seeds that are in it for the same commit are not run again"
+        "--results", help="append figures to this file; seeds that are in it for the same sources are not run again"
     )
     parser.add_argument("--minutes", type=float, default=90.0, help="stop after so long (default: %(default)s)")
     parser.add_argument("--keep-going", action="store_true", help="go on after a failure")
     arguments = parser.parse_args()
-    figures = Figures(arguments.results, commit() if arguments.results else "", arguments.steps)
+    figures = Figures(
+        arguments.results, revision(*ENGINE, "tests/simulation") if arguments.results else "", arguments.steps
+    )
     begin = time.monotonic()
     stopping = False
     for first in range(arguments.seed, arguments.seed + arguments.seeds, CHUNK):

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
     from .brokers import Run
     from .cluster import Nsqd
 
-__all__ = ["Consumer", "Flooder", "Http", "Producer", "Reader", "Talk"]
+__all__ = ["Body", "Consumer", "Flooder", "Http", "Producer", "Reader", "Talk"]
 
 RESPONSE, ERROR, MESSAGE = 0, 1, 2
 BARRIER = b"PUB barrier#ephemeral\n\x00\x00\x00\x01."
@@ -181,11 +181,14 @@ class Consumer(_Nsq):
         sample: int = 0,
         window: int = 0,
         heartbeat: int = 1000,
+        fails: bool = False,
     ) -> None:
         super().__init__(run, node, (node.host, 4150), window=window)
         self.topic = topic
         self.channel = channel
         self.auto = auto
+        #: It requeues what it gets, at once.
+        self.fails = fails
         self.timeout = timeout or node.msg_timeout
         self.sampled = bool(sample)
         self.held: dict[bytes, tuple[bytes, float]] = {}
@@ -195,6 +198,8 @@ class Consumer(_Nsq):
         self._due: deque[str] = deque()
         #: Body, generation of the Book, and whether the FIN was sent in time.
         self._unconfirmed: dict[bytes, tuple[bytes, int, bool]] = {}
+        #: What was requeued for later or touched, and when.
+        self._last_wishes: dict[bytes, float] = {}
         self._asked: dict[bytes, tuple[bytes, int, bool]] = {}
         #: It has said CLS; the second time is an error that ends the connection.
         self.leaving = 0
@@ -277,6 +282,8 @@ class Consumer(_Nsq):
             )
         if self.auto is not None:
             world.after(self.auto * world.rng.random(), lambda: self.finish([id]))
+        elif self.fails:
+            world.after(0.001 * world.rng.random(), lambda: self.requeue(id, 0.0))
 
     # --- What it is told to do ---------------------------------------------------------------------------------------
 
@@ -328,6 +335,7 @@ class Consumer(_Nsq):
         # Else it may have timed out, or its process is gone.
         if book is not None and not self.last_words and self.run.world.seconds - at < self.timeout - LATENCY:
             book.not_before[body] = (self.run.world.seconds + seconds, self.run.world.seconds)
+            self._last_wishes[body] = self.run.world.seconds
         self.send(b"REQ %b %d\n" % (id, round(seconds * 1000)))
 
     def touch(self, id: bytes) -> None:
@@ -337,6 +345,7 @@ class Consumer(_Nsq):
             if now - at < self.timeout - LATENCY:
                 # It arrives in time: the timeout begins anew.
                 book.held[body].at = now
+                self._last_wishes[body] = now
         self.send(b"TOUCH %b\n" % id)
 
     def change_ready(self, count: int) -> None:
@@ -352,6 +361,11 @@ class Consumer(_Nsq):
         if book is not None:
             # What was on its way to it counts as an attempt, and nobody has seen it.
             book.shaken += 1
+            # Nor is it known whether its last wishes were heard.
+            for body, at in self._last_wishes.items():
+                if at > self.run.world.seconds - LATENCY:
+                    book.not_before.pop(body, None)
+                    book.held.pop(body, None)
         self.held.clear()
         self._unconfirmed.clear()
 
@@ -402,6 +416,12 @@ class Flooder(_Nsq):
                 self.close()
 
 
+class Body(bytes):
+    """The body of an answer, and the offset that a range of a log goes up to, -1 if it is none."""
+
+    next_offset = -1
+
+
 class Http(_Client):
     """One request at a time; ``answered(status, body)`` is called for each, with status 0 if none came."""
 
@@ -426,13 +446,18 @@ class Http(_Client):
         if not found:
             return
         lines = head.split(b"\r\n")
-        length = 0
-        for line in lines[1:]:
-            name, _, value = line.partition(b":")
-            if name.lower() == b"content-length":
-                length = int(value)
-        if len(rest) < length:
-            return
+        headers = {name.lower(): value.strip() for name, _, value in (line.partition(b":") for line in lines[1:])}
+        if b"transfer-encoding" in headers:
+            content = self._chunks(rest)
+            if content is None:
+                return
+            body, length = content
+        else:
+            length = int(headers.get(b"content-length", 0))
+            if len(rest) < length:
+                return
+            body = Body(rest[:length])
+        body.next_offset = int(headers.get(b"x-flintmq-next", -1))
         self.buffer[:] = rest[length:]
         answered, self._waiting = self._waiting, None
         status = int(lines[0].split(b" ")[1])
@@ -441,7 +466,20 @@ class Http(_Client):
             return
         if b"connection: close" in head.lower():
             self.close()
-        answered(status, rest[:length])
+        answered(status, body)
+
+    def _chunks(self, data: bytes) -> tuple[Body, int] | None:
+        """The body that comes in chunks, and what it takes up; None while it is not whole."""
+        body, at = bytearray(), 0
+        while (line := data.find(b"\r\n", at)) >= 0:
+            size = int(data[at:line], 16)
+            at = line + 2 + size + 2
+            if at > len(data):
+                return None
+            if not size:
+                return Body(body), at
+            body += data[line + 2 : line + 2 + size]
+        return None
 
     def ended(self) -> None:
         answered, self._waiting = self._waiting, None

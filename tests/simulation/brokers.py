@@ -10,9 +10,12 @@ the system calls below them are simulated. Held all the time:
 - nothing comes early, nothing that was finished comes again, attempts count one by one, no more in flight than RDY
 - no task, callback or call of the kernel raised; no turn of a loop makes more calls than it may
 - a node stops only when it is told to, or when its disk fails; then it starts again
+- an error that nobody foresees costs one connection or lane
+- marks, blocks and files of a broker are as its modules say (``inside``)
 
 and at the end, with all faults healed: everything that was acknowledged is delivered, within what its durability
-promises; a clean stop leaves no descriptor open; and what was finished stays so over it.
+promises; a clean stop leaves no descriptor open; what was finished stays so over it; and whoever reads a log has read
+all of it.
 """
 
 from __future__ import annotations
@@ -31,6 +34,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -40,15 +44,20 @@ import pytest
 
 from flintmq import kernel
 from flintmq.broker import backup
+from flintmq.broker.http.lane import HttpConnection
+from flintmq.broker.net.lanes import PublishLane
+from flintmq.broker.net.session import Session
 from flintmq.broker.storage import journal as journal_module
 from flintmq.broker.storage import log as log_module
 from flintmq.broker.storage import mover as mover_module
 from flintmq.broker.storage import store as store_module
 from flintmq.broker.storage import syncer as syncer_module
 
-from .actors import Consumer, Flooder, Http, Producer, Reader, Request, Talk, _Client, _records
+from .actors import Body, Consumer, Flooder, Http, Producer, Reader, Request, Talk, _Client, _records
 from .cluster import SECOND, SYNC_TIMEOUT, Lookupd, Nsqd
-from .ledger import FORGOTTEN_BY_A_KILL, LATENCY, Book, Ledger, Sent
+from .inside import Inside
+from .ledger import FORGOTTEN_BY_A_KILL, LATENCY, Book, Ledger, LogReader, Sent, TopicBook
+from .machine import Machine
 from .network import Network
 from .world import Stuck, World
 
@@ -67,7 +76,7 @@ IDLE = 0.7
 #: Bytes that a connection may hold for a client that does not read them.
 MOST_UNREAD = 600_000
 #: Times in a row that a broker may try to make one of its own files, and fail, within a second.
-MOST_TRIES = 30
+MOST_TRIES = 10
 
 #: Topics, and the channels that are there from the start.
 TOPICS = {
@@ -95,30 +104,35 @@ OPERATIONS: list[tuple[str, float, float, float]] = [
     ("subscribe_live", 4, 0.0, 0.006),
     ("subscribe_sampled", 2, 0.0, 0.006),
     ("subscribe_slow", 3, 0.0, 0.006),
+    ("subscribe_failing", 2.5, 0.0, 0.02),
     ("finish", 20, 0.0, 0.006),
     ("finish_all", 10, 0.0, 0.006),
     ("finish_foreign", 5, 0.0, 0.004),
     ("requeue", 6, 0.0, 0.01),
+    ("requeue_all", 1.5, 0.0, 0.01),
     ("touch", 3, 0.0, 0.01),
     ("change_ready", 5, 0.0, 0.01),
     ("leave", 3, 0.0, 0.01),
     ("leave_politely", 2, 0.0, 0.01),
     ("wait", 6, 0.02, 0.4),
-    ("wait_for_timeouts", 1, MSG_TIMEOUT, MSG_TIMEOUT + 0.5),
+    ("wait_for_timeouts", 1.5, MSG_TIMEOUT, MSG_TIMEOUT + 0.5),
     ("kill", 1.5, 0.0, 0.05),
     ("kill_soon", 2.5, 0.0, 0.05),
     ("lose_power", 1.5, 0.0, 0.05),
     ("lose_power_soon", 3, 0.0, 0.05),
     ("lose_power_after_sync", 3, 0.0, 0.05),
     ("lose_power_after_call", 2, 0.0, 0.05),
+    ("kill_after_call", 2, 0.0, 0.05),
     ("crash_at_start", 1.5, 0.0, 0.1),
+    ("fault_at_start", 1, 0.0, 0.1),
     ("stop", 1, 0.0, 0.1),
     ("stop_and_rename", 0.7, 0.0, 0.1),
     ("drain", 0.5, 0.0, 0.3),
-    ("no_descriptors", 1.3, 0.05, 0.4),
+    ("no_descriptors", 2, 0.05, 0.4),
+    ("no_descriptor_for_a_call", 3, 0.0, 0.1),
     ("full_disk", 1.2, 0.05, 0.4),
-    ("failing_write", 0.8, 0.0, 0.05),
-    ("failing_sync", 0.8, 0.0, 0.1),
+    ("failing_write", 1.5, 0.0, 0.05),
+    ("failing_sync", 1.2, 0.0, 0.1),
     ("failing_read", 0.6, 0.0, 0.05),
     ("failing_names", 2.2, 0.0, 0.1),
     ("slow_disk", 1, 0.05, 0.3),
@@ -139,13 +153,29 @@ OPERATIONS: list[tuple[str, float, float, float]] = [
     ("create_channel", 1.2, 0.0, 0.05),
     ("seek", 1, 0.0, 0.05),
     ("change_settings", 1.5, 0.0, 0.05),
-    ("redrive", 0.8, 0.0, 0.1),
+    ("redrive", 2, 0.0, 0.1),
+    ("ask_for_redrive", 1, 0.0, 0.05),
+    ("read_log", 2, 0.0, 0.05),
     ("stage", 1.5, 0.0, 0.05),
     ("ask_for_stats", 1, 0.0, 0.02),
     ("flood", 0.4, 0.0, 0.02),
+    ("unforeseen_error", 2, 0.0, 0.02),
     ("back_up", 0.5, 0.0, 0.02),
     ("flip_a_bit", 0.7, 0.0, 0.02),
 ]
+
+#: By how much a seed likes each operation more or less than others: so what is rare with another meets it somewhere.
+SWARM = (0.1, 0.5, 1.0, 1.0, 2.0, 5.0)
+
+#: Ends of processes, and faults of disks: a seed has few of them or many, so that some processes live for long.
+CRASHES = frozenset(
+    """kill kill_soon lose_power lose_power_soon lose_power_after_sync lose_power_after_call kill_after_call
+    crash_at_start fault_at_start stop stop_and_rename drain""".split()
+)
+FAULTS = frozenset(
+    """no_descriptors no_descriptor_for_a_call full_disk failing_write failing_sync failing_read failing_names
+    slow_disk""".split()
+)
 
 #: What is under way when something happens to a node.
 LOAD = (
@@ -202,6 +232,7 @@ EXPECTED: dict[str, int] = {
                 "written in a thread",
                 "written by the kernel",
             ),
+            *("redriven", "read from a log", "unforeseen error"),
             *("found by a lookupd", "snapshot of the journal", "segment removed", "read back from the disk"),
         ],
         100,
@@ -222,7 +253,11 @@ class Step:
 def script_of(seed: int, steps: int) -> list[Step]:
     """The steps of a seed. What each of them does in detail follows from the seed and its id alone."""
     rng = random.Random(f"script {seed}")
-    weights = [weight * rng.choice([0.3, 1, 1, 1, 3]) for _, weight, _, _ in OPERATIONS]
+    crashes, faults = rng.choice([0.1, 0.4, 1.0]), rng.choice([0.3, 1.0, 2.0])
+    weights = [
+        weight * rng.choice(SWARM) * (crashes if name in CRASHES else faults if name in FAULTS else 1.0)
+        for name, weight, _, _ in OPERATIONS
+    ]
     script = []
     for number in range(steps):
         name, _, least, most = rng.choices(OPERATIONS, weights)[0]
@@ -287,9 +322,12 @@ class Run:
         self._web: dict[str, Http] = {}
         #: Nodes made from a backup, and what they must deliver.
         self.copies: list[tuple[Nsqd, list[_Owed]]] = []
+        #: Topics whose log is being read.
+        self._read: list[TopicBook] = []
         self.keyed: list[tuple[Nsqd, list[Sent], bool]] = []
         #: Where everything happens for a moment.
         self._at: Nsqd | None = None
+        self.inside = Inside(self)
         #: Blocks of messages that nobody needs, and since when.
         self._idle_blocks: dict[tuple[str, int, str, int], float] = {}
 
@@ -303,9 +341,9 @@ class Run:
             "id": number * 100 + rng.randrange(100),
             "durability": rng.choice(["os", "os", "os", "fsync", "memory"]),
             "nsqlookupd_tcp_addresses": tuple(f"{lookupd.host}:4160" for lookupd in self.lookupds),
-            "max_bytes_per_file": rng.choice([3_000, 20_000, 200_000, 2_000_000]),
-            "mem_queue_size": rng.choice([0, 5, 50, 10_000]),
-            "cold_cache_bytes": rng.choice([0, 2_000, 1 << 20]),
+            "max_bytes_per_file": rng.choice([3_000, 3_000, 20_000, 200_000, 2_000_000]),
+            "mem_queue_size": rng.choice([0, 5, 5, 50, 10_000]),
+            "cold_cache_bytes": rng.choice([0, 0, 2_000, 1 << 20]),
             "sync_every": rng.choice([0, 3, 100]),
             "sync_timeout": round(SYNC_TIMEOUT * SECOND),
             "disk_reserve": rng.choice([0, 0, 100_000]),
@@ -369,9 +407,9 @@ class Run:
 
     def _under_load(self, rng: random.Random, node: Nsqd) -> None:
         """Mostly there is something under way at a node when something happens to it."""
-        if rng.random() < 0.6:
+        if rng.random() < 0.8:
             self._at = node
-            for name in rng.choices(LOAD, k=rng.choice([1, 2, 3])):
+            for name in rng.choices(LOAD, k=rng.choice([1, 2, 3, 5])):
                 getattr(self, name)(rng)
             self._at = None
 
@@ -386,7 +424,7 @@ class Run:
     def publish_batch(self, rng: random.Random) -> None:
         node, topic = self._node(rng), self._topic(rng)
         producer = self._producer(rng, node, f"{topic} batch")
-        sents = [self._sent(rng, node, topic) for _ in range(rng.choice([1, 2, 5, 15, 30]))]
+        sents = [self._sent(rng, node, topic) for _ in range(rng.choice([1, 2, 5, 15, 30, 45]))]
         producer.publish(topic, sents, batch=True)
 
     def publish_burst(self, rng: random.Random) -> None:
@@ -521,6 +559,14 @@ class Run:
         sock.paused = True
         self.world.after(rng.choice([0.05, 0.5, 2.0]), lambda: None if consumer.over else sock.resume())
 
+    def subscribe_failing(self, rng: random.Random) -> None:
+        """It cannot do anything with what it gets, and says so at once: dead letters come of that."""
+        node, topic, channel = self._channel(rng)
+        if rng.random() < 0.7:
+            topic, channel = "hard", "a"
+        consumer = Consumer(self, node, topic, channel, rng.choice([1, 10, 50]), fails=True)
+        self.world.after(rng.choice([0.05, 0.5]), consumer.close)
+
     def _some(self, rng: random.Random) -> list[Consumer]:
         found = [consumer for consumer in self.consumers() if consumer.held]
         return [] if not found else rng.sample(found, rng.randint(1, len(found)))
@@ -560,6 +606,13 @@ class Run:
         for consumer in self._some(rng):
             for id in rng.sample(list(consumer.held), min(len(consumer.held), rng.choice([1, 1, 5]))):
                 consumer.requeue(id, rng.choice([0.0, 0.0, 0.02, 0.5, 4.0]))
+
+    def requeue_all(self, rng: random.Random) -> None:
+        """Whoever holds something cannot do it: dead letters come of that."""
+        for consumer in self.consumers():
+            if consumer.topic == "hard" or rng.random() < 0.3:
+                for id in list(consumer.held):
+                    consumer.requeue(id, 0.0)
 
     def touch(self, rng: random.Random) -> None:
         for consumer in self._some(rng):
@@ -612,11 +665,15 @@ class Run:
         """Right after a file was made, renamed or deleted, or a folder synced: between two steps of something."""
         self._lose_power_after(rng, rng.choice(["create", "rename", "remove", "sync_folder", "truncate"]))
 
-    def _lose_power_after(self, rng: random.Random, kind: str) -> None:
+    def kill_after_call(self, rng: random.Random) -> None:
+        """Between two steps of something, as above; or between two writes."""
+        self._lose_power_after(rng, rng.choice(["create", "write", "write", "write", "remove", "rename"]), "kill")
+
+    def _lose_power_after(self, rng: random.Random, kind: str, death: str = "power") -> None:
         node = self._node(rng)
         if node.machine is not None and not node.machine.dead:
-            node.death = "power"
-            node.machine.calls_after = (kind, rng.randint(1, 12))
+            node.death = death
+            node.machine.calls_after = (kind, rng.choice([1, 1, 2, 3, 5, 8, 12]))
             self.reached["crash at a call"] += 1
             self._under_load(rng, node)
 
@@ -624,6 +681,20 @@ class Run:
         """The next process of a node does not live long."""
         node = self._node(rng)
         node.crash_next = (rng.randint(1, rng.choice([60, 300, 1000])), rng.choice(["kill", "power"]))
+        rng.choice([node.stop, lambda: node.kill("kill"), lambda: node.kill("power")])()
+
+    def fault_at_start(self, rng: random.Random) -> None:
+        """The next process of a node meets a disk that fails once or twice; if it cannot start, another one does."""
+        node = self._node(rng)
+        kind = rng.choice(["open", "open", "create", "read", "write", "sync", "sync_folder", "rename", "truncate"])
+        error = errno.EMFILE if kind in ("open", "create") and rng.random() < 0.5 else errno.EIO
+        path, times, after = rng.choice(["", "", ".seg", "side", "journal"]), rng.choice([1, 2]), rng.randrange(12)
+
+        def meet(machine: Machine) -> None:
+            node.unsound_since, node.unsound_until = self.world.seconds, self.world.seconds + 5
+            machine.fail(kind, error, times=times, path=path, skip=after)
+
+        node.fault_next = meet
         rng.choice([node.stop, lambda: node.kill("kill"), lambda: node.kill("power")])()
 
     def stop(self, rng: random.Random) -> None:
@@ -660,6 +731,8 @@ class Run:
         if self.world.seconds > node.unsound_until:
             node.unsound_since = self.world.seconds
         node.unsound_until = max(node.unsound_until, self.world.seconds + seconds)
+        # A fault that waits for its call has no end of its own.
+        node.faulty_until = max(node.faulty_until, self.world.seconds + seconds - 3)
         return node
 
     def no_descriptors(self, rng: random.Random) -> None:
@@ -667,10 +740,30 @@ class Run:
         node = self._unsound(rng, seconds + 3)
         if node is not None and node.machine is not None:
             machine = node.machine
-            # Below what is open: then those that the broker holds in reserve are of no use either.
-            machine.most_files = max(1, len(machine._open) + rng.choice([-20, -10, -4, 0, 1, 2]))
-            self.world.after(seconds, lambda: setattr(machine, "most_files", None))
+            if rng.random() < 0.4:
+                # Somebody else takes descriptors and gives them back.
+                machine.flaky = True
+                self.world.after(seconds, lambda: setattr(machine, "flaky", False))
+            else:
+                # Below what is open: then those that the broker holds in reserve are of no use either.
+                machine.most_files = max(1, len(machine._open) + rng.choice([-20, -10, -4, 0, 1, 2]))
+                self.world.after(seconds, lambda: setattr(machine, "most_files", None))
             self._with_more(rng, node)
+
+    def no_descriptor_for_a_call(self, rng: random.Random) -> None:
+        """Others took the last descriptors, for a moment: some of the next files cannot be opened, others can."""
+        kind, path = rng.choice(
+            [("open", ".seg")] * 6 + [("create", "journal-")] * 3 + [("create", ".seg"), ("open_folder", "journal")]
+        )
+        node = self._unsound(rng, 4)
+        if node is not None and node.machine is not None:
+            times, skip = rng.choice([1, 2, 6, 40]) if kind == "open" else 40, rng.choice([0, 0, 1, 3])
+            self._for_a_while(node.machine.fail(kind, errno.EMFILE, times=times, path=path, skip=skip))
+            self._with_more(rng, node)
+
+    def _for_a_while(self, fault: Any) -> None:
+        """A fault that has not met its call by then never does."""
+        self.world.after(1.5, lambda: setattr(fault, "times", 0))
 
     def full_disk(self, rng: random.Random) -> None:
         seconds = rng.uniform(0.02, 0.5)
@@ -690,14 +783,16 @@ class Run:
     def _with_more(self, rng: random.Random, node: Nsqd) -> None:
         """A fault meets traffic, and often it is the first of two: what it has left half done is not mended then."""
         self._under_load(rng, node)
-        if rng.random() < 0.4:
+        if rng.random() < 0.25:
             node.kill_in(rng.choice([5, 30, 100]) + rng.randrange(30), rng.choice(["kill", "power"]))
 
     def _failing(self, rng: random.Random, kind: str, path: str = "") -> None:
         node = self._unsound(rng, 4)
         if node is not None and node.machine is not None:
-            short = rng.choice([0, 10, 900, 5_000])
-            node.machine.fail(kind, errno.EIO, times=rng.choice([1, 1, 3]), path=path, short=short)
+            short, skip = rng.choice([0, 10, 900, 5_000]), rng.choice([0, 0, 1, 2, 5])
+            fault = node.machine.fail(kind, errno.EIO, times=rng.choice([1, 1, 3]), path=path, short=short, skip=skip)
+            if kind != "make_folder":
+                self._for_a_while(fault)
             self._with_more(rng, node)
 
     def failing_write(self, rng: random.Random) -> None:
@@ -724,6 +819,8 @@ class Run:
         if node is not None and node.machine is not None:
             machine = node.machine
             machine.sync_seconds, machine.work_seconds = rng.choice([(0.3, 0.01), (0.02, 0.2), (1.0, 0.3)])
+            # The last sync that it slows down may take as long.
+            node.faulty_until += machine.sync_seconds + machine.work_seconds
 
             def over() -> None:
                 machine.sync_seconds, machine.work_seconds = node.sync_seconds, 0.001
@@ -988,7 +1085,97 @@ class Run:
         if book is not None:
             # They come back under new ids, and their attempts start anew.
             book.topic.redriven = book.unsteady = True
-        self._ask(node, "POST", "/channel/redrive?topic=hard&channel=a&from=x", b"", lambda status: None)
+        target = "/channel/redrive?topic=hard&channel=a&from=x"
+        self._redriving(node, "POST", target + rng.choice(["", "&rate=5", "&rate=20", "&count=2"]))
+        for seconds in (0.02, 0.3):
+            self.world.after(seconds, lambda: None if self.healed else self.ask_for_redrive(rng, node))
+
+    def ask_for_redrive(self, rng: random.Random, node: Nsqd | None = None) -> None:
+        """How far is it? Those that have gone back stay counted, over restarts too."""
+        self._redriving(node or self._node(rng), "GET", "/channel/redrive?topic=hard&channel=a")
+
+    def _redriving(self, node: Nsqd, method: str, target: str) -> None:
+        topic, starts = self.ledger.topic(node.name, "hard"), node.starts
+
+        def script() -> Generator[Request, tuple[int, bytes], None]:
+            status, data = yield node, method, target, b""
+            if status == 200 and topic is not None and node.is_still(starts):
+                moved = json.loads(data)["moved"]
+                self.reached["redriven"] += moved > topic.redrive[0]
+                self.ledger.redriven(topic, moved, new=method == "POST")
+
+        if method == "POST" and topic is not None:
+            # Whether a request without an answer was heard is not known.
+            topic.redrive = (0, 0.0)
+        Talk(self, script())
+
+    def read_log(self, rng: random.Random) -> None:
+        """Read a log up to its end, and say so: from there on it is kept. Or leave, and let go what was kept."""
+        node, name = self._node(rng), rng.choice(["plain", "safe", "safe", "kept"])
+        topic = self.ledger.topic(node.name, name)
+        if topic is not None and topic.durability in ("os", "fsync") and topic not in self._read:
+            self._read.append(topic)
+            begin, bytes_, leaves = (
+                rng.choice(["earliest", "latest"]),
+                rng.choice([1, 3_000, 1 << 20]),
+                rng.random() < 0.2,
+            )
+            Talk(self, self._reading(node, topic, begin, bytes_, leaves=leaves))
+
+    def _reading(
+        self, node: Nsqd, topic: TopicBook, begin: str, most: int, *, leaves: bool = False
+    ) -> Generator[Request, tuple[int, bytes], None]:
+        try:
+            yield from self._read_on(node, topic, begin, most, leaves=leaves)
+        finally:
+            self._read.remove(topic)
+
+    def _read_on(
+        self, node: Nsqd, topic: TopicBook, begin: str, most: int, *, leaves: bool
+    ) -> Generator[Request, tuple[int, bytes], None]:
+        name, reader, generation = topic.name, topic.reader, topic.generation
+        status, data = yield node, "GET", f"/log/info?topic={name}", b""
+        if status != 200:
+            return
+        epoch = json.loads(data)["epoch"]
+        if reader is not None and reader.generation != topic.generation:
+            reader = topic.reader = None
+        position = f"/log/position?topic={name}&reader=r"
+        if reader is None:
+            since = self.world.seconds
+            status, data = yield node, "POST", f"{position}&to={begin}", b""
+            if status != 200 or topic.generation != generation:
+                return
+            # A node that is full, or whose date has changed, may give the position up.
+            reader = topic.reader = LogReader(epoch, generation, since, json.loads(data)["offset"])
+        while topic.generation == generation:
+            target = f"/log/fetch?topic={name}&from={reader.at}&to=latest&epoch={reader.epoch}&max_bytes={most}"
+            status, data = yield node, "GET", target, b""
+            certain = topic.generation == generation and not node.was_full and not node.date_changed
+            if status == 500 and b"DAMAGED" in data and node.name in self.ledger.powerless:
+                # A file that was never synced may have lost its beginning with the power: it is passed over.
+                reader.at = json.loads(data)["stop"]
+                continue
+            if status in (400, 409, 410, 500) and certain:
+                self.world.violated(f"log: {node.name} {name} cannot be read on: {data[:160]!r}")
+            if status != 200 or topic.generation != generation:
+                return
+            assert isinstance(data, Body)
+            at = 0
+            while at < len(data):
+                size = int.from_bytes(data[at : at + 4], "big")
+                id, body = data[at + 18 : at + 34], data[at + 34 : at + 4 + size]
+                self.ledger.read(topic, reader, id, body)
+                at += 4 + size
+            self.reached["read from a log"] += 1
+            if data.next_offset <= reader.at:
+                break
+            reader.at = data.next_offset
+        if leaves:
+            topic.reader = None
+            yield node, "DELETE", position, b""
+        else:
+            yield node, "POST", f"{position}&to={reader.at}", b""
 
     def ask_for_stats(self, rng: random.Random) -> None:
         target = rng.choice(["/stats?format=json&include_mem=false", "/ping", "/info"])
@@ -998,6 +1185,17 @@ class Run:
         """A client that asks and does not read: the broker must stop reading, too."""
         client = Flooder(self, self._node(rng), rng.choice([1_000, 12_000, 12_000]))
         self.world.after(rng.choice([0.05, 0.5]), client.close)
+
+    def unforeseen_error(self, rng: random.Random) -> None:
+        """A defect that only one connection, or one lane, runs into: the others in its turn must not notice."""
+        node = self._node(rng)
+        if node.machine is not None:
+            node.machine.unforeseen = rng.choice(list(DEFECTIVE))
+            self._at = node
+            for name in rng.choices(LOAD, k=3):
+                getattr(self, name)(rng)
+            self.publish_http(rng)
+            self._at = None
 
     def stage(self, rng: random.Random) -> None:
         """A transaction of one or two nodes, until it is done or given up."""
@@ -1226,11 +1424,13 @@ class Run:
         """All faults are over."""
         self.healed = True
         for node in self.nsqds:
-            node.capacity = node.crash_next = None
+            node.capacity = node.crash_next = node.fault_next = None
             machine = node.machine
             if machine is not None:
                 machine.heal()
                 machine.most_files = machine.power_off_at = machine.calls_after = None
+                machine.flaky = False
+                machine.unforeseen = ""
                 machine.sync_seconds, machine.work_seconds = node.sync_seconds, 0.001
         for lookupd in self.lookupds:
             lookupd.boot()
@@ -1245,6 +1445,7 @@ class Run:
         self.heal()
         # Brokers without descriptors accept again after a second; requests that wait until then are done then.
         world.run_for(1.3)
+        self.check()
         world.run(lambda: all(node.up and not node.stopping for node in self.nsqds), 60)
         for node in self.nsqds:
             for topic in (*TOPICS, LIVE):
@@ -1281,6 +1482,7 @@ class Run:
 
         world.run(settled)
         self.settled = True
+        self.check()
         for book in self.ledger.all_books():
             if book.owed:
                 some = next(iter(book.owed))
@@ -1293,6 +1495,7 @@ class Run:
         if world.violations:
             return
         self._probe()
+        self._read_logs()
         self.ledger.check_batches()
         self._check_memory()
         self._check_files()
@@ -1344,6 +1547,21 @@ class Run:
             elif sent.body not in self.ledger.came:
                 world.violated(f"stopped: {sent.node} {sent.topic} does not deliver a message when all is well again")
 
+    def _read_logs(self) -> None:
+        """Whoever reads a log comes to its end, and whoever asks about a redrive has an answer."""
+        self.world.run_for(2 * SYNC_TIMEOUT)
+        for node in self.nsqds:
+            self._redriving(node, "GET", "/channel/redrive?topic=hard&channel=a")
+            for topic in self.ledger._of(node.name):
+                if topic.reader is not None and topic not in self._read and topic.durability in ("os", "fsync"):
+                    if node.was_full or node.date_changed:
+                        topic.reader = None
+                        continue
+                    self._read.append(topic)
+                    Talk(self, self._reading(node, topic, "earliest", 1 << 20))
+        self.world.run(lambda: not self.talks, 60)
+        self.ledger.check_logs()
+
     def _check_memory(self) -> None:
         """Beyond its limit, met to within a block, a topic holds the block that it fills, and what it was lent."""
         for node in self.nsqds:
@@ -1367,7 +1585,7 @@ class Run:
                 key = (node.name, node.starts, f"{topic.name} {topic.incarnation}", block.base)
                 stop = block.base + block.count
                 # Not what waits for a slow disk, or to be written.
-                waits = now < node.unsound_until or (stop > log.written and not topic.ephemeral)
+                waits = not topic.ephemeral and (now < node.unsound_until or stop > log.written)
                 if waits or topic.needs(block.base, stop):
                     idle.pop(key, None)
                 elif now - idle.setdefault(key, now) > IDLE:
@@ -1381,8 +1599,10 @@ class Run:
             for node in self.nsqds
             for topic in (node.broker.topics.values() if node.broker is not None else ())
             if not topic.ephemeral
-            for segment in topic.log.segments[:-1]
-            if segment.end <= topic.first_kept() and not segment.pins
+            for segment, following in pairwise(topic.log.segments)
+            # One before a gap stays for a reader that stands in it.
+            if segment.end <= topic.first_kept() and (following.base <= topic.first_kept() or not topic.readers)
+            if not segment.pins
         }
 
     def _check_files(self) -> None:
@@ -1408,6 +1628,7 @@ class Run:
                     f"tries: {node.name} has tried to make a file {machine.most_tries} times in a second"
                 )
             self._check_blocks(node)
+            self.inside.look(node)
             for session in broker.sessions.values():
                 unread = session._transport.get_write_buffer_size()
                 if unread > MOST_UNREAD:
@@ -1458,6 +1679,33 @@ def restored(tree: Any, wall: Callable[[], float], rng: random.Random) -> Any:
         return type(tree).read_from(folder / "again")
 
 
+class Unforeseen(Exception):
+    """What a defect raises."""
+
+
+#: Methods that serve one connection, or those of one lane.
+DEFECTIVE: dict[str, tuple[type, str]] = {
+    "a lane of publishers": (PublishLane, "_take_in"),
+    "a connection": (Session, "buffer_updated"),
+    "an HTTP connection": (HttpConnection, "buffer_updated"),
+}
+
+
+def _make_defective(patch: pytest.MonkeyPatch, run: Run) -> None:
+    for what, (owner, name) in DEFECTIVE.items():
+        found = getattr(owner, name)
+
+        def method(self: Any, *args: Any, what: str = what, real: Any = found) -> Any:
+            machine = getattr(asyncio._get_running_loop(), "machine", None)
+            if machine is not None and machine.unforeseen == what:
+                machine.unforeseen = ""
+                run.reached["unforeseen error"] += 1
+                raise Unforeseen(what)
+            return real(self, *args)
+
+        patch.setattr(owner, name, method)
+
+
 class _Errors(logging.Handler):
     """An exception that a broker caught and logged is none that it expected."""
 
@@ -1471,7 +1719,7 @@ class _Errors(logging.Handler):
         # A thread does not say whose it is: there any death excuses it.
         machines = [node.machine for node in self._run.nsqds] if machine is None else [machine]
         dying = any(each is not None and each.dead for each in machines)
-        if error is not None and not dying:
+        if error is not None and not dying and not isinstance(error, Unforeseen):
             self._run.world.violated(f"logged: {record.getMessage()}: {error!r}")
 
 
@@ -1479,15 +1727,21 @@ def _limits(patch: pytest.MonkeyPatch, rng: random.Random) -> None:
     """Limits of megabytes and of hundreds of files, so small that they are reached; some of them together."""
     scarce = rng.random() < 0.2
     # Snapshots are taken in every state.
-    patch.setattr(journal_module, "ROLL_AT", 6_000)
-    patch.setattr(journal_module, "_SPACE", 12_000)
+    roll = rng.choice([700, 1_500, 3_000, 6_000])
+    patch.setattr(journal_module, "ROLL_AT", roll)
+    patch.setattr(journal_module, "_SPACE", 2 * roll)
+    if rng.random() < 0.5:
+        # Many blocks in memory, and a few messages in each.
+        patch.setattr(log_module, "SMALLEST_BLOCK", rng.choice([300, 1_000]))
+        patch.setattr(log_module, "LARGEST_BLOCK", rng.choice([1_500, 5_000]))
+        patch.setattr(log_module, "TAKE_ROOM", 700)
     if rng.random() < 0.8:
         # The kernel writes by itself only where a file has room for twice as much.
-        patch.setattr(log_module, "TAKE_AT_ONCE", rng.choice([1_000, 4_000]))
+        patch.setattr(log_module, "TAKE_AT_ONCE", rng.choice([300, 1_000, 4_000]))
     if rng.random() < 0.5:
         # It makes several writes of what it finds at once.
         patch.setattr(log_module, "WRITE_AT", 300)
-    if rng.random() < 0.5:
+    if rng.random() < 0.7:
         # Old messages are copied out of files that are kept for them alone.
         patch.setattr(mover_module, "LOOK_AGAIN", SECOND // 5)
         patch.setattr(mover_module, "FEW", rng.choice([1, 2, 4]))
@@ -1505,9 +1759,9 @@ def _limits(patch: pytest.MonkeyPatch, rng: random.Random) -> None:
             for limit, value in (("SLICED_FROM", 6), ("SLICE", 3), ("RECORD_BYTES", 3_000)):
                 if isinstance(getattr(module, limit, None), int):
                     patch.setattr(module, limit, value)
-    if scarce or rng.random() < 0.3:
+    if scarce or rng.random() < 0.5:
         _, rest = store_module.shares_of_descriptors()
-        files = 2 if scarce else rng.choice([2, 6])
+        files = 2 if scarce else rng.choice([2, 3, 6])
         patch.setattr(store_module, "shares_of_descriptors", lambda: (files, rest))
 
 
@@ -1522,6 +1776,19 @@ def _surroundings(run: Run) -> Iterator[None]:
     logger.setLevel(logging.ERROR)
     logger.propagate = False
     random.seed(run.seed)
+    made_durable, reached = log_module.Log.made_durable, journal_module.Journal._reached
+
+    def looked_at(log: log_module.Log, seq: int) -> None:
+        run.inside.made_durable(log, seq)
+        made_durable(log, seq)
+
+    def journal_looked_at(journal: journal_module.Journal, mark: int) -> None:
+        run.inside.reached(journal, mark)
+        reached(journal, mark)
+
+    patch.setattr(log_module.Log, "made_durable", looked_at)
+    patch.setattr(journal_module.Journal, "_reached", journal_looked_at)
+    _make_defective(patch, run)
     _limits(patch, random.Random(f"limits {run.seed}"))
     try:
         yield

@@ -14,6 +14,7 @@ from flintmq.broker.daemon import Broker
 from flintmq.errors import FlintError
 from flintmq.lookup.daemon import Lookupd as LookupDaemon
 
+from .inside import stored
 from .ledger import FORGOTTEN_BY_A_KILL
 from .loop import Loop
 from .machine import Machine, Workers
@@ -112,6 +113,8 @@ class Nsqd(_Node):
         self.death = "kill"
         #: Something is wrong with the disk until then: what is not synced may be old.
         self.unsound_since = self.unsound_until = 0.0
+        #: The fault itself is over by then, unless it waits for its call.
+        self.faulty_until = 0.0
         #: A topic of it is being deleted until then.
         self.deleted_until = 0.0
         self.capacity: int | None = None
@@ -120,6 +123,8 @@ class Nsqd(_Node):
         self.retired = False
         #: (calls, how): the next process dies after so many.
         self.crash_next: tuple[int, str] | None = None
+        #: What the next process meets while it starts.
+        self.fault_next: Callable[[Machine], object] | None = None
         #: Its files were damaged: it must not start.
         self.damaged = False
         self.failed_starts = 0
@@ -137,6 +142,8 @@ class Nsqd(_Node):
                 sock._reset()
         self._silent.clear()
         machine = self._boot(self._main)
+        assert self.loop is not None
+        self.loop.wrote = lambda: self.run.inside.wrote(self)
         machine.clock.step = self.step  # type: ignore[attr-defined]
         machine.capacity = self.capacity
         machine.sync_seconds = self.sync_seconds
@@ -149,6 +156,10 @@ class Nsqd(_Node):
             machine.power_off_at = machine.calls + calls
             self.crash_next = None
             self.run.reached["crash at a start"] += 1
+        if self.fault_next is not None:
+            self.fault_next(machine)
+            self.fault_next = None
+            self.run.reached["fault at a start"] += 1
 
     async def _main(self, machine: Machine) -> None:
         assert self.loop is not None
@@ -170,6 +181,7 @@ class Nsqd(_Node):
             machine.die()
             return
         self.up = True
+        self.run.inside.started(self)
         try:
             await broker.wait_closed()
         except FlintError as exc:
@@ -204,10 +216,22 @@ class Nsqd(_Node):
             self.death = how
             self.machine.power_off_at = self.machine.calls + calls
 
+    def faulty(self, machine: Machine) -> bool:
+        """Is something wrong with its disk now?"""
+        slow = machine.sync_seconds > self.sync_seconds
+        return slow or machine.flaky or machine.most_files is not None or machine.capacity is not None
+
     def _died(self) -> None:
         machine, run = self.machine, self.run
         assert machine is not None
+        stored_messages: dict[str, set[bytes]] = {}
         if self.broker is not None:
+            run.inside.look(self, ended=True)
+            stored_messages = {
+                topic.name: stored(topic, machine)
+                for topic in self.broker.topics.values()
+                if topic.log.durability == "memory" and not topic.ephemeral
+            }
             run.reached["published by a lane"] += self.broker.counters.lane_published
             run.reached["finished by a lane"] += self.broker.counters.lane_finished
             brief = self.broker.topics.get("brief")
@@ -239,7 +263,7 @@ class Nsqd(_Node):
         elif self.death == "exit":
             run.ledger.stopped(self.name)
         else:
-            run.ledger.killed(self.name, SYNC_TIMEOUT + FORGOTTEN_BY_A_KILL)
+            run.ledger.killed(self.name, SYNC_TIMEOUT + FORGOTTEN_BY_A_KILL, stored_messages)
         run.world.after(run.world.rng.uniform(0.001, 0.05), self._again)
 
     @property

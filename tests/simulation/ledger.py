@@ -11,6 +11,8 @@ It is as strict as the docs, but for these:
 - A consumer whose connection is delayed, cut or not read is *disturbed*: what it sees may be seconds old. It is only
   asked what holds at any time: ids, bodies, nothing invented, nothing early, nothing long finished.
 - While a channel is emptied, or sent elsewhere, and when such a request has no answer, nobody can say what it holds.
+- What was refused may be there after a power loss, if no sync was completed between the two: a file that was cut back
+  behind a failed write may be as long as before.
 - A slow or failing disk widens the window of a power loss to when that began: no sync need have been completed since.
 - Not owed are messages with a time to live, and those of ephemeral and sampled channels: whether they are dropped too
   soon is asked at the end alone, of one message of each topic.
@@ -54,6 +56,7 @@ class Sent:
     generation: int = 0
     #: The answer was an error: it must never be delivered.
     refused: bool = False
+    refused_at: float = 0.0
     #: Seconds that had been added to the node's date when it was published.
     step: float = 0.0
     #: All messages of the same command.
@@ -87,8 +90,8 @@ class Book:
     owed: dict[bytes, float] = field(default_factory=dict)
     confirmed: dict[bytes, float] = field(default_factory=dict)
     seen: dict[bytes, Seen] = field(default_factory=dict)
-    #: Everything that was ever delivered.
-    ever: set[bytes] = field(default_factory=set)
+    #: Everything that was ever delivered, and when for the first time; 0 if its process was dead when it arrived.
+    ever: dict[bytes, float] = field(default_factory=dict)
     held: dict[bytes, Delivery] = field(default_factory=dict)
     #: A FIN was sent for them.
     finished: set[bytes] = field(default_factory=set)
@@ -150,6 +153,23 @@ class TopicBook:
     dead_letters_of: Book | None = None
     #: Messages that are published later do not come.
     paused_at: float | None = None
+    #: Of the last redrive: how many dead letters had gone back, and when that was said.
+    redrive: tuple[int, float] = (0, 0.0)
+    #: Who reads its log.
+    reader: LogReader | None = None
+
+
+@dataclass
+class LogReader:
+    """One that reads a log from its position on, which the broker has promised to keep."""
+
+    epoch: str
+    #: Of the topic: how often it was deleted.
+    generation: int
+    #: What was published after this is read some day.
+    since: float
+    at: int
+    read: set[bytes] = field(default_factory=set)
 
 
 class Ledger:
@@ -228,6 +248,9 @@ class Ledger:
         """The answer was an error. A key may be used again, and be taken then."""
         if not sent.key and sent.acknowledged is None:
             sent.refused = True
+            sent.refused_at = self.world.seconds
+            if sent.body in self.came:
+                self.world.violated(f"refused: {sent.node} {sent.topic} has delivered it before: {sent.body[:60]!r}")
 
     # --- Deliveries --------------------------------------------------------------------------------------------------
 
@@ -276,11 +299,12 @@ class Ledger:
             world.violated(f"paused: {where} delivers what was published after its topic was paused: {body[:60]!r}")
         if origin is not None:
             origin.owed.pop(body, None)
+            origin.ever.setdefault(body, 0.0 if consumer.last_words else now)
             self.dead_letters += 1
         book = topic.books.get(channel)
         if book is None:
             return
-        book.ever.add(body)
+        book.ever.setdefault(body, 0.0 if consumer.last_words else now)
         if not consumer.disturbed:
             self._check_book(where, book, consumer, sent, attempts)
         elif now > book.confirmed.get(body, now) + LONGEST_DELAY:
@@ -297,7 +321,9 @@ class Ledger:
             )
         if book.paused_at is not None and now > book.paused_at + LATENCY:
             world.violated(f"paused: {where} delivers {now - book.paused_at:.3f} s after it was paused")
-        if now < book.not_before.get(body, (0.0, 0.0))[0] - 1e-6 and settled:
+        # The copy of a dead letter that was sent back, whose attempts begin anew, is not bound by a delay.
+        sent_back = book.topic.redriven and attempts == 1
+        if now < book.not_before.get(body, (0.0, 0.0))[0] - 1e-6 and settled and not sent_back:
             world.violated(f"early: {where} delivers what was requeued for later: {body[:60]!r}")
         if body in book.seen:
             self.redelivered += 1
@@ -326,19 +352,54 @@ class Ledger:
             return
         book.held[body] = Delivery(consumer, now, consumer.timeout)
 
+    def read(self, topic: TopicBook, reader: LogReader, id: bytes, body: bytes) -> None:
+        """A message was read from the log."""
+        where = f"the log of {topic.node} {topic.name}"
+        sent = self.sent.get(body)
+        if sent is None or sent.node != topic.node or sent.topic != topic.name:
+            self.world.violated(f"log: {where} has what was not published there: {body[:60]!r}")
+            return
+        if sent.refused or not sent.visible:
+            self.world.violated(f"log: {where} has what was refused, or not decided: {body[:60]!r}")
+        if self._bodies.setdefault((topic.node, topic.name, id), body) != body:
+            self.world.violated(f"id: {where} has {body[:60]!r} under the id {id!r} of another message")
+        if body in reader.read and not topic.redriven and not sent.key:
+            self.world.violated(f"twice: {where} has {body[:60]!r} in two places")
+        reader.read.add(body)
+
+    def redriven(self, topic: TopicBook, moved: int, *, new: bool) -> None:
+        """A redrive tells how many dead letters have gone back so far."""
+        if not new and moved < topic.redrive[0]:
+            self.world.violated(f"redrive: {topic.node} {topic.name} says {moved} are back after {topic.redrive[0]}")
+        topic.redrive = (moved, self.world.seconds)
+
+    def check_logs(self) -> None:
+        """At the end: whoever reads a log has read everything that was acknowledged since it began."""
+        for topic in self.topics.values():
+            reader = topic.reader
+            if reader is None or reader.generation != topic.generation:
+                continue
+            for body in topic.acked:
+                if body not in reader.read and self.sent[body].at > reader.since:
+                    self.world.violated(f"log: {topic.node} {topic.name} has not {body[:60]!r} for those who read it")
+                    break
+
     def check_batches(self) -> None:
         """At the end: a batch is stored as a whole or not at all."""
         for sent in self.sent.values():
             topic = self.topics.get((sent.node, sent.topic))
             if topic is None or len(sent.batch) < 2 or sent is not sent.batch[0] or sent.key:
                 continue
-            # What is lost within its durability may have been seen before.
-            if topic.durability not in ("os", "fsync") or (topic.durability == "os" and sent.node in self.powerless):
+            if topic.durability not in ("os", "fsync"):
                 continue
+            # What is lost within its durability may have been seen before.
+            lost = self.powerless.get(sent.node, -1.0) if topic.durability == "os" else -1.0
             if topic.generation != sent.generation or topic.dead_letters_of is not None:
                 continue
             for book in topic.books.values():
                 if book.generation or book.since > sent.at:
+                    continue
+                if any(book.ever.get(other.body, lost + 1) <= lost for other in sent.batch):
                     continue
                 came = sum(other.body in book.ever for other in sent.batch)
                 self.checked_batches += 1
@@ -358,14 +419,21 @@ class Ledger:
                 book.held.clear()
         self._loosen(node)
 
-    def killed(self, node: str, pauses: float) -> None:
-        """``pauses``: so many seconds may pass before the journal says that something is paused."""
+    def killed(self, node: str, pauses: float, stored: dict[str, set[bytes]]) -> None:
+        """``pauses``: so many seconds may pass before the journal says that something is paused.
+
+        ``stored``: by topic, how the bodies begin that had left the memory for a file: these outlive a kill.
+        """
         now = self.world.seconds
-        self._crashed(node, now - FORGOTTEN_BY_A_KILL, now - pauses, power=False)
+        self._crashed(node, now - FORGOTTEN_BY_A_KILL, now - pauses, power=False, stored=stored)
 
     def lost_power(self, node: str, window: float) -> None:
         """``window``: so many seconds without a completed sync are possible."""
         self.powerless[node] = now = self.world.seconds
+        for sent in self.sent.values():
+            # What was written of it was cut off again, and a power loss may undo that.
+            if sent.refused and sent.node == node and sent.refused_at >= now - window:
+                sent.refused = False
         self._crashed(node, now - window, now - window, power=True)
 
     def unreliable(self, node: str, since: float) -> bool:
@@ -391,15 +459,24 @@ class Ledger:
                 for body in self.loose & book.owed.keys():
                     del book.owed[body]
 
-    def _crashed(self, node: str, since: float, pauses: float, *, power: bool) -> None:
+    def _crashed(
+        self, node: str, since: float, pauses: float, *, power: bool, stored: dict[str, set[bytes]] | None = None
+    ) -> None:
         self._loosen(node)
         for topic in self._of(node):
             if topic.paused_at is not None and topic.paused_at >= pauses:
                 topic.paused_at = None
+            if topic.durability == "memory" or topic.redrive[1] >= since:
+                topic.redrive = (0, 0.0)
             gone = topic.durability == "memory" or (power and topic.durability == "os")
             from_then_on = -1.0 if topic.durability == "memory" else since
+            files = (stored or {}).get(topic.name, set())
+
+            def kept(body: bytes, at: float, files: set[bytes] = files, until: float = from_then_on) -> bool:
+                return at < until or body[: body.find(b">") + 1] in files
+
             if gone:
-                topic.acked = {body: at for body, at in topic.acked.items() if at < from_then_on}
+                topic.acked = {body: at for body, at in topic.acked.items() if kept(body, at)}
             for name, book in list(topic.books.items()):
                 book.held.clear()
                 book.shaken += 1
@@ -416,7 +493,7 @@ class Ledger:
                     book.clear()
                     book.during = None
                 if gone:
-                    book.owed = {body: at for body, at in book.owed.items() if at < from_then_on}
+                    book.owed = {body: at for body, at in book.owed.items() if kept(body, at)}
                 if power and topic.durability != "fsync" and book.since >= since:
                     del topic.books[name]
                     continue

@@ -69,6 +69,8 @@ class Loop(selector_events.BaseSelectorEventLoop):
         self._signals: dict[int, Callable[[], object]] = {}
         #: System calls of the longest turn.
         self.most_calls = 0
+        #: Called after a turn in which something was written to a file.
+        self.wrote: Callable[[], object] = lambda: None
         self.world = world
         self.network = network
         self.host = host
@@ -134,6 +136,9 @@ class Loop(selector_events.BaseSelectorEventLoop):
                 self.world.pass_time(calls * self._call_cost)
             if self.machine is not None:
                 self.most_calls = max(self.most_calls, self.machine.calls - before)
+                if self.machine.writes and not self.machine.dead:
+                    self.machine.writes = 0
+                    self.wrote()
             self._thread_id = None
             events._set_running_loop(None)
 

@@ -19,6 +19,7 @@ import select
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 from flintmq import addresses
@@ -86,9 +87,17 @@ class Machine(SimSystem):
         self.sync_seconds = 0.002
         #: (kind, calls): the power goes so many calls after the next one of this kind.
         self.calls_after: tuple[str, int] | None = None
+        #: The method of a connection or lane whose next call raises an error that nobody foresees.
+        self.unforeseen = ""
+        #: Every other try to open a file finds no descriptor.
+        self.flaky = False
         #: Seconds that work may wait for a thread.
         self.work_seconds = 0.001
         self.reached: Counter[str] = Counter()
+        #: Writes to files since somebody looked.
+        self.writes = 0
+        #: Seconds: when a call failed for the last time.
+        self.failed_at = 0.0
         #: Files that could not be made: how often, in which second; and the highest of these numbers.
         self._tries: Counter[tuple[str, int]] = Counter()
         self.most_tries = 0
@@ -117,10 +126,17 @@ class Machine(SimSystem):
             fault = self._fault(kind, path)
             if fault is not None:
                 self.reached[f"{errno.errorcode[fault.error]} at {kind}"] += 1
+                self.failed_at = self.world.seconds
+                self._tried(path)
                 raise OSError(fault.error, os.strerror(fault.error), str(path))
         if kind != "sync":
             self._die_after(kind)
         return False
+
+    def _fault(self, kind: str, path: Path) -> Any:
+        if self.flaky and kind in ("open", "open_folder") and self._rng.random() < 0.5:
+            return SimpleNamespace(error=errno.EMFILE, short=0)
+        return super()._fault(kind, path)
 
     def _die_after(self, kind: str) -> None:
         if self.calls_after is not None and self.calls_after[0] == kind:
@@ -156,10 +172,12 @@ class Machine(SimSystem):
 
     def pwritev(self, fd: int, buffers: Sequence[Buffer], offset: int) -> int:
         self.world.note("bytes", fd - self._base, offset, b"".join(buffers)[:_MOST_TRACED])
+        self.writes += 1
         try:
             return super().pwritev(fd, buffers, offset)
         except OSError as exc:
             self.reached[f"{errno.errorcode[exc.errno or 0]} at write"] += 1
+            self.failed_at = self.world.seconds
             raise
 
     def fallocate(self, fd: int, size: int) -> None:
@@ -172,7 +190,7 @@ class Machine(SimSystem):
 
     def _tried(self, path: Path) -> None:
         # Those of messages are tried once for every publish.
-        if path.name.startswith(("journal-", "snapshot-")):
+        if path.name.startswith(("journal", "snapshot-")):
             place = path.name, self.world.now // 1_000_000_000
             self._tries[place] += 1
             self.most_tries = max(self.most_tries, self._tries[place])
@@ -204,6 +222,7 @@ class Machine(SimSystem):
             super()._check_room(path)
         except OSError:
             self.reached["EMFILE"] += 1
+            self.failed_at = self.world.seconds
             self._tried(path)
             raise
 

@@ -344,7 +344,10 @@ async def until(condition: Callable[[], T]) -> T:
     deadline = time.monotonic() + PATIENCE
     while not (value := condition()):
         assert time.monotonic() < deadline, "waited in vain"
-        await asyncio.sleep(0 if time.monotonic() < deadline - PATIENCE + 0.05 else 0.001)
+        if time.monotonic() > deadline - PATIENCE + 0.05:
+            # Not asyncio's sleep: the loop's own clock may stand still, and this would wait for ever.
+            time.sleep(0.0002)  # noqa: ASYNC251
+        await asyncio.sleep(0)
     return value
 
 
@@ -354,7 +357,11 @@ def _busy(broker: Broker) -> bool:
     if disk.under_way or broker.turns.busy or broker.backlog.busy or broker.scan._rounds_under_way:
         return True
     return any(
-        topic._pumping or any(channel.seeking is not None for channel in topic.channels.values())
+        topic._pumping
+        or any(
+            channel.seeking is not None or (channel.giving_back is not None and channel.giving_back.busy)
+            for channel in topic.channels.values()
+        )
         for topic in broker.topics.values()
     )
 

@@ -52,6 +52,8 @@ class Ledger:
         self.batches: list[tuple[str, list[bytes]]] = []
         #: Which message an id of a topic stands for.
         self.ids: dict[tuple[str, bytes], bytes] = {}
+        #: Publishes that were refused: must not be there.
+        self.refused: set[bytes] = set()
 
     def published(self, topic: str, bodies: list[bytes]) -> None:
         channels = [channel for name, channel in self.channels if name == topic]
@@ -447,6 +449,8 @@ def check(found: Contents, ledger: Ledger) -> None:
         assert not owed - here, f"{len(owed - here)} messages of {topic}/{channel} are lost"
     for topic, channel, body in ledger.gone:
         assert body not in held.get((topic, channel), ()), f"{body[:12]!r} of {topic}/{channel} came back"
+    for (topic, _), here in held.items():
+        assert not here & ledger.refused, f"{next(iter(here & ledger.refused))[:20]!r} of {topic} was refused"
     for topic, bodies in ledger.batches:
         for (name, _), here in held.items():
             if name == topic:
@@ -535,4 +539,5 @@ def _copy_ledger(ledger: Ledger) -> Ledger:
     copy.channels = set(ledger.channels)
     copy.batches = list(ledger.batches)
     copy.ids = dict(ledger.ids)
+    copy.refused = set(ledger.refused)
     return copy

@@ -234,12 +234,13 @@ def _step(entries: dict[str, _File | _Folder], step: dict[str, _File | _Folder |
 
 
 class _Fault:
-    def __init__(self, kind: str, error: int, times: int, path: str, short: int) -> None:
+    def __init__(self, kind: str, error: int, times: int, path: str, short: int, skip: int) -> None:
         self.kind = kind
         self.error = error
         self.times = times
         self.path = path
         self.short = short
+        self.skip = skip
 
 
 class SimSystem(System):
@@ -259,6 +260,10 @@ class SimSystem(System):
         self.dead = False
         self.history: list[tuple[str, str]] = []
         self._faults: list[_Fault] = []
+        #: (call, error by the kind of call, times, bytes of a write that are written): what fails from that call on.
+        self.fault_at: tuple[int, Callable[[str], int], int, int] | None = None
+        #: The calls that failed because of a fault that was asked for.
+        self.met: list[tuple[str, str]] = []
         #: A write that stopped half-way: its file, where it would go on, and the error that it meets there.
         self._broken: tuple[_File, int, int] | None = None
         self.capacity: int | None = None
@@ -270,12 +275,14 @@ class SimSystem(System):
 
     # --- Faults ----------------------------------------------------------------------------------------------------
 
-    def fail(self, kind: str, error: int, *, times: int = 1, path: str = "", short: int = 0) -> None:
-        """The next ``times`` calls of this kind on paths with ``path`` in them fail.
+    def fail(self, kind: str, error: int, *, times: int = 1, path: str = "", short: int = 0, skip: int = 0) -> _Fault:
+        """The next ``times`` calls of this kind on paths with ``path`` in them fail, after ``skip`` that do not.
 
         A write fails after ``short`` bytes; a send takes that many, and fails only if it is none.
         """
-        self._faults.append(_Fault(kind, error, times, path, short))
+        fault = _Fault(kind, error, times, path, short, skip)
+        self._faults.append(fault)
+        return fault
 
     def heal(self) -> None:
         self._faults.clear()
@@ -300,6 +307,9 @@ class SimSystem(System):
         if self.calls == self.power_off_at:
             self.dead = True
             return True
+        if self.fault_at is not None and self.calls == self.fault_at[0]:
+            _, error, times, short = self.fault_at
+            self.fail(kind, error(kind), times=times, short=short)
         if kind not in ("write", "send"):
             fault = self._fault(kind, path)
             if fault is not None:
@@ -309,7 +319,11 @@ class SimSystem(System):
     def _fault(self, kind: str, path: Path) -> _Fault | None:
         for fault in self._faults:
             if fault.kind == kind and fault.times and fault.path in str(path):
+                if fault.skip:
+                    fault.skip -= 1
+                    continue
                 fault.times -= 1
+                self.met.append((kind, path.name))
                 return fault
         return None
 
@@ -546,7 +560,8 @@ class _Table(kernel.Calls):
     def __init__(self) -> None:
         super().__init__()
         self._systems: weakref.WeakValueDictionary[int, SimSystem] = weakref.WeakValueDictionary()
-        self._sockets: dict[int, weakref.ref[SimSystem]] = {}
+        #: By descriptor. A socket that is closed is nobody's: its number may be a real broker's by now.
+        self._sockets: dict[int, tuple[weakref.ref[SimSystem], weakref.ref[socket.socket]]] = {}
 
     def enter(self, system: SimSystem, number: int = 0) -> int:
         """Return the system's number."""
@@ -572,11 +587,13 @@ class _Table(kernel.Calls):
                 kernel.replace_calls(before)
 
     def accepted(self, system: SimSystem, sock: socket.socket) -> None:
-        self._sockets[sock.fileno()] = weakref.ref(system)
+        self._sockets[sock.fileno()] = (weakref.ref(system), weakref.ref(sock))
 
     def _owner(self, fd: int) -> SimSystem | None:
-        found = self._sockets.get(fd)
-        return None if found is None else found()
+        if fd not in self._sockets:
+            return None
+        system, sock = (each() for each in self._sockets[fd])
+        return system if sock is not None and sock.fileno() == fd else None
 
     def recv(self, fd: int, view: memoryview) -> int:
         owner = self._owner(fd) if fd < SLOTS else self._systems[fd // SLOTS]

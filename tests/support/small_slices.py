@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from flintmq.broker.delivery import channel, in_flight, seek, slices, snapshot, topic
+from flintmq.broker.delivery import channel, give_back, in_flight, seek, slices, snapshot, topic
 from flintmq.broker.storage import journal
 
 #: Where each number of entries that are handled in one go is kept.
@@ -16,6 +16,7 @@ SIZES = (
     (snapshot, "CHUNK"),
     (slices, "FREE_AT_ONCE"),
     (in_flight, "LOOK_AT_ONCE"),
+    (give_back, "LOOK_AT_ONCE"),
     (channel, "DROP_AT_ONCE"),
     (channel, "EXPIRE_AT_ONCE"),
     (journal, "_SLICE"),

@@ -39,8 +39,7 @@ from pathlib import Path, PurePosixPath
 import msgspec
 
 from flintmq import __version__
-from flintmq.broker import takeover
-from flintmq.broker.data_path import FORMAT, LOST, RECOVERED, RESTORING
+from flintmq.broker.data_path import FORMAT, LOST, RECOVERED, RESTORING, has_metadata
 from flintmq.broker.delivery.topic import RESERVE
 from flintmq.broker.stage.rows import Attempt
 from flintmq.broker.stage.state import APPLIED, PREPARED, STATE, encode_state, read_state
@@ -58,7 +57,7 @@ from flintmq.broker.storage.segment import (
     read_header,
     read_records,
 )
-from flintmq.errors import BackupError, FormatError
+from flintmq.errors import BackupError, FormatError, permission_hint
 
 __all__ = ["Manifest", "make", "restore", "verify"]
 
@@ -590,7 +589,7 @@ def _read_manifest(source: Path) -> Manifest:
     except FileNotFoundError:
         raise BackupError(f"{source} is no backup: it has no {MANIFEST}") from None
     except OSError as exc:
-        raise BackupError(f"cannot read {path} - {exc.strerror}") from exc
+        raise BackupError(f"cannot read {path} - {exc.strerror}{permission_hint(exc, path)}") from exc
     except msgspec.MsgspecError as exc:
         raise BackupError(f"{path} is damaged - {exc}") from exc
     if hashlib.sha256(envelope.backup).hexdigest() != envelope.sha256:
@@ -619,7 +618,7 @@ def restore(source: Path, data_path: Path, *, same_node: bool = False, progress:
         data_path.mkdir(mode=0o700, exist_ok=True)
         if not _lock(data_path, stack):
             raise BackupError(f"{data_path} is in use by a broker")
-        if root.exists() or takeover.found(data_path):
+        if root.exists() or has_metadata(data_path):
             raise BackupError(f"{data_path} holds data already: restore to an empty folder")
         if restoring.exists():
             # Of an earlier try that was cut off.
@@ -698,7 +697,7 @@ def _node_of(data_path: Path) -> str:
     except FileNotFoundError:
         raise BackupError(f"there is no data of flintmq in {data_path}") from None
     except OSError as exc:
-        raise BackupError(f"cannot read {path} - {exc.strerror}") from exc
+        raise BackupError(f"cannot read {path} - {exc.strerror}{permission_hint(exc, path)}") from exc
     except msgspec.MsgspecError as exc:
         raise BackupError(f"{path} is damaged - {exc}") from exc
     version, node = about.get("format"), about.get("node")
@@ -779,4 +778,5 @@ def _translated(what: str) -> Iterator[None]:
         yield
     except OSError as exc:
         where = f"{exc.filename}: " if exc.filename else ""
-        raise BackupError(f"{what} - {where}{exc.strerror or exc}") from exc
+        remedy = permission_hint(exc, exc.filename) if exc.filename else ""
+        raise BackupError(f"{what} - {where}{exc.strerror or exc}{remedy}") from exc

@@ -32,6 +32,7 @@ from flintmq.broker.net import sockets
 from flintmq.broker.net.lanes import FinishLane, PublishLane
 from flintmq.broker.net.session import Session
 from flintmq.broker.observe.counters import Counters
+from flintmq.broker.observe.pipelines import Pipelines
 from flintmq.broker.observe.statsd import Statsd
 from flintmq.broker.opening import Opening
 from flintmq.broker.peers import Peers
@@ -43,7 +44,7 @@ from flintmq.broker.storage.journal import SIDE, Journal, State
 from flintmq.broker.storage.store import Store
 from flintmq.broker.turn import Turn
 from flintmq.broker.upkeep import SPACE_INTERVAL, Upkeep
-from flintmq.errors import FlintError, NotFoundError, PublishError, StartError, StorageError
+from flintmq.errors import FlintError, NotFoundError, PublishError, StartError, StorageError, permission_hint
 from flintmq.options import NsqdOptions
 from flintmq.protocol.wire import valid_name
 
@@ -56,7 +57,7 @@ logger = logging.getLogger(__name__)
 
 #: Bytes that one read takes from a socket.
 RECEIVE_BYTES = 256 << 10
-#: Seconds that a stop waits for writes of threads before it closes the connections, and between two looks at them.
+#: Seconds that a stop waits for writes and syncs before it closes the connections, and between two looks at them.
 LAST_WRITES = 5.0
 LOOK_AGAIN = 0.002
 
@@ -183,6 +184,7 @@ class Broker:
         self._closed: asyncio.Future[None] | None = None
         # For the statistics.
         self.counters = Counters()
+        self.pipelines = Pipelines(self.clock)
         self._statsd = Statsd(self)
 
     # --- Start and stop --------------------------------------------------------------------------------------------
@@ -239,7 +241,8 @@ class Broker:
                 raise StartError(
                     f"no room in {self.path}: {exc.strerror}. Nothing is lost: free some space, then start again"
                 ) from exc
-            raise StartError(f"{exc}") from exc
+            hint = permission_hint(exc, exc.filename or self.path)
+            raise StartError(f"{exc.filename or self.path}: {exc.strerror or exc}{hint}") from exc
         self.counters.start(self.clock)
         self._statsd.start()
         self._every("scan", self.options.queue_scan_interval / 1e9, lambda: self.scan.tick(self.clock.now))
@@ -324,7 +327,7 @@ class Broker:
         self.disk.in_a_hurry = True
         with _going_on("the last turn"):
             self.turns.flush()
-        await self._threads_have_written()
+        await self._publishers_are_answered()
         with _going_on("staged publishes"):
             self.stage.stop()
         await self._close_listeners()
@@ -356,10 +359,13 @@ class Broker:
         self._tear_down()
         logger.info("NSQ: bye")
 
-    async def _threads_have_written(self) -> None:
-        """Wait for the large writes that are under way: their publishers are to be answered."""
+    async def _publishers_are_answered(self) -> None:
+        """Wait for the writes and syncs under way: what was taken is stored, so its publishers are to know."""
+        owed = [commit for topic in self.topics.values() if (commit := topic.last_commit) is not None]
         deadline = self._loop.time() + LAST_WRITES
-        while any(topic.log.writing for topic in self.topics.values()) and self._loop.time() < deadline:  # noqa: ASYNC110
+        while self._loop.time() < deadline and (  # noqa: ASYNC110
+            any(topic.log.writing for topic in self.topics.values()) or not all(commit.done for commit in owed)
+        ):
             await asyncio.sleep(LOOK_AGAIN)
 
     def _not_saved(self, what: str, why: OSError | str) -> None:

@@ -22,12 +22,11 @@ from pathlib import Path
 
 import msgspec
 
-from flintmq.broker import takeover
 from flintmq.broker.storage.disk import Clock, Disk
-from flintmq.errors import FormatError, StartError
+from flintmq.errors import FormatError, StartError, permission_hint
 from flintmq.options import NsqdOptions
 
-__all__ = ["FORMAT", "LOST", "RECOVERED", "RESTORING", "DataPath", "reason", "remove_tree"]
+__all__ = ["FORMAT", "LOST", "METADATA", "RECOVERED", "RESTORING", "DataPath", "has_metadata", "reason", "remove_tree"]
 
 logger = logging.getLogger(__name__)
 
@@ -40,6 +39,8 @@ LOST = ".lost"
 RECOVERED = ".recovered"
 #: A backup that is being restored (backup.py); it is renamed once it is whole.
 RESTORING = "flintmq.restoring"
+#: NSQ's file of topics and channels, beside our folder.
+METADATA = "nsqd.dat"
 
 
 class _About(msgspec.Struct):
@@ -61,7 +62,9 @@ class DataPath:
         try:
             fd = self._open(create=create)
         except OSError as exc:
-            raise StartError(f"failed to lock data-path: open {self.path}: {reason(exc)}") from exc
+            raise StartError(
+                f"failed to lock data-path: open {self.path}: {reason(exc)}{permission_hint(exc, self.path)}"
+            ) from exc
         try:
             self._disk.system.lock(fd)
         except OSError as exc:
@@ -97,14 +100,16 @@ class DataPath:
         if not disk.exists(root):
             remove_tree(disk, pending)
             self._make_root(pending)
-            if takeover.found(self.path):
+            if has_metadata(self.path):
                 self._take_over(pending, options, clock)
             disk.rename(pending, root)
         # Also when it was there: a kill may have come right after the rename.
         disk.sync_folder(self.path)
         if disk.exists(moving):
             # The old files are ours now: out of the way with them, also after a crash half-way.
-            if takeover.found(self.path):
+            if has_metadata(self.path):
+                from flintmq.broker import takeover
+
                 data = takeover.read(self.path, max_msg_size=options.max_msg_size)
                 aside = takeover.move_aside(data, self.path, disk)
                 logger.info("NSQ: the files of the old nsqd were moved to %s", aside)
@@ -144,6 +149,9 @@ class DataPath:
 
     def _take_over(self, root: Path, options: NsqdOptions, clock: Clock) -> None:
         """Build our files from those of a Go nsqd; nothing of its own is touched yet."""
+        # Few starts are the first one after a Go nsqd.
+        from flintmq.broker import takeover
+
         data = takeover.read(self.path, max_msg_size=options.max_msg_size)
         logger.info("NSQ: taking over the data path of another nsqd, %d topics", len(data.topics))
         importer = takeover.Importer(self._disk, clock, options, root)
@@ -160,6 +168,11 @@ class DataPath:
         self._disk.sync(fd)
         self._disk.close_file(fd)
         self._disk.sync_folder(root)
+
+
+def has_metadata(data_path: Path) -> bool:
+    """Is there an ``nsqd.dat``? We write one too: the caller knows whether there is flintmq data beside it."""
+    return (data_path / METADATA).is_file()
 
 
 def remove_tree(disk: Disk, path: Path) -> None:

@@ -99,6 +99,9 @@ def _remainders(broker: Broker) -> Iterator[Remainder]:
             why = "paused" if channel.paused else "" if channel.sessions else "without a consumer"
             if messages:
                 yield Remainder(topic.name, channel.name, messages, deferred, why)
+            if channel.leaving_count:
+                # Dead letters, and what is redriven: they need no consumer here.
+                yield Remainder(topic.name, channel.name, channel.leaving_count, 0, "")
 
 
 def _why_backlog(topic: Topic) -> str:

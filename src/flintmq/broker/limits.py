@@ -31,6 +31,8 @@ _SECOND = 1_000_000_000
 #: Requeued messages that are looked through for the oldest at every publish; with more, now and then.
 _LOOK_THROUGH = 1_000
 _NOW_AND_THEN = 50_000_000
+#: What it takes to look at one of them, in ns: looking takes at most a tenth of the time.
+_LOOK_COST = 20
 #: A paced channel is woken for as much as may be sent in this many seconds, not for each message.
 _STRIDE = 0.01
 #: The same complaint is logged again after this time.
@@ -130,7 +132,8 @@ class TopicLimits:
         # Bytes published so far, and how many they were at some seqs: what the messages from a seq on take up.
         self._published = 0
         self._marks: deque[tuple[int, int]] = deque()
-        self._looked = 0
+        self._next_look = 0
+        self._looking_later = False
         self._logged = 0
         # The oldest are dropped in slices, and the next one is planned.
         self._trimming = False
@@ -160,8 +163,9 @@ class TopicLimits:
             # What came meanwhile was not counted.
             self._marks.clear()
             self._published = 0
-        # Too little, so that it is looked at.
+        # Too little, so that it is looked at, and at once.
         self._room_messages = self._room_bytes = -1
+        self._next_look = 0
         return self
 
     def admit(self, count: int, body_bytes: int, admitted: bool = False) -> None:
@@ -231,15 +235,18 @@ class TopicLimits:
             return 0
         return self._published - self._marks[0][1]
 
-    def _look_at_bytes(self) -> None:
+    def _look_at_bytes(self) -> bool:
+        """Find how much room there is; False if it is too early to look through so many messages once more."""
         now = self._clock.now()
         requeued = sum(
             len(channel.requeued) + len(channel.unusual) + len(channel.deferred)
             for channel in self._topic.channels.values()
         )
-        if requeued <= _LOOK_THROUGH or now - self._looked >= _NOW_AND_THEN:
-            self._looked = now
-            self._room_bytes = self._most_bytes - self.held_bytes
+        if requeued > _LOOK_THROUGH and now < self._next_look:
+            return False
+        self._next_look = now + max(_NOW_AND_THEN, 9 * _LOOK_COST * requeued)
+        self._room_bytes = self._most_bytes - self.held_bytes
+        return True
 
     def _mark(self, size: int) -> None:
         if not self._marks:
@@ -275,19 +282,23 @@ class TopicLimits:
                 self._drop(self._excess_of, topic.log.end, backlog)
             self._room_messages = self._most_messages - self.held_messages
         if self._most_bytes and self._room_bytes < 0:
-            self._look_at_bytes()
-            if self._room_bytes < 0:
+            if not self._look_at_bytes():
+                self._look_later()
+            elif self._room_bytes < 0:
                 too_much = self._published - self._most_bytes
                 fitting = next((seq for seq, before in self._marks if before >= too_much), self._topic.log.end)
-                self._drop(lambda channel: channel.depth, fitting, fitting)
-                self._room_bytes = self._most_bytes - self.held_bytes
+                if self._drop(lambda channel: channel.depth, fitting, fitting):
+                    self._room_bytes = self._most_bytes - self.held_bytes
 
     def _excess_of(self, channel: Channel) -> int:
         held = channel.depth + channel.in_flight_count + len(channel.deferred)
         return max(0, held + self._topic.depth - self._most_messages)
 
-    def _drop(self, how_many: Callable[[Channel], int], before: int, backlog_before: int) -> None:
-        """Drop what waits in the channels, then in the topic itself; what is in flight or deferred stays."""
+    def _drop(self, how_many: Callable[[Channel], int], before: int, backlog_before: int) -> int:
+        """Drop what waits in the channels, then in the topic itself; what is in flight or deferred stays.
+
+        Return how many were dropped.
+        """
         topic = self._topic
         dropped = 0
         whole = True
@@ -307,12 +318,24 @@ class TopicLimits:
         if dropped and (not self._logged or now - self._logged >= _LOG_AGAIN):
             self._logged = now
             logger.warning("TOPIC(%s): its limit is reached, the oldest messages are dropped", topic.name)
+        return dropped
+
+    def _look_later(self) -> None:
+        """Trim when it is time to look again, also if nothing is published until then."""
+        if not self._looking_later:
+            self._looking_later = True
+            self._topic.broker.store.delay((self._next_look - self._clock.now()) / _SECOND, self._look_again)
+
+    def _look_again(self) -> None:
+        self._looking_later = False
+        if self._topic.limits is self and not self._topic.exiting:
+            self.trim()
 
     def _trim_on(self) -> None:
         self._trimming = False
         if self._topic.limits is self and not self._topic.exiting:
             self._room_messages = self._room_bytes = -1
-            self._looked = 0
+            self._next_look = 0
             self.trim()
 
 

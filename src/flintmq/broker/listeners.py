@@ -82,7 +82,17 @@ class Listeners:
         if sockets.available():
             self.poller = sockets.Poller(loop, broker.turns.end, broker.disk.system, self.descriptors)
             broker.turns.follow(self.poller)
-        sock, self.tcp = self._bind(broker.options.tcp_address)
+        options = broker.options
+        secure = options.https_address if options.tls_cert else ""
+        # All that can fail comes before anybody is served: tokens that cannot be read, a port that is taken.
+        if secure or options.http_address:
+            # Late: a broker that only speaks TCP need not pay for it.
+            from flintmq.broker.http.api import Api
+
+            self.api = Api(broker)
+        sock, https, http = self._bind_all([options.tcp_address, secure, options.http_address])
+        assert sock is not None
+        self.tcp = addresses.text_of(sock.getsockname())
         if self.poller is not None:
             self.poller.listen(sock, new_session)
         elif sock.family == socket.AF_UNIX:
@@ -90,7 +100,6 @@ class Listeners:
         else:
             self._server = await loop.create_server(new_session, sock=sock, backlog=ACCEPT_QUEUE)
         logger.info("TCP: listening on %s", self.tcp)
-        options = broker.options
         if is_exposed(sock) and not options.auth_http_addresses and not options.tls_client_auth_policy:
             logger.warning(
                 "TCP: %s can be reached by other machines, and whoever reaches it can read and publish messages%s; see "
@@ -98,28 +107,21 @@ class Listeners:
                 self.tcp,
                 "" if options.tls_required != "false" else ", without TLS",
             )
-        await self._open_http()
+        if self.api is not None:
+            await self._serve_http(self.api, https, http)
 
-    async def _open_http(self) -> None:
-        options = self._broker.options
-        secure = options.https_address if options.tls_cert else ""
-        if not options.http_address and not secure:
-            return
-        # Late: a broker that only speaks TCP need not pay for it.
-        from flintmq.broker.http.api import Api
-
-        self.api = Api(self._broker)
-        if secure:
+    async def _serve_http(self, api: Api, https: socket.socket | None, http: socket.socket | None) -> None:
+        if https is not None:
             # First: the plain port may have to name this one in its answers.
-            sock, self.https = self._bind(secure)
-            self._warn_of_http(sock, self.https)
-            await self.api.listen_tls(sock)
-        if options.http_address:
-            sock, self.http = self._bind(options.http_address)
-            await self.api.listen(sock, self.poller)
+            self.https = addresses.text_of(https.getsockname())
+            self._warn_of_http(https, self.https)
+            await api.listen_tls(https)
+        if http is not None:
+            self.http = addresses.text_of(http.getsockname())
+            await api.listen(http, self.poller)
             logger.info("HTTP: listening on %s", self.http)
-            self._warn_of_http(sock, self.http)
-        if secure:
+            self._warn_of_http(http, self.http)
+        if https is not None:
             logger.info("HTTPS: listening on %s", self.https)
 
     def _warn_of_http(self, sock: socket.socket, address: str) -> None:
@@ -137,11 +139,19 @@ class Listeners:
             address,
         )
 
-    def _bind(self, address: str) -> tuple[socket.socket, str]:
-        """Return a listening socket, and where it really is."""
+    def _bind_all(self, wanted: list[str]) -> list[socket.socket | None]:
+        """Return a listening socket for each address, None for an empty one. With an error none is left."""
         mode = int(self._broker.options.unix_socket_mode, 8)
-        sock = self._broker.disk.system.listen(address, mode=mode)
-        return sock, addresses.text_of(sock.getsockname())
+        found: list[socket.socket | None] = []
+        try:
+            for address in wanted:
+                found.append(self._broker.disk.system.listen(address, mode=mode) if address else None)  # noqa: PERF401
+        except BaseException:
+            for sock in found:
+                if sock is not None:
+                    sock.close()
+            raise
+        return found
 
     def _connection_count(self) -> int:
         questions = 0 if self._broker.auth is None else self._broker.auth.under_way

@@ -155,6 +155,9 @@ class Opening:
         topic.ceiling = state.ceiling
         topic.paused = state.paused
         topic.readers.restore(state.readers)
+        if topic.log.durability != "memory" and topic.readers.first >= state.durable:
+            # Of files that were there for a reader none was deleted. Had they been, the journal would say otherwise.
+            topic.log.removal.keep_from(topic.readers.first)
         topic.side_base = state.side_next
         if disk.exists(folder / "side"):
             topic.side = topic._new_log(folder / "side", SIDE)

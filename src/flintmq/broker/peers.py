@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING, Any, cast
 import msgspec
 
 from flintmq.addresses import join, port_of, split
-from flintmq.errors import OptionError, ProtocolError
+from flintmq.errors import OptionError, ProtocolError, file_reason
 from flintmq.http.server import load
 from flintmq.http.tokens import read_token
 from flintmq.protocol.wire import MAGIC_LOOKUP, NSQ_VERSION, encode_command, is_ephemeral, valid_name
@@ -95,7 +95,8 @@ class Peers:
             if options.lookupd_tls_cert:
                 self.tls.load_cert_chain(options.lookupd_tls_cert, options.lookupd_tls_key)
         except (OSError, ValueError) as exc:
-            raise OptionError(f"failed to build TLS config for nsqlookupd - {exc}") from exc
+            files = (options.lookupd_tls_root_ca_file, options.lookupd_tls_cert, options.lookupd_tls_key)
+            raise OptionError(f"failed to build TLS config for nsqlookupd - {file_reason(exc, *files)}") from exc
 
     def start(self) -> None:
         """The broker listens: its topics can be announced."""

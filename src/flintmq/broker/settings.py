@@ -23,6 +23,7 @@ import dataclasses
 import logging
 import re
 from bisect import insort
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fnmatch import translate
@@ -47,6 +48,7 @@ from flintmq.protocol.wire import is_ephemeral, valid_name
 
 if TYPE_CHECKING:
     from flintmq.broker.daemon import Broker
+    from flintmq.broker.delivery.channel import Channel
     from flintmq.broker.delivery.topic import Topic
     from flintmq.broker.storage.journal import State
 
@@ -63,6 +65,9 @@ __all__ = [
 ]
 
 logger = logging.getLogger(__name__)
+
+#: Topics and channels that take a change of settings before the loop is handed back.
+APPLY_AT_ONCE = 200
 
 #: A topic, or a topic and a channel; patterns have a ``*`` in them.
 Names = tuple[str, ...]
@@ -196,7 +201,7 @@ class ChannelSettings:
     )
     max_attempts: int = _setting(
         INT,
-        "after so many failed attempts a message goes to the dead-letter topic; 0: never",
+        "failed attempts after which a message goes to the dead-letter topic; 0: never",
         default=0,
         maximum=65_535,
     )
@@ -379,6 +384,13 @@ def _within_limits(names: Names, values: Values) -> Values:
     return found
 
 
+def _each(topics: list[Topic]) -> Iterator[Topic | Channel]:
+    """Yield topics, and after each its channels."""
+    for topic in topics:
+        yield topic
+        yield from list(topic.channels.values())
+
+
 # --- All together -----------------------------------------------------------------------------------------------------
 
 
@@ -388,6 +400,9 @@ class Settings:
     def __init__(self, broker: Broker) -> None:
         self._broker = broker
         self._live = _Rules()
+        # Changes that are not applied to all topics and channels yet, the latest first, and who waits for that.
+        self._unapplied: deque[Iterator[Topic | Channel]] = deque()
+        self._waiters: list[Callable[[], None]] = []
         self._take(broker.options)
         broker.options_changed.append(self._options_changed)
         broker.reloaders.append(self.reload)
@@ -448,7 +463,8 @@ class Settings:
     def change(self, names: Names, changes: Mapping[str, Any]) -> None:
         """Set these values live, and take those away that are None. It is noted in the journal.
 
-        OptionError if one of them is wrong, or cannot be now: then nothing has changed.
+        OptionError if one of them is wrong, or cannot be now: then nothing has changed. Where it is about very many
+        topics and channels they take it in slices: see ``when_applied``.
         """
         before = self._live.get(names)
         # A key that only another version knows can still be taken away.
@@ -457,9 +473,11 @@ class Settings:
         new = _checked(names, {key: value for key, value in changes.items() if value is not None}, self._broker.options)
         values = {key: value for key, value in before.items() if changes.get(key, value) is not None} | new
         topics = list(self._meant(names[0]))
-        durabilities = [self.topic(topic.name).durability for topic in topics]
+        # Nothing else can be in the way.
+        concerned = topics if "durability" in changes else []
+        durabilities = [self.topic(topic.name).durability for topic in concerned]
         self._live.put(names, values)
-        for topic, durability in zip(topics, durabilities, strict=True):
+        for topic, durability in zip(concerned, durabilities, strict=True):
             settings = self.topic(topic.name)
             # One that the file asked for in vain is no reason to refuse other changes.
             obstacle = topic.obstacle_to(settings) if settings.durability != durability else ""
@@ -489,10 +507,49 @@ class Settings:
             journal.note("settings", topic.incarnation, channel, values)
 
     def _apply(self, topics: Iterable[Topic]) -> None:
-        for topic in topics:
-            topic.change_settings(self.topic(topic.name))
-            for channel in topic.channels.values():
-                channel.change_settings(self.channel(topic.name, channel.name))
+        """Let topics and their channels take what holds for them: some at once, the others in later loop turns.
+
+        Each takes what holds when its turn comes, so that no change is overtaken by an older one.
+        """
+        under_way = bool(self._unapplied)
+        self._unapplied.appendleft(_each(list(topics)))
+        self._apply_some(not under_way)
+
+    def _take_newest(self, one: Topic | Channel) -> None:
+        try:
+            if one.exiting:
+                return
+            one.take_settings(self)
+        except Exception:
+            # The others take theirs all the same.
+            logger.exception("SETTINGS(%s): they were not taken", one.name)
+
+    def _apply_some(self, go_on: bool = True) -> None:
+        """Apply a slice; if ``go_on``, the next one in another loop turn."""
+        left = APPLY_AT_ONCE
+        while self._unapplied and left > 0:
+            one = next(self._unapplied[0], None)
+            if one is None:
+                self._unapplied.popleft()
+            else:
+                self._take_newest(one)
+                left -= 1
+        if self._broker.stopping:
+            self._unapplied.clear()
+        if self._unapplied:
+            if go_on:
+                self._broker.later(self._apply_some)
+            return
+        waiters, self._waiters = self._waiters, []
+        for then in waiters:
+            then()
+
+    def when_applied(self, then: Callable[[], None]) -> None:
+        """Call ``then`` when all topics and channels have taken all changes."""
+        if self._unapplied:
+            self._waiters.append(then)
+        else:
+            then()
 
     def _options_changed(self) -> None:
         options = self._broker.options
@@ -519,6 +576,11 @@ class Settings:
             if self._broker.stopping:
                 return
             self._broker.change_options(topic=tables)
+            self.when_applied(applied)
+
+        def applied() -> None:
+            if self._broker.stopping:
+                return
             logger.info("SETTINGS: the tables of %s were read again", path)
             try:
                 self.declare()

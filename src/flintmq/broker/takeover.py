@@ -21,6 +21,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from flintmq.broker.data_path import METADATA
 from flintmq.broker.delivery.topic import RESERVE
 from flintmq.broker.storage.disk import Clock, Disk
 from flintmq.broker.storage.journal import SIDE, Journal
@@ -30,7 +31,7 @@ from flintmq.errors import StartError
 from flintmq.options import NsqdOptions
 from flintmq.protocol.wire import is_ephemeral, valid_name
 
-__all__ = ["GoChannel", "GoData", "GoMessage", "GoQueue", "GoTopic", "Importer", "found", "move_aside", "read"]
+__all__ = ["GoChannel", "GoData", "GoMessage", "GoQueue", "GoTopic", "Importer", "move_aside", "read"]
 
 # A queue is called <topic> or <topic>:<channel> (";" on Windows). Topic names may hold dots and even ".diskqueue": the
 # greedy name in front takes all it can, so that the rest is matched at the right end.
@@ -39,7 +40,6 @@ _DATA_FILE = re.compile(_QUEUE_NAME + r"\.diskqueue\.(?P<number>\d{6}|[1-9]\d{6,
 _META_FILE = re.compile(_QUEUE_NAME + r"\.diskqueue\.meta\.dat(?P<unfinished>\.\d+\.tmp)?", re.ASCII)
 # Versions before 1.2 also keep nsqd.<node id>.dat, a link to nsqd.dat or a copy of it.
 _NSQD_FILE = re.compile(r"nsqd(\.\d+)?\.dat(\.\d+\.tmp)?", re.ASCII)
-_METADATA = "nsqd.dat"
 
 # depth, read file and position, write file and position
 _POSITIONS = re.compile(rb"(-?\d{1,18})\n(\d{1,18}),(\d{1,18})\n(\d{1,18}),(\d{1,18})")
@@ -321,17 +321,12 @@ def _load_metadata(path: Path, damage: list[str]) -> dict[str, _TopicState]:
 # --- the data path
 
 
-def found(data_path: Path) -> bool:
-    """Is there an ``nsqd.dat``? We write one too: the caller knows whether there is flintmq data beside it."""
-    return (data_path / _METADATA).is_file()
-
-
 def read(data_path: Path, *, max_msg_size: int) -> GoData:
     """Everything the Go nsqd left in ``data_path``. Message data is read only when the queues are iterated.
 
     Messages longer than ``max_msg_size`` are kept where it is clear that they are messages.
     """
-    metadata = data_path / _METADATA
+    metadata = data_path / METADATA
     damage: list[str] = []
     topics = _load_metadata(metadata, damage)
     files: list[Path] = []
@@ -346,7 +341,7 @@ def read(data_path: Path, *, max_msg_size: int) -> GoData:
         if match := _DATA_FILE.fullmatch(name) or _META_FILE.fullmatch(name):
             queue_files.setdefault(match["queue"], []).append(data_path / name)
             files.append(data_path / name)
-        elif name != _METADATA and _NSQD_FILE.fullmatch(name):
+        elif name != METADATA and _NSQD_FILE.fullmatch(name):
             files.append(data_path / name)
 
     def queue(name: str) -> GoQueue:

@@ -18,6 +18,7 @@ from flintmq.errors import FlintError
 
 if TYPE_CHECKING:
     from flintmq.broker.daemon import Broker
+    from flintmq.broker.net.session import Session
     from flintmq.broker.net.sockets import Poller
 
 __all__ = ["Turn", "report"]
@@ -26,6 +27,8 @@ logger = logging.getLogger(__name__)
 
 #: Seconds until finished messages reach the journal's file, if nothing else writes it sooner.
 JOURNAL_DELAY = 0.005
+#: Topics that are written before publishers get the answers of these topics.
+TOPICS_PER_ANSWER = 64
 
 
 def report(topic: Topic, what: str, error: Exception) -> None:
@@ -42,6 +45,9 @@ class Turn:
         self._topics: dict[Topic, None] = {}
         self._flush_due = False
         self._answered: dict[Channel, None] = {}
+        # While topics are written: publishers of several of them, whose answers leave together.
+        self._flushing = False
+        self._publishers: dict[Session, None] = {}
         # In the next turn: channels that have sent their share of this one.
         self._pumps: dict[Channel, None] = {}
         # Soon: topics whose memory can be trimmed, once the journal is flushed.
@@ -85,16 +91,43 @@ class Turn:
         """Write once per topic for all its publishers, then answer them, then deliver."""
         self._flush_due = False
         topics, self._topics = self._topics, {}
+        if len(topics) > 1:
+            # A publisher of one topic has all its answers with that topic.
+            self._flushing = True
+        since = 0
         for topic in topics:
             if not topic.exiting:
                 try:
                     topic.flush()
                 except Exception as exc:
                     report(topic, "write or hand on what was published", exc)
-        if self._broker.store.room < 0:
-            self._broker.upkeep.look_at_space()
-        if self._timer is None and self._broker.journal.pending:
+            if self._publishers:
+                since += 1
+                if since >= TOPICS_PER_ANSWER:
+                    since = 0
+                    self._answer()
+        if self._flushing:
+            self._flushing = False
+            self._answer()
+        broker = self._broker
+        if broker.store.room < 0:
+            broker.upkeep.look_at_space()
+        if self._timer is None and broker.journal.pending:
             self._see_to_it_soon()
+
+    def answer_later(self, session: Session) -> bool:
+        """Call ``session.send_answers`` once more topics of this turn are written; False if none are being written."""
+        if self._flushing:
+            self._publishers[session] = None
+        return self._flushing
+
+    def _answer(self) -> None:
+        sessions, self._publishers = self._publishers, {}
+        for session in sessions:
+            try:
+                session.send_answers()
+            except Exception:
+                logger.exception("client(%s): a publisher cannot be answered", session.remote_address)
 
     def _pump(self, channels: dict[Channel, None]) -> None:
         for channel in channels:

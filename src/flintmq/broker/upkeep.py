@@ -73,9 +73,8 @@ class Upkeep:
             # Before its files are deleted: no number of it must be used twice.
             topic.noted_side = topic.side.durable
             journal.note("side", topic.incarnation, topic.side.durable)
-        if topic.settings.ttl:
-            topic.expiry.look()
-        if topic.log.memory.pinned:
+        if topic.log.memory.pinned or topic.over_memory:
+            # Beyond its limit: what a thread has written since the last turn of its own can leave, too.
             topic.trim()
 
     def free(self) -> None:
@@ -97,9 +96,19 @@ class Upkeep:
                         log.free(seq, first_kept)
                     except Exception as exc:
                         report(topic, "delete files", exc)
+            self._look_for_old_messages()
 
         self.freeing = True
         journal.when_synced(journal.noted, synced)
+
+    def _look_for_old_messages(self) -> None:
+        """Only when files were deleted: this reads the oldest ones, and a file that is being read stays."""
+        for topic in list(self._broker.topics.values()):
+            if topic.settings.ttl:
+                try:
+                    topic.expiry.look()
+                except Exception as exc:
+                    report(topic, "find what is too old", exc)
 
     def _freeable(self, topic: Topic) -> list[Freeable]:
         if topic.keys is not None:

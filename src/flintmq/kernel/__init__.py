@@ -14,10 +14,13 @@ Only ``lane`` makes system calls. ``FLINTMQ_PURE=1`` asks for the interpreted fo
 
 from __future__ import annotations
 
+import contextlib
 import importlib.machinery
 import importlib.util
 import os
+import signal
 import sys
+from collections.abc import Iterator
 
 _MODULES = ("lane", "frames", "heap", "columns", "records", "spans")
 
@@ -49,9 +52,23 @@ def _use_interpreted() -> None:
             sys.modules["cython"] = real
 
 
+@contextlib.contextmanager
+def uninterrupted() -> Iterator[None]:
+    """Let ctrl-C wait while modules of Cython are imported: they lose a KeyboardInterrupt that meets them there."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
 # All or none: a form that is half of each would be a third one.
 if os.environ.get("FLINTMQ_PURE") == "1" or not all(map(_is_compiled, _MODULES)):
     _use_interpreted()
+else:
+    with uninterrupted():
+        for _name in _MODULES:
+            importlib.import_module(f"{__name__}.{_name}")
 
 from flintmq.kernel.columns import frame_columns
 from flintmq.kernel.frames import (
@@ -123,5 +140,6 @@ __all__ = [
     "split_frames",
     "sum_records",
     "total_size",
+    "uninterrupted",
     "whole_groups",
 ]

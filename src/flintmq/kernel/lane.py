@@ -891,8 +891,9 @@ class Ring:
     finished = cython.declare(cython.Py_ssize_t, visibility="public")
     # The window is kept to this, or to eight times what it holds.
     limit = cython.declare(cython.longlong, visibility="public")
-    # What finish_from_socket() read, and what send_run() sent.
+    # What finish_from_socket() read, and how much of it were FINs; what send_run() sent.
     received = cython.declare(cython.Py_ssize_t, visibility="public")
+    taken = cython.declare(cython.Py_ssize_t, visibility="public")
     sent = cython.declare(cython.Py_ssize_t, visibility="public")
     _owners = cython.declare(object)
     _mask = cython.declare(cython.longlong)
@@ -908,7 +909,7 @@ class Ring:
         self.count = 0
         self.finished = 0
         self.limit = 1 << 16
-        self.received = self.sent = 0
+        self.received = self.taken = self.sent = 0
         self._owners = None
         self._mask = -1
         self._done = None
@@ -989,6 +990,48 @@ class Ring:
         # A broken connection took nothing: that is noticed when the rest is sent.
         self.sent = n if n > 0 else 0
         return count
+
+    def send_each(
+        self,
+        block: Block,
+        first: cython.longlong,
+        stop: cython.longlong,
+        limits: list[int],
+        max_bytes: cython.Py_ssize_t,
+        budget: cython.Py_ssize_t,
+        owners: list[int],
+        fds: list[int],
+        counts: list[int],
+    ) -> int:
+        """Send a run to each of several sockets, one behind the other, from ``first`` on; how many bytes all have.
+
+        How many messages each gets is added to ``counts``. It ends early where the block or the range ends, when
+        ``budget`` bytes are spent, where ``send_run`` does nothing, and with a run of which a socket did not take all:
+        that is the last one, and ``self.sent`` and the block say what is left of it.
+        """
+        i: cython.Py_ssize_t
+        limit: cython.Py_ssize_t
+        count: cython.Py_ssize_t
+        size: cython.Py_ssize_t = 0
+        if stop > block.base + block.count:
+            stop = block.base + block.count
+        for i in range(len(fds)):
+            if first >= stop or size >= budget:
+                break
+            limit = limits[i]
+            if limit > stop - first:
+                limit = stop - first
+            count = self.send_run(block, first, limit, max_bytes, owners[i], fds[i])
+            if count == 0:
+                # The block knows this run now, of which nothing was sent, and nothing is to be.
+                self.sent = block.stop - block.start
+                break
+            counts.append(count)
+            first += count
+            size += block.stop - block.start
+            if self.sent != block.stop - block.start:
+                break
+        return size
 
     @cython.cfunc
     def _grow(self, need: cython.longlong) -> cython.int:
@@ -1175,7 +1218,29 @@ class Ring:
         if n == -EAGAIN or n == -EINTR:
             n = _nothing
         self.received = n
-        return self.finish_run(data, 0, n, owner, prefix) if n > 0 else 0
+        self.taken = self.finish_run(data, 0, n, owner, prefix) if n > 0 else 0
+        return self.taken
+
+    def finish_each(
+        self,
+        fds: list[int],
+        owners: list[int],
+        data: bytearray,
+        prefix: cython.ulonglong,
+        counts: list[int],
+    ) -> int:
+        """The same for several sockets, as long as they bring FINs and nothing else; how many did.
+
+        What was finished for each is added to ``counts``: also for the first that is not as simple as that, of which
+        ``self.received`` and ``self.taken`` tell.
+        """
+        i: cython.Py_ssize_t
+        for i in range(len(fds)):
+            self.finish_from_socket(fds[i], data, owners[i], prefix)
+            counts.append(self.finished)
+            if self.received <= 0 or self.taken != self.received:
+                return i
+        return len(fds)
 
     @cython.cfunc
     def _widen(self) -> cython.int:

@@ -22,10 +22,12 @@ from flintmq.broker.delivery.channel import Channel
 from flintmq.broker.delivery.dead_letters import LONGEST_PATH, RETRY_DELAY, SLICE
 from flintmq.broker.delivery.redrive import REDRIVE, Redrive
 from flintmq.broker.delivery.topic import Topic
+from flintmq.broker.drain import Remainder, _remainders
 from flintmq.broker.http.peek import cursor_of, peek_topic
 from flintmq.broker.observe import prometheus
 from flintmq.broker.storage import journal as journal_module
 from flintmq.broker.storage.journal import NEVER
+from flintmq.errors import OptionError
 from flintmq.protocol.seqs import SEQ_MASK
 from flintmq.protocol.wire import Message, valid_name
 from flintmq.system import Buffer
@@ -1103,3 +1105,42 @@ async def test_dead_letters_are_counted(ask: tuple[Broker, Ask]) -> None:
     _, extended = await http("GET", "/stats?format=json&topic=t&extended=true")
     assert "dead_lettered_count" not in usual["topics"][0]["channels"][0]
     assert extended["topics"][0]["channels"][0]["dead_lettered_count"] == 2
+
+
+async def test_a_death_that_a_seek_undid_has_no_copy(broker: Broker) -> None:
+    channel = await channel_of(broker)
+    dead, _ = broker.topic("t.c.dead").channel("d")
+    consumer, keeper = await consumer_of(channel), await consumer_of(broker.topic("t").channel("keeper")[0], 0)
+    await Client(broker).publish_many("t", [b"a", b"b"])
+    # Its dead-letter topic takes a large batch, and nothing else until that is in.
+    dead.topic.hold(keeper)
+    for deaths in (2, 4):
+        await until(lambda: len(consumer.messages) == deaths)  # noqa: B023
+        for message in consumer.messages[-2:]:
+            consumer.requeue(message)
+        await quiet(broker)
+        assert len(channel.leaving) == 2
+        if deaths == 2:
+            channel.seek(channel.topic.log.first)
+    dead.topic.release()
+    await moved(broker)
+    assert (channel.leaving.dead_lettered_count, dead.message_count) == (2, 2)
+
+
+async def test_a_topic_is_not_empty_while_dead_letters_are_on_their_way(broker: Broker) -> None:
+    channel = await channel_of(broker)
+    dead = broker.topic("t.c.dead")
+    consumer = await consumer_of(channel)
+    dead.hold(consumer)
+    await Client(broker).publish("t", b"a")
+    await until(lambda: consumer.messages)
+    consumer.requeue(consumer.messages[0])
+    await quiet(broker)
+    assert (channel.depth, channel.in_flight_count, len(channel.leaving)) == (0, 0, 1)
+    with pytest.raises(OptionError, match="holds messages"):
+        broker.settings.change(("t",), {"durability": "memory"})
+    drained = broker.drain(5)
+    assert [str(found) for found in _remainders(broker)] == ["CHANNEL(c): 1 messages of t stay: 1 not finished in time"]
+    dead.release()
+    broker.refuse("")
+    assert (await drained).left == [Remainder("t.c.dead", None, 1, 0, "without a channel")]

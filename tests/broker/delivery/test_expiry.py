@@ -15,7 +15,7 @@ from flintmq.broker.delivery import leaving as leaving_module
 from flintmq.broker.delivery.dead_letters import SLICE
 from flintmq.broker.delivery.topic import Topic
 from flintmq.broker.observe import prometheus, stats
-from support.fakes import SECOND, Client, CountingDisk, FakeClock, pass_time, quiet, until
+from support.fakes import SECOND, Client, CountingDisk, FakeClock, dpub, pass_time, quiet, until
 
 TTL = 100
 Started = Callable[..., Awaitable[Topic]]
@@ -95,6 +95,35 @@ async def test_what_nobody_wants_goes_as_well(start: Started, clock: FakeClock) 
     channel = await channel_of(broker, "u")
     consumer = await consumer_of(channel)
     assert [message.body for message in await received(consumer, 3)] == [b"young"] * 3
+
+
+async def test_looking_for_old_messages_keeps_no_file_that_nobody_needs(
+    start_broker: StartBroker, clock: FakeClock
+) -> None:
+    """Each look reads the file that holds the last message too old: that must not keep it from being deleted."""
+    broker = await start_broker(
+        mem_queue_size=0, max_bytes_per_file=1_000, sync_timeout=3_600 * SECOND, disk=CountingDisk()
+    )
+    topic = expiring(broker)
+    channel = await channel_of(broker)
+    producer = Client(broker)
+    await producer.publish("t", b"old" * 400)
+    consumer = await consumer_of(channel, ready=1)
+    consumer.finish(*await received(consumer))
+    consumer.ready(0)
+    clock.advance(TTL)
+    await producer.publish("t", b"young" * 400)
+    # The journal has nothing more to say by the time that the file may go: nothing waits for it.
+    topic.settings = replace(topic.settings, retain_bytes=1 << 20)
+    for _ in range(2):
+        clock.advance(1)
+        await look(broker)
+    assert channel.depth == 1 and len(topic.log.segments) == 2
+    topic.settings = replace(topic.settings, retain_bytes=0)
+    for _ in range(2):
+        clock.advance(1)
+        await look(broker)
+    assert channel.depth == 1 and len(topic.log.segments) == 1
 
 
 async def test_very_many_old_messages_on_the_disk(start_broker: StartBroker, clock: FakeClock) -> None:
@@ -383,6 +412,48 @@ async def test_a_message_that_was_moved_expires_by_its_own_time(start_broker: St
     await look(broker)
     await until(lambda: channel.leaving.expired_count == 1)
     assert channel.depth == 0
+
+
+@pytest.mark.parametrize("deferred", [False, True])
+async def test_a_message_that_was_moved_and_never_counted_expires(
+    start_broker: StartBroker, clock: FakeClock, deferred: bool
+) -> None:
+    """A kill forgets that it was in flight. If it was deferred, nobody knows since when it is due: then it stays."""
+    options = {"mem_queue_size": 0, "max_bytes_per_file": 4_000, "sync_timeout": 3_600 * SECOND}
+    broker = await start_broker(**options, msg_timeout=900 * SECOND)
+    topic = expiring(broker)
+    channel = await channel_of(broker, attempts=0)
+    producer = Client(broker)
+    if deferred:
+        assert await producer.ask(dpub("t", 1_000, b"old")) == b"OK"
+        await pass_time(broker, clock, 2)
+    else:
+        await producer.publish("t", b"old")
+    slow = await consumer_of(channel, 1)
+    [message] = await received(slow)
+    slow.ready(0)
+    other = await consumer_of(channel, 2_500)
+    for _ in range(60):
+        await producer.publish_many("t", [b"x" * 1_000] * 10)
+        await until(lambda: len(other.messages) >= 10)
+        other.finish(*other.messages)
+        other.take()
+        await look(broker)
+    assert message.id.decode() == topic.ids.text(topic.mover.first_copied).decode(), "only a copy of it is left"
+    broker.kill()
+    clock.advance(TTL - 1)
+    broker = await start_broker(**options)
+    expiring(broker)
+    channel = broker.topics["t"].channels["c"]
+    await look(broker)
+    assert (channel.depth, channel.leaving.expired_count) == (1, 0), "it is young"
+    clock.advance(1)
+    await look(broker)
+    if deferred:
+        assert len(await received(await consumer_of(channel))) == 1
+    else:
+        await until(lambda: channel.leaving.expired_count == 1)
+        assert channel.depth == 0
 
 
 async def test_an_ephemeral_channel_keeps_what_is_older_than_the_log_and_not_too_old(

@@ -53,7 +53,8 @@ async def all_of(broker: Broker, count: int) -> Counter[bytes]:
 
 
 @pytest.mark.parametrize("end", ["stop", "kill"])
-@pytest.mark.parametrize(("count", "most", "moved"), [(30, 30, 10), (450, 450, 200), (450, 321, 200), (7, 7, 0)])
+# More is left than the first second's worth after the restart: that too goes at once.
+@pytest.mark.parametrize(("count", "most", "moved"), [(30, 30, 10), (450, 450, 200), (450, 417, 200), (7, 7, 0)])
 async def test_a_redrive_goes_on_after_a_restart(
     start_broker: StartBroker, clock: FakeClock, end: str, count: int, most: int, moved: int
 ) -> None:

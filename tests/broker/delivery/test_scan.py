@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import gc
+import weakref
 from collections.abc import Callable
 from typing import Any
 
 import pytest
 from conftest import StartBroker
 
-from flintmq.broker.delivery.scan import Scan
+from flintmq.broker.delivery.scan import SPARE, Scan
 from flintmq.options import NsqdOptions
-from support.fakes import SECOND, Client, FakeClock, pass_time, quiet, until
+from support.fakes import SECOND, Client, FakeClock, dpub, pass_time, quiet, until
 
 
 class FakeChannel:
@@ -199,3 +201,42 @@ async def test_many_channels_due_at_once_are_all_served_in_one_tick(
     assert [len(channel.deferred) for channel in topic.channels.values()] == [1] * 33
     await pass_time(broker, clock, 1)
     assert [channel.depth for channel in topic.channels.values()] == [1] * 33
+
+
+async def test_the_index_of_deadlines_is_no_larger_than_the_number_of_channels(start_broker: StartBroker) -> None:
+    broker = await start_broker()
+    consumer = Client(broker)
+    await consumer.subscribe("t", "c", 0)
+    channel = broker.topics["t"].channels["c"]
+    # Each is due earlier than the one before.
+    for number in range(1_000):
+        await Client(broker).ask(dpub("t", 3_000_000 - number, b"x"))
+    await quiet(broker)
+    assert len(channel.deferred) == 1_000
+    assert len(broker.scan._heap) <= 2 * len(broker.topics) + SPARE
+
+
+async def test_a_deleted_channel_is_not_kept_until_its_deadline(start_broker: StartBroker) -> None:
+    broker = await start_broker()
+    topic = broker.topic("t")
+    gone = []
+    for number in range(20):
+        channel, _ = topic.channel(f"c{number}")
+        gone.append(weakref.ref(channel))
+    await Client(broker).ask(dpub("t", 3_000_000, b"x"))
+    await quiet(broker)
+    assert all(len(other.deferred) == 1 for other in topic.channels.values())
+    del channel
+    for name in list(topic.channels):
+        topic.delete_channel(name)
+    await quiet(broker)
+    broker.turns.housekeeping()
+    gc.collect()
+    assert [reference() for reference in gone] == [None] * 20
+
+
+def test_a_channel_that_asks_twice_for_one_deadline_is_looked_at_once() -> None:
+    bench = Bench(queue_scan_selection_count=10)
+    channel = FakeChannel(bench.scan, "a", [50], bench.looks)
+    bench.scan.watch(channel, 50)
+    assert [name for turn in bench.tick() for name in turn] == ["a"]

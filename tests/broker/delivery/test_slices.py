@@ -11,16 +11,20 @@ from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import StartBroker
 
 from flintmq.broker.daemon import Broker
 from flintmq.broker.delivery import channel as channel_module
+from flintmq.broker.delivery import give_back
 from flintmq.broker.delivery.channel import Channel
+from flintmq.broker.delivery.in_flight import Runs
 from flintmq.broker.delivery.seek import Seek
 from flintmq.broker.delivery.topic import Topic
 from flintmq.broker.limits import TopicLimits
+from flintmq.kernel import Ring
 from flintmq.protocol.seqs import SEQ_MASK
 from flintmq.protocol.wire import encode_command
 from support.fakes import SECOND, Client, FakeClock, dpub, pass_time, places, pub, quiet, until
@@ -538,3 +542,95 @@ async def test_a_channel_that_fails_at_a_gap_does_not_keep_the_others_from_their
         await client.subscribe("t", name, 10)
         await quiet(again)
         assert client.bodies == [b"before", b"after"]
+
+
+class CountingRing(Ring):
+    """A ring that counts the deliveries that are looked at."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.looked: list[int] = []
+
+    def held(self, first: int, stop: int) -> list[tuple[int, int]]:
+        found = super().held(first, stop)
+        self.looked.append(len(found))
+        return found
+
+
+async def test_a_fleet_of_lost_consumers_is_one_walk_in_slices(start_broker: StartBroker) -> None:
+    broker = await start_broker(requeue_on_disconnect=True)
+    channel, _ = broker.topic("t").channel("c")
+    ring = channel.ring = channel.in_flight.ring = CountingRing()
+    ring.reset(channel.seen)
+    clients = [Client(broker) for _ in range(60)]
+    for client in clients:
+        await client.subscribe("t", "c", 100)
+    publish(channel.topic, 6_000)
+    await until(lambda: channel.in_flight_count == 6_000)
+    ring.looked.clear()
+    for client in clients[1:]:
+        client.hang_up()
+    await until(lambda: channel.depth == 5_900)
+    # Each would look at what all others hold: 59 times as many.
+    assert sum(ring.looked) <= 2 * 6_000
+    assert max(ring.looked) <= give_back.LOOK_AT_ONCE
+    assert (channel.in_flight_count, channel.requeue_count) == (100, 5_900)
+    assert not any(channel.attempts[seq] != 1 for seq in channel.requeued)
+
+
+async def test_a_sample_of_very_many_small_messages_takes_several_turns(
+    broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a budget in messages a pump would go through 2 MiB of them, which are 60000."""
+    channel = await deferred(broker, 0)
+    passed: list[int] = []
+    run, send = Channel._pump, Channel._send_sample
+
+    def pump(self: Channel, *ready: object) -> None:
+        passed.append(0)
+        run(self, *ready)  # type: ignore[arg-type]
+
+    def sample(self: Channel, session: object, block: object, first: int, count: int) -> int:
+        passed[-1] += count
+        return send(self, session, block, first, count)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(Channel, "_pump", pump)
+    monkeypatch.setattr(Channel, "_send_sample", sample)
+    publish(channel.topic, 20_000)
+    await quiet(broker)
+    consumer = Client(broker)
+    await consumer.ask(encode_command(b"IDENTIFY", body=b'{"sample_rate": 1}'))
+    await consumer.subscribe("t", "c", 2_500)
+    await until(lambda: channel.depth == 0)
+    assert sum(passed) == 20_000
+    assert max(passed) <= 6_000
+
+
+async def test_fin_costs_the_same_however_many_timeouts_there_are(broker: Broker) -> None:
+    """Deadlines are kept by timeout, and any client may ask for any: FINs of others do not go through all of them."""
+    channel = await deferred(broker, 0)
+    consumer = Client(broker)
+    await consumer.subscribe("t", "c", 1)
+    for number in range(500):
+        # What they hold stays in flight: the last run of none of them is finished.
+        other = Client(broker)
+        await other.ask(encode_command(b"IDENTIFY", body=b'{"msg_timeout": %d}' % (60_001 + number)))
+        await other.subscribe("t", "c", 1)
+    publish(channel.topic, 501)
+    await until(lambda: channel.in_flight_count == 501)
+    looked = 0
+
+    class Counting(dict[int, Runs]):
+        def values(self) -> Any:
+            nonlocal looked
+            looked += len(self)
+            return super().values()
+
+    channel.in_flight._runs = Counting(channel.in_flight._runs)
+    publish(channel.topic, 1_000)
+    for _ in range(1_000):
+        consumer.finish(consumer.messages[-1])
+        await quiet(broker)
+    assert channel.in_flight_count == 501
+    # Once in as many FINs as there are timeouts, and not for each.
+    assert looked <= 4 * 1_000

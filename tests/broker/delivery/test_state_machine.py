@@ -23,6 +23,7 @@ import tempfile
 from collections.abc import Coroutine
 from dataclasses import dataclass, field
 from fnmatch import fnmatchcase
+from random import Random
 from typing import Any, TypeVar
 
 import pytest
@@ -74,6 +75,12 @@ class Entry:
     sure: tuple[int, int] = (0, 0)
     #: The journal has for certain that it is finished.
     surely_finished: bool = False
+
+    def shift(self, by: int) -> None:
+        """The clock that dues go by has started again: all of them are on the new one."""
+        self.due += by if self.due else 0
+        self.told = (self.told[0], self.told[1] and self.told[1] + by)
+        self.sure = (self.sure[0], self.sure[1] and self.sure[1] + by)
 
     def put_back(self, due: int = 0) -> None:
         self.place, self.owner, self.due = (LATER if due else WAITING), None, due
@@ -735,7 +742,7 @@ class BrokerMachine(RuleBasedStateMachine):
                 model.dues = {seq: due and due + shift for seq, due in model.dues.items()}
                 for channel in model.channels.values():
                     for entry in channel.entries.values():
-                        entry.due += shift if entry.due else 0
+                        entry.shift(shift)
         else:
             self.clock.advance(seconds)
         self.start()
@@ -762,6 +769,25 @@ class BrokerMachine(RuleBasedStateMachine):
             assert due in (entry.due, entry.told[1], entry.sure[1])
         entry.place, entry.attempts, entry.due, entry.owner = (LATER if due else WAITING), attempts, due, None
         entry.told = entry.sure = (attempts, due if attempts else 0)
+
+
+@pytest.mark.parametrize("seconds", [0, 1, 15])
+def test_what_was_asked_for_before_a_reboot_is_due_on_the_new_clock(seconds: int) -> None:
+    """Deferred, a reboot, then a crash: the oracle once compared a due time of the old clock with the new one."""
+    machine = BrokerMachine()
+    try:
+        machine.begin(mem_queue_size=0, requeue_on_disconnect=False, size=0)
+        machine.subscribe(topic="orders", channel="a", ready=0)
+        machine.mpub(name="orders", count=1, size=0)
+        machine.act_on_one(random=Random(0), verb="defer", seconds=3)
+        machine.restart(seconds=seconds, reboot=True)
+        machine.every_message_is_in_exactly_one_place()
+        machine.crash(seconds=0, written=False)
+        machine.every_message_is_in_exactly_one_place()
+        [entry] = machine.model("orders", "a").entries.values()
+        assert entry.place == (WAITING if seconds == 15 else LATER)
+    finally:
+        machine.teardown()
 
 
 EXHAUSTIVE = os.environ.get("FLINTMQ_EXHAUSTIVE") == "1"

@@ -205,3 +205,18 @@ async def test_a_batch_that_a_thread_writes_at_a_stop_is_answered(
         assert client.responses == [b"OK"]
     async with Broker(**options) as broker:
         assert broker.topics["t"].channels["c"].depth == len(bodies)
+
+
+@pytest.mark.parametrize("count", [1, 3])
+async def test_a_publish_that_waits_for_its_sync_at_a_stop_is_answered(tmp_path: Path, count: int) -> None:
+    options: dict[str, Any] = {"data_path": tmp_path, "durability": "fsync", "disk_reserve": 0}
+    async with Broker(disk=SlowThreads(), **options) as broker:
+        clients = [Client(broker) for _ in range(count)]
+        for number, client in enumerate(clients):
+            client.send(encode_mpub(b"t%d" % number, [b"x"] * 7))
+        await until(lambda: all(f"t{n}" in broker.topics and broker.topics[f"t{n}"].last_commit for n in range(count)))
+        assert [client.responses for client in clients] == [[]] * count
+        await broker.stop()
+        assert [client.responses for client in clients] == [[b"OK"]] * count
+    async with Broker(**options) as broker:
+        assert [broker.topics[f"t{number}"].depth for number in range(count)] == [7] * count

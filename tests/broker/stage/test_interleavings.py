@@ -321,6 +321,21 @@ async def test_begin_tells_what_home_may_have_forgotten(nodes: Nodes, home: Stag
     assert (await other.begin(1, 1, "b"))["applied"] == 0
 
 
+async def test_a_node_that_was_told_of_a_decision_is_a_witness_of_it(nodes: Nodes, home: StageClient) -> None:
+    """Home restored from an old backup, and the node that has the rows is down: any other knows, if it was told."""
+    other = await nodes.start("n2")
+    assert await other.call("abort", epoch=1, txn=3, told=3) == {"decided": False}
+    # Somebody who is late tells less, or nothing.
+    await other.call("abort", epoch=1, txn=2, told=2)
+    await other.abort(1, 3)
+    other = await nodes.restart("n2")
+    [known] = (await other.ask("GET", "/stage?producer=query-1"))["producers"]
+    assert (known["home"], known["applied"], known["told"]) == (False, -1, 3)
+    assert (await other.begin(1, 4, "b"))["told"] == 3
+    with pytest.raises(Refused, match="INVALID_BODY"):
+        await other.call("abort", epoch=1, txn=3, told=1 << 53)
+
+
 async def test_a_checkpoint_that_went_back_finds_its_decision(nodes: Nodes, home: StageClient) -> None:
     for txn in range(3):
         await home.commit(txn, [bodies(txn * 5, 5)], f"job-{txn}")

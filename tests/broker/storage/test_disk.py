@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import queue
+import socket
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,6 +12,7 @@ from typing import Any
 
 import pytest
 
+from flintmq import kernel
 from flintmq.broker.storage import disk as disk_module
 from flintmq.broker.storage.disk import BACKGROUND, COMMIT, READ, Disk, SystemClock
 from support.simdisk import PowerLoss, SimDisk
@@ -297,3 +299,29 @@ def test_the_power_goes_at_the_call_it_is_told(tmp_path: Path) -> None:
         disk.exists(tmp_path)
     assert disk.after_power_loss("none").names(tmp_path) == []
     assert disk.after_power_loss("all").content(tmp_path / "file") == b"one"
+
+
+def test_a_descriptor_of_a_simulated_machine_is_free_once_it_is_closed(tmp_path: Path) -> None:
+    """Without power its connections fail; a real one that gets the same number later does not."""
+    ends = socket.socketpair()
+    disk = SimDisk(tmp_path)
+    table = kernel.replace_calls(None)
+    kernel.replace_calls(table)
+    assert isinstance(table, kernel.Calls)
+    with socket.create_server(("127.0.0.1", 0)) as listener, socket.create_connection(listener.getsockname()):
+        accepted = disk.system.accept(listener)
+        disk.system.dead = True
+        number = accepted.fileno()
+        assert table.recv(number, memoryview(bytearray(5))) < 0
+        accepted.close()
+    try:
+        os.dup2(ends[0].fileno(), number)
+        ends[1].send(b"hello")
+        room = bytearray(5)
+        assert table.recv(number, memoryview(room)) == 5
+        assert room == b"hello"
+    finally:
+        os.close(number)
+        for end in ends:
+            end.close()
+    disk.close()

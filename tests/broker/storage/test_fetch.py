@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import dataclasses
 import random
 import socket
 from collections.abc import AsyncIterator
@@ -18,9 +19,10 @@ from flintmq.broker.daemon import Broker
 from flintmq.broker.delivery.topic import Topic
 from flintmq.broker.http.log import time_of
 from flintmq.broker.storage import fetch as fetch_module
+from flintmq.broker.storage import segment as segment_module
 from flintmq.broker.storage.segment import FILE_HEADER, RECORD_HEADER
 from flintmq.protocol.seqs import SEQ_MASK
-from flintmq.protocol.wire import FRAME_MESSAGE, FrameDecoder, decode_message
+from flintmq.protocol.wire import FRAME_MESSAGE, FrameDecoder, decode_message, encode_mpub
 from support.fakes import SECOND, Client, FakeClock, quiet, until
 from support.http_client import Answer, HttpClient, request_of
 from support.simdisk import SimDisk, settled
@@ -192,6 +194,163 @@ def test_times_are_those_of_rfc_3339(text: str, nanoseconds: int | None) -> None
     assert time_of(text) == nanoseconds
 
 
+# --- Times ------------------------------------------------------------------------------------------------------------
+
+
+async def published(http: HttpClient, topic: Topic) -> dict[int, int]:
+    """When each durable message was published, by its seq."""
+    found: dict[int, int] = {}
+    first = topic.log.first
+    while first < topic.durable:
+        answer = await fetch(http, first, topic.durable)
+        for _, data in FrameDecoder().feed(answer.body):
+            message = decode_message(data)
+            found[int(message.id, 16) & SEQ_MASK] = message.timestamp
+        first = int(answer.headers["x-flintmq-next"])
+    return found
+
+
+def covered(ranges: list[dict[str, Any]], times: dict[int, int], since: int, until: int) -> int:
+    """Check what ranges claim; how many messages they ask to be read that are of another time."""
+    edges = [edge for one in ranges for edge in (one["from"], one["to"])]
+    assert edges == sorted(edges)
+    inside: set[int] = set()
+    for one in ranges:
+        seqs = [seq for seq in times if one["from"] <= seq < one["to"]]
+        assert one["messages"] == len(seqs)
+        if one["all"]:
+            assert all(since <= times[seq] < until for seq in seqs)
+        inside.update(seqs)
+    assert {seq for seq, time in times.items() if since <= time < until} <= inside
+    return sum(not since <= times[seq] < until for seq in inside)
+
+
+@pytest.mark.parametrize("seed", range(12))
+async def test_the_ranges_of_a_time_hold_all_of_it_whatever_the_clock_did(
+    start_broker: StartBroker, clock: FakeClock, monkeypatch: pytest.MonkeyPatch, seed: int
+) -> None:
+    """Publishes of all kinds, steps of the clock, stops and kills: no message of a time is left out."""
+    monkeypatch.setattr(segment_module, "CHUNK_BYTES", 3_000)
+    dice = random.Random(seed)
+    steps = dice.choice([(), (), (-0.001, -5.0, 3600.0, -3600.0)])
+    settings = {**SMALL, "tcp_address": "127.0.0.1:0", "max_bytes_per_file": dice.choice([15_000, 60_000])}
+    broker = await start_broker(**settings)
+    for _ in range(dice.randint(1, 3)):
+        producer = Client(broker)
+        reader, writer = await asyncio.open_connection(*broker.tcp_address.rsplit(":", 1))
+        writer.write(b"  V2")
+        for _ in range(dice.randint(5, 60)):
+            bodies = numbered(dice.randint(1, 40), dice.choice([10, 100, 900]))
+            match dice.randrange(4):
+                case 0:
+                    await producer.publish("t", bodies[0])
+                case 1:
+                    await producer.publish_many("t", bodies)
+                case 2:
+                    for body in bodies[:5]:
+                        await producer.publish("t", body)
+                        clock.advance(dice.choice([0, 0.001]))
+                case 3:
+                    # The lane: the kernel takes them from the socket.
+                    for _ in range(2):
+                        writer.write(encode_mpub(b"t", bodies))
+                        assert (await reader.readexactly(10))[8:] == b"OK"
+            clock.advance(dice.choice([0, 0.000001, 0.5, 10]))
+            if steps and not dice.randrange(8):
+                clock.step_wall(dice.choice(steps))
+        writer.close()
+        await writer.wait_closed()
+        await synced(broker)
+        if dice.randrange(2):
+            broker.kill()
+        else:
+            await broker.stop()
+        broker = await start_broker(**settings)
+    topic = await synced(broker)
+    async with HttpClient.connect(broker.http_address) as http:
+        times = await published(http, topic)
+        moments = sorted(set(times.values()))
+        for _ in range(60):
+            since, until = (dice.choice(moments) + dice.choice([-1, 0, 1, 500_000]) for _ in range(2))
+            answer = await http.get(f"/log/ranges?topic=t&since={since}&until={until}")
+            assert (answer.status, answer.json["epoch"]) == (200, topic.epoch)
+            covered(answer.json["ranges"], times, since, until)
+            answer = await http.get(f"/log/ranges?topic=t&since={since}")
+            covered(answer.json["ranges"], times, since, 1 << 63)
+            first, stop = sorted(dice.randint(topic.log.first, topic.durable) for _ in range(2))
+            answer = await http.get(f"/log/ranges?topic=t&until={until}&from={first}&to={stop}")
+            some = {seq: time for seq, time in times.items() if first <= seq < stop}
+            covered(answer.json["ranges"], some, -1, until)
+            answer = await http.get(f"/log/ranges?topic=t&from={first}&to={stop}")
+            assert sum(one["messages"] for one in answer.json["ranges"]) == len(some)
+            assert all(one["all"] for one in answer.json["ranges"])
+
+
+async def test_the_ranges_of_a_time_are_narrow(
+    start_broker: StartBroker, clock: FakeClock, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With a clock that only goes on, also after a restart: what is read in vain is two chunks at most."""
+    monkeypatch.setattr(segment_module, "CHUNK_BYTES", 3_000)
+    broker = await start_broker(**SMALL)
+    producer = Client(broker)
+    for _ in range(300):
+        await producer.publish_many("t", numbered(10, 100))
+        clock.advance(1)
+    await synced(broker)
+    for _ in range(2):
+        async with HttpClient.connect(broker.http_address) as http:
+            topic = broker.topics["t"]
+            times = await published(http, topic)
+            assert len(topic.log.segments) > 3
+            begun = min(times.values())
+            for since in range(begun, begun + 290 * SECOND, 7 * SECOND):
+                for until in (since, since + 1, since + 3 * SECOND, since + 100 * SECOND):
+                    answer = await http.get(f"/log/ranges?topic=t&since={since}&until={until}")
+                    assert covered(answer.json["ranges"], times, since, until) <= 60
+            # One step back spoils one file, and no other.
+            answer = await http.get(f"/log/ranges?topic=t&since={begun + 400 * SECOND}")
+            assert answer.json["ranges"] == []
+        await broker.stop()
+        broker = await start_broker(**SMALL)
+
+
+async def test_one_step_of_the_clock_spoils_one_file(broker: Broker, http: HttpClient, clock: FakeClock) -> None:
+    producer = Client(broker)
+    for number in range(40):
+        await producer.publish_many("t", numbered(100, 100))
+        clock.advance(60)
+        if number == 23:
+            clock.step_wall(-100)
+    topic = await synced(broker)
+    assert len(topic.log.segments) > 3
+    assert sum(not segment.ordered for segment in topic.log.segments) == 1
+    times = await published(http, topic)
+    answer = await http.get(f"/log/ranges?topic=t&since={clock.wall()}")
+    [spoilt] = [segment for segment in topic.log.segments if not segment.ordered]
+    assert [(one["from"], one["to"], one["all"]) for one in answer.json["ranges"]] == [
+        (spoilt.base, spoilt.end, False)
+    ], len(times)
+
+
+@pytest.mark.parametrize(
+    ("query", "status", "code"),
+    [
+        ("topic=t&since=yesterday", 400, "INVALID_TIME"),
+        ("topic=t&until=-5", 400, "INVALID_TIME"),
+        ("topic=t&from=x", 400, "INVALID_ARG_FROM"),
+        ("topic=t&to=9999999999999999", 416, "NOT_YET"),
+        ("topic=t&from=1", 410, "GONE"),
+        ("topic=u", 404, "TOPIC_NOT_FOUND"),
+        ("", 400, "MISSING_ARG_TOPIC"),
+    ],
+)
+async def test_wrong_questions_for_ranges(broker: Broker, http: HttpClient, query: str, status: int, code: str) -> None:
+    await Client(broker).publish("t", b"one")
+    await synced(broker)
+    answer = await http.get(f"/log/ranges?{query}")
+    assert (answer.status, answer.message.partition(":")[0]) == (status, code)
+
+
 # --- Ranges -----------------------------------------------------------------------------------------------------------
 
 
@@ -207,6 +366,30 @@ async def test_any_range_can_be_read(broker: Broker, http: HttpClient) -> None:
     for a, b in [*ranges, (first, first), (stop, stop), (first, first + 1), (stop - 1, stop), *pairwise(edges)]:
         expected = {seq: body for seq, body in written.items() if a <= seq < b}
         assert await read(http, a, b, max_bytes=picker.choice([1, 300, 20_000, 70_000, 150_000, 10**9])) == expected
+
+
+async def test_bodies_can_be_left_out(broker: Broker, http: HttpClient) -> None:
+    """Frames without bodies: the same messages otherwise, in the same number of answers."""
+    producer = Client(broker)
+    for size in (1, 7, 300, 5_000, 70_000):
+        await producer.publish_many("t", numbered(30, size))
+    topic = await synced(broker)
+    assert len(topic.log.segments) > 1
+    first, stop = topic.log.first, topic.durable
+    for most in (1, 1_000, 16 << 20):
+        at = first
+        while at < stop:
+            whole, bare = (
+                await fetch(http, at, stop, max_bytes=most),
+                await fetch(http, at, stop, max_bytes=most, bodies="false"),
+            )
+            assert bare.headers["x-flintmq-next"] == whole.headers["x-flintmq-next"]
+            assert len(bare.body) % 34 == 0
+            heads = [decode_message(data) for _, data in FrameDecoder().feed(whole.body)]
+            assert [decode_message(data) for _, data in FrameDecoder().feed(bare.body)] == [
+                dataclasses.replace(message, body=b"") for message in heads
+            ]
+            at = int(whole.headers["x-flintmq-next"])
 
 
 async def test_the_ends_have_names(broker: Broker, http: HttpClient) -> None:
@@ -691,6 +874,32 @@ async def test_a_gap_after_a_removed_file_is_not_gone(
             assert list(messages(answer.body).values()) == [b"after"] * later
             gone = await fetch(http, stop - 1, topic.durable)
             assert (gone.status, gone.json["first"]) == (410, stop)
+
+
+@pytest.mark.parametrize("crashes", [1, 3])
+async def test_a_reader_at_the_end_of_a_log_without_files_is_not_told_that_something_is_gone(
+    start_broker: StartBroker, crashes: int
+) -> None:
+    """Numbers are left out after a crash. A reader that waits before them has missed nothing."""
+    broker = await start_broker(**SMALL)
+    await Client(broker).subscribe("t", "c", 0)
+    await quiet(broker)
+    stop = broker.topics["t"].durable
+    async with HttpClient.connect(broker.http_address) as http:
+        assert (await http.post(f"/log/position?topic=t&reader=r&to={stop}")).status == 200
+    for number in range(crashes):
+        broker.journal.flush()
+        broker.kill()
+        broker = await start_broker(**SMALL)
+        await Client(broker).publish("t", b"after %d" % number)
+        await synced(broker)
+    topic = broker.topics["t"]
+    assert topic.log.segments[0].base > stop, "numbers were left out"
+    async with HttpClient.connect(broker.http_address) as http:
+        answer = await fetch(http, stop, topic.durable)
+        assert answer.status == 200, answer.body
+        assert list(messages(answer.body).values()) == [b"after %d" % number for number in range(crashes)]
+        assert (await fetch(http, stop - 1, topic.durable)).status == 410
 
 
 async def test_a_mark_of_a_removed_file_does_not_outlive_the_next_one(start_broker: StartBroker) -> None:

@@ -96,9 +96,9 @@ async def test_a_start_without_room_says_which_file_how_much_and_what_to_do(
     assert client.bodies == bodies
 
 
-async def test_a_start_that_fails_leaves_no_file_open(start_broker: StartBroker, tmp_path: Path) -> None:
-    """A program that runs a broker in its own process may try again as often as it likes."""
-    disk = SimDisk(tmp_path)
+async def killed_with_files(start_broker: StartBroker, folder: Path) -> SimDisk:
+    """Return the disk of a broker that was killed: files that are whole and synced, and one that is neither."""
+    disk = SimDisk(folder)
     broker = await start_broker(disk=disk, max_bytes_per_file=5_000)
     broker.topic("t").channel("c")
     for number in range(5):
@@ -108,11 +108,38 @@ async def test_a_start_that_fails_leaves_no_file_open(start_broker: StartBroker,
     await settled(broker)
     await Client(broker).publish("t", bytes(3_000))
     broker.kill()
+    return disk
+
+
+async def test_a_start_that_fails_leaves_no_file_open(start_broker: StartBroker, tmp_path: Path) -> None:
+    """A program that runs a broker in its own process may try again as often as it likes."""
+    disk = await killed_with_files(start_broker, tmp_path)
     cramped = disk.after_kill()
     cramped.fail("write", errno.ENOSPC, path=".tmp")
     with pytest.raises(StartError, match="Nothing is lost"):
         await start_broker(disk=cramped)
     assert cramped.open_files == []
+
+
+@pytest.mark.parametrize("kind", ["open", "read", "write", "truncate", "rename", "sync", "sync_folder"])
+async def test_a_start_whose_disk_fails_at_any_call_leaves_no_file_open(
+    start_broker: StartBroker, tmp_path: Path, kind: str
+) -> None:
+    disk = await killed_with_files(start_broker, tmp_path)
+    failed = 0
+    for number in range(100):
+        failing = disk.after_kill()
+        failing.fail(kind, errno.EIO, skip=number)
+        try:
+            again = await start_broker(disk=failing)
+        except StartError:
+            failed += 1
+            assert failing.open_files == [], f"call {number}"
+        else:
+            again.kill()
+            if not failing.system.met:
+                break
+    assert failed
 
 
 async def test_nsqd_dat_is_tried_again(

@@ -584,6 +584,40 @@ def test_a_journal_that_cannot_roll_tries_again_less_and_less_often(
     assert teller.journal.size < 500
 
 
+def _full(teller: Teller) -> None:
+    """Note more than fits into one file."""
+    while teller.journal.size <= 500:
+        teller.note("floor", 1, 1, 1)
+        teller.journal.flush()
+    teller.note("floor", 1, 1, 1)
+    teller.journal.flush()
+    teller.run()
+
+
+def test_a_journal_without_a_descriptor_for_its_folder_rolls_later(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Missing descriptors are no reason to stop: the old file has room."""
+    monkeypatch.setattr(journal_module, "ROLL_AT", 500)
+    teller = Teller()
+    teller.disk.fail("open_folder", errno.EMFILE, path="journal")
+    _full(teller)
+    assert teller.fatal == [] and teller.journal.size > 500
+    teller.clock.advance(65)
+    teller.note("floor", 2, 1, 1)
+    teller.journal.flush()
+    teller.run()
+    assert teller.fatal == [] and teller.journal.size < 500
+
+
+def test_a_sync_that_fails_when_the_journal_rolls_leaves_no_file_open(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal_module, "ROLL_AT", 500)
+    teller = Teller()
+    teller.disk.fail("sync", errno.EIO, path="journal-")
+    _full(teller)
+    assert len(teller.fatal) == 1
+    teller.journal.close()
+    assert teller.disk.open_files == []
+
+
 async def test_rows_that_are_not_whole_are_damage_with_the_file_s_name(start_broker: StartBroker) -> None:
     broker = await start_broker()
     channel, _ = broker.topic("t").channel("c")

@@ -15,6 +15,7 @@ import pytest
 from conftest import StartBroker
 
 from flintmq.broker.daemon import Broker
+from flintmq.broker.storage import log as log_module
 from flintmq.protocol.wire import FRAME_MESSAGE, FrameDecoder, Message, decode_message, encode_command, encode_mpub
 from support.fakes import SECOND, quiet, until
 from support.fakes import Client as FakeClient
@@ -257,3 +258,19 @@ async def test_what_left_the_memory_outlives_a_kill_although_its_batch_is_not_wh
     await quiet(broker)
     lost = set(bodies[consumed : consumed + in_files]) - {message.body for message in consumer.messages}
     assert not lost, f"{len(lost)} of the {in_files} messages that were in files"
+
+
+async def test_what_a_thread_has_written_leaves_the_memory_when_nobody_publishes_again(
+    start_broker: StartBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The turn that wrote it was over before the write was: without a consumer nothing looked at it any more."""
+    monkeypatch.setattr(log_module, "WRITE_IN_THREAD_AT", 0)
+    broker = await start_broker(mem_queue_size=0)
+    await FakeClient(broker).publish_many("t", [bytes(10_000)] * 60)
+    await quiet(broker)
+    log = broker.topics["t"].log
+    assert log.written == log.end
+    broker.upkeep.sync()
+    await quiet(broker)
+    assert broker.topics["t"].depth == 60
+    assert log.memory_count <= sum(block.count for block in log.blocks[-1:])

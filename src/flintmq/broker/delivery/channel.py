@@ -21,12 +21,13 @@ import logging
 import random
 from array import array
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Container, Iterable, Iterator
 from functools import partial
-from itertools import chain
+from itertools import chain, islice
 from typing import TYPE_CHECKING
 
 from flintmq.broker.delivery.dead_letters import REQUEUED, TIMED_OUT
+from flintmq.broker.delivery.give_back import GiveBack
 from flintmq.broker.delivery.in_flight import InFlight, Unusual
 from flintmq.broker.delivery.latency import Latency, publish_time
 from flintmq.broker.delivery.leaving import Leaving
@@ -36,7 +37,7 @@ from flintmq.broker.delivery.seek import Seek
 from flintmq.broker.delivery.slices import discard
 from flintmq.broker.delivery.snapshot import Part, restored, snapshot_parts
 from flintmq.broker.limits import Pace
-from flintmq.broker.settings import ChannelSettings
+from flintmq.broker.settings import ChannelSettings, Settings
 from flintmq.broker.storage.disk import pack_numbers
 from flintmq.broker.storage.journal import NEVER, SIDE
 from flintmq.broker.storage.ranges import Ranges
@@ -57,6 +58,10 @@ logger = logging.getLogger(__name__)
 RUN_BYTES = 256 << 10
 #: What a pump may send before it hands the loop back.
 PUMP_BYTES = 2 << 20
+#: Consumers that are sent to in one go.
+ROUND = 64
+#: Bytes that a run counts at least, or a message where messages are sent one by one: a pump makes 5000 sends at most.
+SINGLE_BYTES = PUMP_BYTES // 5_000
 #: Deadlines of first deliveries are rounded up to this (8.4 ms), so that one entry serves many small runs.
 QUANTUM = 1 << 23
 #: Messages that one scan of a channel requeues before it hands the loop back.
@@ -110,6 +115,8 @@ class Channel:
         # Consumers; those in ``_ready`` may be able to take more.
         self.sessions: dict[int, Session] = {}
         self._ready: deque[Session] = deque()
+        #: Requeues what lost consumers held; made when there are any, and only where the options ask for it.
+        self.giving_back: GiveBack | None = None
         self._requeued_next = False
         # How many more this pump may pass over.
         self._skips = 0
@@ -161,6 +168,11 @@ class Channel:
     @property
     def in_flight_count(self) -> int:
         return self.in_flight.count
+
+    @property
+    def leaving_count(self) -> int:
+        """Messages that are being copied elsewhere, or will be, and are not finished until then."""
+        return len(self.leaving) + self.leaving.expired.total
 
     @property
     def unusual(self) -> dict[int, Unusual]:
@@ -299,7 +311,7 @@ class Channel:
         session.take_timeout(self.settings.msg_timeout)
 
     def remove(self, session: Session) -> None:
-        """The session is gone. What it holds stays in flight until its deadline, as in NSQ, or is requeued now."""
+        """The session is gone. What it holds stays in flight until its deadline, as in NSQ, or is requeued."""
         if self.sessions.pop(session.ident, None) is None:
             return
         self.topic.touched += 1
@@ -308,7 +320,9 @@ class Channel:
             session.listed = False
         # The end of the broker is no reason: it keeps what is in flight, with its attempts.
         if session.in_flight and self.broker.options.requeue_on_disconnect and not self.broker.stopping:
-            self._give_back(session)
+            if self.giving_back is None:
+                self.giving_back = GiveBack(self)
+            self.giving_back.add(session.ident, session.in_flight)
         if self.ephemeral and not self.sessions and not self.exiting:
             self.broker.later(self._vanish)
 
@@ -352,6 +366,16 @@ class Channel:
                 available = min(available, pace.allowance)
             if not available:
                 return
+            ordinary = available == waiting.total
+            if turns > 1 and available > 1 and ordinary and pace is None:
+                sent, served = self._send_round(ready, turns, budget)
+                if served:
+                    budget -= max(sent, served * SINGLE_BYTES)
+                    turns = turns - served or len(ready)
+                    if budget <= 0 and ready:
+                        self.broker.turns.pump_later(self)
+                        return
+                    continue
             session = ready[0]
             room = session.room
             if room > 0:
@@ -360,17 +384,16 @@ class Channel:
                 share = available if turns == 1 else -(-available // turns)
                 if room > share:
                     room = share
-                ordinary = available == waiting.total
                 before = session.message_count
                 sent = self._send_run(session, room) if ordinary else self._send(session, room)
                 if sent < 0:
                     # Not in memory, or in another turn: pump is called again.
                     return
-                budget -= sent
+                budget -= max(sent, SINGLE_BYTES)
                 if pace is not None:
                     pace.spend(session.message_count - before)
             ready.popleft()
-            if session.room > 0:
+            if session.ready_count > session.in_flight and session.room > 0:
                 ready.append(session)
             else:
                 session.listed = False
@@ -396,26 +419,26 @@ class Channel:
 
     def _send_run(self, session: Session, limit: int) -> int:
         waiting = self.waiting
-        first = waiting.first
+        first, most = waiting.front()
+        topic = self.topic
         try:
-            block = self.topic.log.block(first)
+            block = topic.log.block(first)
         except DamageError as exc:
             self._lose(exc)
             return 0
         if block is None:
             return -1
-        if self.topic.settings.ttl:
-            fresh = self.topic.expiry.too_old_from(block, first, waiting.first_stop)
+        if topic.settings.ttl:
+            fresh = topic.expiry.too_old_from(block, first, first + most)
             if fresh > first:
                 if not self._skips:
                     return -1
                 self.leaving.expire_before(fresh)
                 return -1 if self.leaving.expiring or self._skipped() else 0
-        most = waiting.first_stop - first
         if most > limit:
             most = limit
         if session.sample_rate:
-            count = block.cut(first, most, RUN_BYTES)
+            count = block.cut(first, min(most, RUN_BYTES // SINGLE_BYTES), RUN_BYTES)
             waiting.take(count)
             return self._send_sample(session, block, first, count)
         ring = self.ring
@@ -427,25 +450,100 @@ class Channel:
         waiting.take(count)
         if self.latency is not None:
             self.latency.sent(block, first, first + count, ring.lo)
-        timeout = session.deliver_timeout
-        deadline = (self.broker.clock.now() + timeout + QUANTUM - 1) & -QUANTUM
-        self.in_flight.sent(first, first + count, timeout, deadline)
-        if deadline < self.scheduled:
-            self._watch(deadline)
+        self._set_deadline(first, first + count, session.deliver_timeout, self.broker.clock.now())
         session.in_flight += count
         session.message_count += count
-        if self.topic.log.from_memory:
+        if topic.log.from_memory:
             self.sent_from_memory[session.locality] += count
         if ring.sent != stop - start:
             session.send_run(block.view[start + ring.sent : stop])
         return stop - start
 
+    def _send_round(self, ready: deque[Session], turns: int, budget: int) -> tuple[int, int]:
+        """Send a run to each of the next ``turns`` sessions in one go: many consumers that take few messages each.
+
+        Return the bytes, and how many sessions were served and have left the front of ``ready``; none where it is not
+        as simple as that.
+        """
+        topic, waiting = self.topic, self.waiting
+        if topic.settings.ttl:
+            return 0, 0
+        first, most = waiting.front()
+        available = waiting.total
+        # A round ends where the first range does.
+        beyond = available - most
+        limits: list[int] = []
+        fds: list[int] = []
+        owners: list[int] = []
+        for session in islice(ready, min(turns, ROUND)):
+            room = session.room
+            if room <= 0 or session.fd < 0 or session.sample_rate or available <= beyond:
+                break
+            # Each has its share, as in ``_pump``.
+            share = available if turns == 1 else -(-available // turns)
+            if room > share:
+                room = share
+            turns -= 1
+            available -= room
+            limits.append(room)
+            fds.append(session.fd)
+            owners.append(session.ident)
+        if len(fds) < 2:
+            return 0, 0
+        try:
+            block = topic.log.block(first)
+        except DamageError:
+            block = None
+        if block is None:
+            return 0, 0
+        ring = self.ring
+        counts: list[int] = []
+        size = ring.send_each(block, first, first + most, limits, RUN_BYTES, budget, owners, fds, counts)
+        if not counts:
+            return 0, 0
+        # What the last one's socket did not take.
+        rest = block.view[block.start + ring.sent : block.stop]
+        stop = first + sum(counts)
+        waiting.take(stop - first)
+        if self.latency is not None:
+            self.latency.sent(block, first, stop, ring.lo)
+        now = self.broker.clock.now()
+        from_memory = topic.log.from_memory
+        timeout = ready[0].deliver_timeout
+        seq = first
+        for count in counts:
+            session = ready.popleft()
+            if session.deliver_timeout != timeout:
+                self._set_deadline(first, seq, timeout, now)
+                first, timeout = seq, session.deliver_timeout
+            seq += count
+            session.in_flight += count
+            session.message_count += count
+            if from_memory:
+                self.sent_from_memory[session.locality] += count
+            if seq == stop and rest:
+                session.send_run(rest)
+            if session.ready_count > session.in_flight and session.room > 0:
+                ready.append(session)
+            else:
+                session.listed = False
+        self._set_deadline(first, seq, timeout, now)
+        return size, len(counts)
+
+    def _set_deadline(self, first: int, stop: int, timeout: int, now: int) -> None:
+        """These were sent now, and time out after ``timeout``."""
+        deadline = (now + timeout + QUANTUM - 1) & -QUANTUM
+        self.in_flight.sent(first, stop, timeout, deadline)
+        if deadline < self.scheduled:
+            self._watch(deadline)
+
     def _send_sample(self, session: Session, block: Block, first: int, count: int) -> int:
         """A client that wants a sample: what it does not get is gone for the whole channel.
 
-        The bytes of all of them count as sent: a small sample of very many must not take the turn from others.
+        All of them count as sent, small ones as more than their bytes: a small sample of very many, or one of very
+        many small messages, must not take the turn from others.
         """
-        size = block.stop - block.start
+        size = max(block.stop - block.start, count * SINGLE_BYTES)
         for seq in range(first, first + count):
             # NSQ's own rule: rate + 1 in a hundred pass.
             if random.randrange(100) > session.sample_rate:
@@ -510,7 +608,7 @@ class Channel:
             frame[16:18] = attempts.to_bytes(2, "big")
             self._hold(session, seq, attempts, frame)
             frames.append(frame)
-            size += len(frame)
+            size += max(len(frame), SINGLE_BYTES)
         if frames:
             session.send_run(memoryview(b"".join(frames)))
             return size
@@ -540,8 +638,10 @@ class Channel:
         for seq, _ in ring.held(ring.lo, max(ring.lo, stop - ring.limit // 2)):
             self._make_unusual(seq)
 
-    def _make_unusual(self, seq: int) -> Unusual:
-        return self.in_flight.make_unusual(seq, self.latency.published(seq) if self.latency is not None else 0)
+    def _make_unusual(self, seq: int, timeout: int = 0) -> Unusual:
+        """Move a first delivery, probably one with this timeout, out of the ring."""
+        published = self.latency.published(seq) if self.latency is not None else 0
+        return self.in_flight.make_unusual(seq, published, timeout)
 
     def _lose(self, damage: DamageError) -> None:
         logger.error("CHANNEL(%s): messages %d to %d are lost - %s", self.name, damage.first, damage.stop - 1, damage)
@@ -554,19 +654,35 @@ class Channel:
         """Apply consecutive FINs of the usual kind; where the first other command stands."""
         pos = self.ring.finish_run(data, pos, stop, session.ident, self._prefix())
         if self.ring.finished:
-            self._finished_run(session, self.ring.finished)
+            session.in_flight -= self.ring.finished
+            session.finish_count += self.ring.finished
+            self._finished_some()
+            self.wake(session)
         return pos
 
-    def finish_from_socket(self, session: Session, fd: int, data: bytearray) -> int:
-        """The same for what is read from a plain socket now; ``ring.received`` says how much that was."""
-        ring = self.ring
-        prefix = self.topic.ids.single
-        if prefix < 0:
-            prefix = self._prefix()
-        pos = ring.finish_from_socket(fd, data, session.ident, prefix)
-        if ring.finished:
-            self._finished_run(session, ring.finished)
-        return pos
+    def finish_each(self, sessions: list[Session], fds: list[int], data: bytearray, now: float) -> int:
+        """The same for what is read from plain sockets now, as long as these bring FINs alone; how many did.
+
+        Of the next session some FINs may be done as well: see ``Ring.finish_each``.
+        """
+        counts: list[int] = []
+        owners = [session.ident for session in sessions]
+        read = self.ring.finish_each(fds, owners, data, self._prefix(), counts)
+        ready = self._ready
+        for session, count in zip(sessions, counts, strict=False):
+            if count:
+                session.in_flight -= count
+                session.finish_count += count
+                session.last_command = now
+                if not session.listed:
+                    # As good as always there is room for more now; the pump looks again.
+                    session.listed = True
+                    ready.append(session)
+        finished = sum(counts)
+        if finished:
+            self.broker.counters.lane_finished += finished
+            self._finished_some()
+        return read
 
     def _prefix(self) -> int:
         """The node id of all messages in the ring, at its place in their ids."""
@@ -581,16 +697,13 @@ class Channel:
                 self._make_unusual(seq)
         return ids.prefix(last)
 
-    def _finished_run(self, session: Session, count: int) -> None:
-        session.in_flight -= count
-        session.finish_count += count
+    def _finished_some(self) -> None:
+        """First deliveries were finished, in the ring."""
         self.in_flight.prune()
         if self.latency is not None:
             self.latency.finished(self.ring.take_done(), self.broker.clock.wall(), self.broker.clock.now())
         if not self._noted:
             self._note()
-        if not session.listed:
-            self.wake(session)
 
     def _note(self) -> None:
         """Something was finished or requeued: the journal asks for it soon."""
@@ -618,23 +731,15 @@ class Channel:
             self.requeue_at(seq, attempts, self.broker.clock.now() + delay if delay > 0 else 0)
         self.wake(session)
 
-    def _give_back(self, session: Session) -> None:
-        """Requeue all that a session holds, as if it had asked for it: the attempt counts, and there is no delay."""
-        if self.exiting:
-            return
-        ring = self.ring
-        held = [(seq, 1) for seq, owner in ring.held(ring.lo, ring.hi) if owner == session.ident]
-        held += [(seq, message.attempts) for seq, message in self.unusual.items() if message.owner == session.ident]
-        for seq, attempts in held:
-            self._take(session, seq, "REQ")
-            self.requeue_count += 1
-            session.requeue_count += 1
-            if not self._gave_up(seq, attempts, REQUEUED):
-                self.requeue_at(seq, attempts, 0)
-        self.broker.turns.pump_later(self)
+    def give_back(self, seq: int) -> None:
+        """Requeue what a lost consumer held, as if it had asked for it: the attempt counts, and there is no delay."""
+        attempts = self.in_flight.take(seq)
+        self.requeue_count += 1
+        if not self._gave_up(seq, attempts, REQUEUED):
+            self.requeue_at(seq, attempts, 0)
 
     def touch(self, session: Session, seq: int) -> None:
-        message = self._owned(session, seq, "TOUCH") or self._make_unusual(seq)
+        message = self._owned(session, seq, "TOUCH") or self._make_unusual(seq, session.deliver_timeout)
         longest = message.delivered + self.broker.options.max_msg_timeout
         # Only the deadline moves: the heap's entry is pushed on when it comes up.
         message.deadline = min(self.broker.clock.now() + session.msg_timeout, longest)
@@ -792,6 +897,10 @@ class Channel:
                 self.wake(session)
             self.pump()
 
+    def take_settings(self, settings: Settings) -> None:
+        """Take what holds for it now."""
+        self.change_settings(settings.channel(self.topic.name, self.name))
+
     def change_settings(self, settings: ChannelSettings) -> None:
         """Take other settings; they hold at once, for deliveries from now on."""
         before, self.settings = self.settings, settings
@@ -814,9 +923,9 @@ class Channel:
         self.broker.journal.flush()
         self.broker.soon(self)
 
-    def _drop_all(self) -> None:
-        """Forget everything of the log. The journal was told."""
-        spent = [*self.in_flight.reset(self.seen), self.requeued, self.attempts, self.leaving.clear()]
+    def _drop_all(self, leaving: Container[int] = ()) -> None:
+        """Forget everything of the log; copies of those that are ``leaving`` are still made. The journal was told."""
+        spent = [*self.in_flight.reset(self.seen), self.requeued, self.attempts, self.leaving.clear(leaving)]
         self.waiting.clear()
         self.requeued = deque()
         self.deferred.clear()
@@ -863,7 +972,7 @@ class Channel:
         leaving = {seq: count for seq, count in self.leaving.attempts.items() if seq < below or seq >= SIDE}
         copies = array("q", sorted(seq for seq in chain((seq for seq, _, _ in kept), leaving) if seq < SIDE))
         self.broker.journal.note("seek", self.id, seek.start, pack_numbers(copies))
-        self._drop_all()
+        self._drop_all(leaving)
         self.waiting, self.deferred = seek.waiting, seek.deferred
         self.leaving.keep(leaving)
         self.ring.reset(self.waiting.first if self.waiting else self.seen)
@@ -936,6 +1045,7 @@ class Channel:
     def close(self) -> list[Session]:
         """The channel is going: its consumers, to be disconnected by the caller."""
         self.exiting = True
+        self.broker.scan.forget(self)
         self._ready.clear()
         sessions = list(self.sessions.values())
         for session in sessions:

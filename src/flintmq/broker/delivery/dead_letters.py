@@ -18,6 +18,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from collections import deque
+from collections.abc import Container
 from functools import partial
 from struct import Struct
 from typing import TYPE_CHECKING, Any
@@ -111,6 +112,10 @@ class DeadLetters(Steps):
         """The message is leaving its channel."""
         self._queue.append((seq, reason))
         self.go_on()
+
+    def retain(self, seqs: Container[int]) -> None:
+        """Only these are still leaving. Others may die once more, after a seek: an old entry would copy them twice."""
+        self._queue = deque(entry for entry in self._queue if entry[0] in seqs)
 
     def _step(self) -> None:
         channel, queue = self._channel, self._queue

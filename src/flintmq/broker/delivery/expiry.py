@@ -69,7 +69,8 @@ class Expiry:
         if seq >= SIDE or timestamp_of(frame) > self.cutoff or self.still_good(seq, seq + 1, 1)[0]:
             return False
         # Of a deferred message whose segment is gone nobody knows any more when it became due.
-        return delivered > 0 or seq >= self._topic.mover.below
+        mover = self._topic.mover
+        return delivered > 0 or seq >= mover.below or mover.tells_age(seq)
 
     def _first_young_pinned(self) -> int:
         """The first message that is not too old of those that only memory holds, for an ephemeral channel.
@@ -87,7 +88,7 @@ class Expiry:
         """Is a message too old that the log says was published too early? None while it is being read back."""
         topic = self._topic
         moved = seq < topic.mover.below
-        if moved and not delivered:
+        if moved and not delivered and not topic.mover.tells_age(seq):
             return False
         if not moved or topic.log.in_memory(seq):
             return not self.still_good(seq, seq + 1, 1)[0]

@@ -12,6 +12,7 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Iterator
 from heapq import heapify, heappop, heappush
+from itertools import chain
 from typing import Any
 
 from flintmq.broker.storage.journal import NEVER
@@ -21,6 +22,8 @@ __all__ = ["InFlight", "Runs", "Unusual"]
 
 #: Seqs of a run that are looked at in one go when it times out.
 LOOK_AT_ONCE = 20_000
+#: FIFOs of deadlines up to which empty ones are kept for the next delivery.
+KEPT_EMPTY = 4
 
 
 class Runs:
@@ -37,15 +40,6 @@ class Runs:
 
     def __bool__(self) -> bool:
         return self._head < len(self._firsts)
-
-    def add(self, first: int, stop: int, deadline: int) -> None:
-        stops = self._stops
-        if self._head < len(stops) and stops[-1] == first and self._deadlines[-1] == deadline:
-            stops[-1] = stop
-        else:
-            self._firsts.append(first)
-            stops.append(stop)
-            self._deadlines.append(deadline)
 
     @property
     def deadline(self) -> int:
@@ -105,6 +99,8 @@ class InFlight:
         self.unusual: dict[int, Unusual] = {}
         self._runs: dict[int, Runs] = {}
         self._deadlines: list[tuple[int, int]] = []
+        # How often ``prune`` has had nothing to do since it last went through all runs.
+        self._rested = 0
         # First deliveries that ended one by one while somebody goes through the ring in slices; one list for each.
         self._listeners: list[list[int]] = []
 
@@ -131,7 +127,13 @@ class InFlight:
         runs = self._runs.get(timeout)
         if runs is None:
             runs = self._runs[timeout] = Runs(timeout)
-        runs.add(first, stop, deadline)
+        stops, deadlines = runs._stops, runs._deadlines
+        if stops and stops[-1] == first and deadlines[-1] == deadline:
+            stops[-1] = stop
+        else:
+            runs._firsts.append(first)
+            stops.append(stop)
+            deadlines.append(deadline)
 
     def hold(self, seq: int, message: Unusual) -> None:
         """Take in a delivery that is not an ordinary first one."""
@@ -147,11 +149,12 @@ class InFlight:
             self._deadlines = [(other.queued, number) for number, other in self.unusual.items()]
             heapify(self._deadlines)
 
-    def make_unusual(self, seq: int, published: int) -> Unusual:
-        """Move a first delivery out of the ring; it stays in flight."""
+    def make_unusual(self, seq: int, published: int, timeout: int) -> Unusual:
+        """Move a first delivery out of the ring; it stays in flight. It was probably sent with this timeout."""
         owner = self.ring.owner(seq)
         deadline = delivered = 0
-        for runs in self._runs.values():
+        likely = self._runs.get(timeout)
+        for runs in chain(() if likely is None else (likely,), self._runs.values()):
             deadline = runs.find(seq)
             if deadline:
                 delivered = deadline - runs.timeout
@@ -178,12 +181,27 @@ class InFlight:
             gone.append(seq)
 
     def prune(self) -> None:
-        """Forget the deadlines of runs that are finished."""
+        """Forget the deadlines of runs that are finished. Called for every FIN."""
+        if len(self._runs) > KEPT_EMPTY:
+            self._prune_many()
+            return
         lo = self.ring.lo
         for runs in self._runs.values():
             head, stops = runs._head, runs._stops
             if head < len(stops) and stops[head] <= lo:
                 runs.prune(lo)
+
+    def _prune_many(self) -> None:
+        """The same where clients ask for many timeouts: all are gone through once in as many calls."""
+        self._rested += 1
+        if self._rested < len(self._runs):
+            return
+        self._rested = 0
+        lo = self.ring.lo
+        for runs in list(self._runs.values()):
+            runs.prune(lo)
+            if not runs:
+                del self._runs[runs.timeout]
 
     def time_out(self, now: int, most: int) -> Iterator[tuple[int, int, int]]:
         """End deliveries whose time is up; yield (seq, owner, attempts) of each.
@@ -198,9 +216,9 @@ class InFlight:
                     left -= 1
                     yield seq, owner, 1
                 left -= 1
-            if not runs and len(self._runs) > 4:
+            if not runs and len(self._runs) > KEPT_EMPTY:
                 # A client may ask for any timeout: do not keep a FIFO for each ever seen.
-                del self._runs[runs.timeout]
+                self._runs.pop(runs.timeout, None)
         while left > 0 and self._deadlines and self._deadlines[0][0] <= now:
             queued, seq = heappop(self._deadlines)
             left -= 1

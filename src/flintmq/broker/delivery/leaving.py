@@ -7,7 +7,7 @@ ones by ``redrive``; who copies asks here which they are.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -55,9 +55,14 @@ class Leaving:
     def __iter__(self) -> Iterator[int]:
         return iter(self.attempts)
 
-    def clear(self) -> dict[int, int]:
-        """Forget them all; return what is to be discarded."""
+    def clear(self, kept: Container[int] = ()) -> dict[int, int]:
+        """Forget them all, but for the copies that are to be made of those that ``keep`` brings back at once.
+
+        Return what is to be discarded.
+        """
         spent, self.attempts = self.attempts, {}
+        if self.dead_letters is not None:
+            self.dead_letters.retain(kept)
         self.expired.clear()
         return spent
 

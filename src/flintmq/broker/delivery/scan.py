@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
-from heapq import heappop, heappush
+from heapq import heapify, heappop, heappush
 from typing import Any, Protocol
 
 from flintmq.broker.storage.journal import NEVER
@@ -18,6 +18,9 @@ from flintmq.options import NsqdOptions
 __all__ = ["Scan"]
 
 logger = logging.getLogger(__name__)
+
+#: Entries of the heap that nobody asks for any more and that are kept all the same, beside one for each channel.
+SPARE = 64
 
 
 class Scanned(Protocol):
@@ -37,15 +40,30 @@ class Scan:
     def __init__(self, options: Callable[[], NsqdOptions], later: Callable[[Callable[[], None]], Any]) -> None:
         self._options = options
         self._later = later
-        self._heap: list[tuple[int, int, Scanned]] = []
+        # Deadline, a number that no other entry has, and the channel: None where it asked for another deadline since.
+        self._heap: list[list[Any]] = []
+        self._entries: dict[Scanned, list[Any]] = {}
         self._order = 0
         self._rounds_under_way = False
 
     def watch(self, channel: Scanned, deadline: int) -> None:
-        """Look at the channel when ``deadline`` has passed."""
+        """Look at the channel when ``deadline`` has passed, and no longer at the one that it asked for before."""
+        if channel.exiting:
+            return
+        self.forget(channel)
         channel.scheduled = deadline
         self._order += 1
-        heappush(self._heap, (deadline, self._order, channel))
+        entry = self._entries[channel] = [deadline, self._order, channel]
+        heappush(self._heap, entry)
+
+    def forget(self, channel: Scanned) -> None:
+        """Look at the channel no more. What its entry in the heap takes up is freed with the next ones."""
+        entry = self._entries.pop(channel, None)
+        if entry is not None:
+            entry[2] = None
+            if len(self._heap) > 2 * len(self._entries) + SPARE:
+                self._heap = list(self._entries.values())
+                heapify(self._heap)
 
     def tick(self, now: Callable[[], int]) -> None:
         """One interval has passed. A round that is still under way goes on by itself."""
@@ -87,9 +105,9 @@ class Scan:
         selected: list[Scanned] = []
         heap = self._heap
         while heap and len(selected) < count and heap[0][0] <= now:
-            deadline, _, channel = heappop(heap)
-            # Of several entries of one channel only the one it last asked for counts.
-            if channel.scheduled == deadline and not channel.exiting:
+            channel = heappop(heap)[2]
+            if channel is not None:
+                del self._entries[channel]
                 channel.scheduled = NEVER << 8
                 selected.append(channel)
         return selected

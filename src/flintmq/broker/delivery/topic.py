@@ -26,7 +26,7 @@ from flintmq.broker.delivery.channel import Channel
 from flintmq.broker.delivery.commit import Commit, Piece
 from flintmq.broker.delivery.expiry import Expiry
 from flintmq.broker.limits import TopicLimits
-from flintmq.broker.settings import TopicSettings
+from flintmq.broker.settings import Settings, TopicSettings
 from flintmq.broker.storage.journal import NEVER, SIDE
 from flintmq.broker.storage.keys import Keys
 from flintmq.broker.storage.log import TAKE_AT_ONCE, WRITE_AT, Log
@@ -219,37 +219,38 @@ class Topic:
         """
         if self.exiting:
             raise PublishError("exiting")
+        broker, log = self.broker, self.log
         if self._batch_error is not None:
-            self.broker.counters.refused_count += count
+            broker.counters.refused_count += count
             raise self._batch_error
-        if self.broker.refusing and not self.log.in_group and not admitted:
-            self.broker.counters.refused_count += count
-            raise PublishError(self.broker.refusing)
+        if broker.refusing and not log.in_group and not admitted:
+            broker.counters.refused_count += count
+            raise PublishError(broker.refusing)
         size = stop - pos - 4 * count
         if self.limits is not None:
             self.limits.admit(count, size, admitted)
         kept = count
         if self.ephemeral and self.frozen:
             stop, kept = self._fitting(data, pos, stop, count)
-        if more and not self.log.in_group:
+        if more and not log.in_group:
             # If the batch is given up, its commits fail, and those of others must not.
             self._open_commit = None
         try:
             if kept or not count:
-                self.log.append(data, pos, stop, kept, self.broker.clock.wall(), delay=delay, extra=extra, more=more)
+                log.append(data, pos, stop, kept, broker.clock.wall(), delay=delay, extra=extra, more=more)
             elif not more:
-                self.log.end_batch()
+                log.end_batch()
         except PublishError:
-            self.broker.counters.refused_count += count
+            broker.counters.refused_count += count
             raise
         self.message_count += count
         self.message_bytes += size
         if count and not kept:
             return None
-        if self.log.end > self._usable - RESERVE // 2:
+        if log.end > self._usable - RESERVE // 2:
             self._reserve()
-        self.broker.turn(self)
-        if self.log.durability == "memory" and self.log.end <= min(self._usable, self._settled):
+        broker.turn(self)
+        if log.durability == "memory" and log.end <= min(self._usable, self._settled):
             return None
         return self._commit(self.message_count - count, self.message_bytes - size)
 
@@ -321,6 +322,11 @@ class Topic:
             keys.hold()
         if keys.restore():
             self.keys = keys
+
+    @property
+    def last_commit(self) -> Commit | None:
+        """The last of the commits that publishers wait for; those before it are resolved first."""
+        return self._commits[-1] if self._commits else None
 
     def _commit(self, count: int, size: int) -> Commit:
         """What this turn's publishers wait for. ``count`` and ``size`` are the counters before this publish."""
@@ -397,7 +403,8 @@ class Topic:
         if self.limits is not None:
             self.limits.trim()
         settings = self.settings
-        if log.memory_count > settings.mem_queue_size or log.memory_bytes > settings.mem_queue_bytes:
+        memory = log.memory
+        if memory.count(log.end) > settings.mem_queue_size or memory.bytes > settings.mem_queue_bytes:
             self.trim()
 
     def _progressed(self) -> None:
@@ -729,7 +736,9 @@ class Topic:
             return ""
         # What is only in memory was promised no more than that: a write that fails must not be able to take it back.
         self.trim()
-        unfinished = self.depth + sum(c.depth + c.in_flight_count + len(c.deferred) for c in self.channels.values())
+        unfinished = self.depth + sum(
+            c.depth + c.in_flight_count + len(c.deferred) + c.leaving_count for c in self.channels.values()
+        )
         logs = [log for log in (self.log, self.side) if log is not None]
         if not (unfinished or self.busy or self._commits or any(log.written != log.end for log in logs)):
             return ""
@@ -737,6 +746,10 @@ class Topic:
             f"durability: topic {self.name} holds messages, and only an empty one can be changed from "
             f"{self.log.durability} to {settings.durability}: let them be finished, or empty it and its channels"
         )
+
+    def take_settings(self, settings: Settings) -> None:
+        """Take what holds for it now."""
+        self.change_settings(settings.topic(self.name))
 
     def change_settings(self, settings: TopicSettings) -> None:
         """Take other settings; they hold at once."""
@@ -777,6 +790,12 @@ class Topic:
                 storage.abandon()
 
     # --- Letting go ------------------------------------------------------------------------------------------------
+
+    @property
+    def over_memory(self) -> bool:
+        """Does the log hold more in memory than it is to?"""
+        log, settings = self.log, self.settings
+        return log.memory_count > settings.mem_queue_size or log.memory_bytes > settings.mem_queue_bytes
 
     def trim(self) -> None:
         """Let the log forget what it need not keep in memory."""

@@ -21,6 +21,7 @@ from flintmq import addresses
 from flintmq.addresses import BACKLOG
 from flintmq.broker.http import dead_letters, debug, peek
 from flintmq.broker.http import log as log_api
+from flintmq.broker.http import pipelines as pipelines_api
 from flintmq.broker.http import settings as settings_api
 from flintmq.broker.http import stage as stage_api
 from flintmq.broker.http.lane import IDLE_SECONDS, HttpConnection, HttpLane
@@ -219,6 +220,7 @@ class Api:
             # What lies in the files.
             *log_api.routes(self._broker),
             *stage_api.routes(self._broker),
+            *pipelines_api.routes(self._broker),
             # The end of the node.
             Route("POST", "/drain", self._drain, ADMIN),
             # Settings.

@@ -16,8 +16,9 @@ from flintmq.broker.delivery.topic import Topic
 from flintmq.broker.http.targets import existing_channel, existing_topic
 from flintmq.broker.storage.fetch import Fetch, Fetches
 from flintmq.broker.storage.readers import Readers
+from flintmq.broker.storage.segment import TimeRange
 from flintmq.errors import DamageError, FullError, HttpError, StorageError
-from flintmq.http.arguments import Arguments, is_number
+from flintmq.http.arguments import LARGEST, Arguments, is_number
 from flintmq.http.site import ADMIN, CONSUME, READ, Answer, Request, Route
 
 if TYPE_CHECKING:
@@ -39,6 +40,7 @@ def routes(broker: Broker) -> list[Route]:
     return [
         Route("GET", "/log/info", api.info, READ),
         Route("GET", "/log/offset", api.offset, READ),
+        Route("GET", "/log/ranges", api.ranges, READ),
         Route("GET", "/log/fetch", api.fetch, CONSUME, unlogged=True),
         Route("GET", "/log/position", api.positions, READ),
         Route("POST", "/log/position", api.move, ADMIN),
@@ -73,11 +75,32 @@ class _LogApi:
     async def offset(self, request: Request) -> dict[str, int]:
         arguments = request.arguments()
         topic = self._topic(arguments.topic())
-        text = arguments.text("time")
-        time = int(text) if is_number(text) else time_of(text)
-        if time is None:
-            raise HttpError(400, "INVALID_TIME: write it as 2026-11-16T02:00:00Z, or as nanoseconds since 1970")
+        time = _time(arguments, "time")
         return {"offset": min(await self._seq_at(topic, time), topic.durable)}
+
+    async def ranges(self, request: Request) -> dict[str, Any]:
+        arguments = request.arguments()
+        topic = self._topic(arguments.topic())
+        first = _offset(topic, arguments, "from") if "from" in arguments else topic.log.first
+        stop = _offset(topic, arguments, "to") if "to" in arguments else topic.durable
+        if first < topic.log.first:
+            raise _gone(topic)
+        if stop > topic.durable:
+            _sync_soon(topic)
+            raise _not_yet(topic)
+        if "since" in arguments or "until" in arguments:
+            since = _time(arguments, "since") if "since" in arguments else -1
+            until = _time(arguments, "until") if "until" in arguments else LARGEST + 1
+            found = topic.log.between(since, until, first, stop)
+        else:
+            messages = sum(b - a for segment in topic.log.segments for a, b in segment.present(first, stop))
+            found = [TimeRange(first, stop, messages, True)] if first < stop else []
+        return {
+            "topic": topic.name,
+            "node": self._broker.node.hex(),
+            "epoch": topic.epoch,
+            "ranges": [{"from": one.first, "to": one.stop, "messages": one.messages, "all": one.all} for one in found],
+        }
 
     async def _seq_at(self, topic: Topic, time: int) -> int:
         found: asyncio.Future[int] = asyncio.get_running_loop().create_future()
@@ -110,7 +133,7 @@ class _LogApi:
         if stop > topic.durable:
             _sync_soon(topic)
             raise _not_yet(topic)
-        fetch = Fetch(self._fetches, topic.log, first, stop, most)
+        fetch = Fetch(self._fetches, topic.log, first, stop, most, bodies=arguments.flag("bodies", True))
         try:
             await fetch.open()
         except BaseException as exc:
@@ -217,6 +240,15 @@ class _LogApi:
         if topic.log.durability == "memory":
             raise HttpError(400, "NO_LOG: with durability `memory` a topic has no log to read, use `os` or `fsync`")
         return topic
+
+
+def _time(arguments: Arguments, name: str) -> int:
+    """A time, in ns since 1970."""
+    text = arguments.text(name)
+    time = int(text) if is_number(text) else time_of(text)
+    if time is None:
+        raise HttpError(400, "INVALID_TIME: write it as 2026-11-16T02:00:00Z, or as nanoseconds since 1970")
+    return time
 
 
 def _sync_soon(topic: Topic) -> None:

@@ -5,6 +5,7 @@ What they mean and where they are kept is ``settings``' business.
 
 from __future__ import annotations
 
+import asyncio
 from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any
 
@@ -38,6 +39,9 @@ def routes(broker: Broker) -> list[Route]:
                 broker.settings.change(names, changes)
             except OptionError as exc:
                 raise HttpError(400, f"INVALID_SETTING: {exc}") from exc
+            applied = asyncio.get_running_loop().create_future()
+            broker.settings.when_applied(lambda: None if applied.done() else applied.set_result(None))
+            await applied
             answer = broker.settings.describe(names)
             # Whatever the durability of messages: this is rare, and is not to be forgotten.
             await broker.synced()

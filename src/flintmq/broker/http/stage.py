@@ -85,6 +85,8 @@ class _Done(_Named):
 class _Abort(_Named):
     epoch: int
     txn: int
+    #: The highest transaction that is decided, for a node that is not the home to remember; -1: none is told.
+    told: int = -1
 
 
 _C = TypeVar("_C", bound=_Named)
@@ -165,7 +167,10 @@ class _StageApi:
         return await self._existing(asked).done(asked.txn)
 
     async def abort(self, asked: _Abort) -> dict[str, Any]:
-        _check_numbers(asked.epoch, asked.txn)
+        _check_numbers(asked.epoch, asked.txn, max(asked.told, 0))
+        if asked.told >= 0:
+            self._staging.check_memory()
+            return await self._staging.producer(asked.producer).abort(asked.epoch, asked.txn, asked.told)
         if asked.producer not in self._staging.producers:
             return {"decided": False}
         return await self._existing(asked).abort(asked.epoch, asked.txn)

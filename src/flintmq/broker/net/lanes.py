@@ -27,6 +27,8 @@ logger = logging.getLogger(__name__)
 
 #: Publishers of the last turn that are read again without being asked to.
 MOST_REGULARS = 16
+#: Consumers that are read in one go.
+MOST_TOGETHER = 256
 
 
 class PublishLane:
@@ -141,40 +143,58 @@ class FinishLane:
 
     def __init__(self, broker: Broker, channel: Channel) -> None:
         self._broker = broker
-        self._counters = broker.counters
         self._channel = channel
+        # Sessions that are read in one go; fewer after one that brought more than FINs.
+        self._together = MOST_TOGETHER
         #: Sessions whose sockets can be read in this turn; the Poller appends to it.
         self.arrived: list[tuple[Session, SocketTransport]] = []
 
     def run(self) -> None:
         arrived, self.arrived = self.arrived, []
-        channel = self._channel
-        ring = channel.ring
-        data = self._broker.receive_buffer
         now = self._broker.now()
-        finished = 0
-        for session, transport in arrived:
-            if not session.open_to_finish:
-                transport.receive()
-                continue
+        at = 0
+        while at < len(arrived):
+            at = self._run_some(arrived, at, now)
+        self._broker.answered(self._channel)
+
+    def _run_some(self, arrived: list[tuple[Session, SocketTransport]], at: int, now: float) -> int:
+        """See to one session or more from ``at`` on; return where the next one stands."""
+        sessions: list[Session] = []
+        fds: list[int] = []
+        for i in range(at, min(at + self._together, len(arrived))):
+            session, transport = arrived[i]
+            if session._held is not None or session._waiting or session._closing:
+                # What is held back here comes first. It may end other connections: look again after it.
+                break
+            sessions.append(session)
+            fds.append(transport.fd)
+        if not fds:
+            arrived[at][1].receive()
+            return at + 1
+        channel, data = self._channel, self._broker.receive_buffer
+        ring = channel.ring
+        try:
+            read = channel.finish_each(sessions, fds, data, now)
+        except Exception:
+            # Nobody knows how far it came: these connections are closed, and no other.
+            for _, transport in arrived[at : at + len(fds)]:
+                transport.broken()
+            return at + len(fds)
+        if read == len(fds):
+            self._together = min(4 * self._together, MOST_TOGETHER)
+            return at + read
+        # What this one brought besides FINs may end other connections, too.
+        self._together = 1
+        session, transport = arrived[at + read]
+        size, taken = ring.received, ring.taken
+        if size > 0:
             try:
-                pos = channel.finish_from_socket(session, transport.fd, data)
-                size = ring.received
-                finished += ring.finished
-                if size > 0:
-                    if pos:
-                        session.heard(now)
-                    if pos != size:
-                        data[: size - pos] = data[pos:size]
-                        session.buffer_updated(size - pos)
+                data[: size - taken] = data[taken:size]
+                session.buffer_updated(size - taken)
             except Exception:
                 transport.broken()
-                continue
-            if size > 0:
-                continue
-            if size == 0:
-                transport.ended()
-            elif size != NOTHING:
-                transport.fail(OSError(-size, "the connection is broken"))
-        self._counters.lane_finished += finished
-        self._broker.answered(channel)
+        elif size == 0:
+            transport.ended()
+        elif size != NOTHING:
+            transport.fail(OSError(-size, "the connection is broken"))
+        return at + read + 1

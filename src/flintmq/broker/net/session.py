@@ -322,11 +322,6 @@ class Session(asyncio.BufferedProtocol):
             or not self._writable
         )
 
-    @property
-    def open_to_finish(self) -> bool:
-        """Is nothing held back here, so that what arrives can be looked at as it is?"""
-        return self._held is None and not (self._waiting or self._closing)
-
     def published(self, topic: Topic, count: int, commit: Commit | None, now: float) -> None:
         """A publish came a lane. Its answer comes with the commit; without one ``OK`` was sent already."""
         self.last_command = now
@@ -603,12 +598,18 @@ class Session(asyncio.BufferedProtocol):
             else:
                 answers.popleft()
                 self._out.append(answer)
-        if self._out:
-            self._flush()
-            if not self._writable:
-                self._stop_while_unread()
+        # A client that publishes to many topics in one turn gets their answers in few writes. One that consumes as well
+        # gets them before the messages that they are for.
+        if self._out and (self._closing or self.channel is not None or not self.broker.turns.answer_later(self)):
+            self.send_answers()
         if not answers and self._closing:
             self._farewell()
+
+    def send_answers(self) -> None:
+        """Send the answers that wait for nothing any more."""
+        self._flush()
+        if not self._writable:
+            self._stop_while_unread()
 
     def _error(self, error: ProtocolError) -> None:
         logger.error("client(%s): %s", self.remote_address, error)

@@ -32,6 +32,7 @@ logger = logging.getLogger(__name__)
 _ROUNDS = 16
 TURN_SECONDS = 0.002
 _MOST_EVENTS = 256
+_READABLE = select.EPOLLIN
 _ACCEPT_AT_ONCE = 64
 #: What one system call takes.
 _MOST_PARTS = 1000
@@ -300,6 +301,10 @@ class Descriptors:
         self._refused = 0
         self._logged = -LOG_AGAIN
 
+    def room(self) -> int:
+        """Return how many more connections there is room for; less than 1 if there is none."""
+        return self._most - self._count()
+
     def admit(self) -> bool:
         """Return whether there is room for one more connection; if not, it is logged now and then."""
         if self._count() < self._most:
@@ -366,7 +371,7 @@ class Poller:
         self.epoll = system.epoll()
         self._transports: dict[int, SocketTransport] = {}
         #: Events that the last turn had no time for.
-        self._left: list[tuple[int, int]] = []
+        self._left: dict[int, int] = {}
         self._listeners: dict[int, tuple[socket.socket, Callable[[], Receiver]]] = {}
         #: Inside a turn: what becomes due is done at its end.
         self.turning = False
@@ -399,8 +404,9 @@ class Poller:
         poll, now = self.epoll.poll, self.loop.time
         deadline = now() + TURN_SECONDS
         for _ in range(_ROUNDS):
-            events, self._left = self._left, []
-            if not events:
+            if self._left:
+                events, self._left = list(self._left.items()), {}
+            else:
                 events = poll(0, _MOST_EVENTS)
                 if not events:
                     return
@@ -410,9 +416,8 @@ class Poller:
                 return
 
     def _handle(self, events: list[tuple[int, int]], deadline: float) -> None:
-        transports, now = self._transports, self.loop.time
+        transports = self._transports
         lanes: list[Any] = []
-        readable = select.EPOLLIN
         self.turning = True
         try:
             coming = iter(events)
@@ -424,7 +429,7 @@ class Poller:
                     continue
                 protocol = transport.protocol
                 lane = protocol.lane
-                if lane is not None and event == readable:
+                if lane is not None and event == _READABLE:
                     arrived = lane.arrived
                     if not arrived:
                         lanes.append(lane)
@@ -434,8 +439,8 @@ class Poller:
                     transport.receive()
                 if event & select.EPOLLOUT:
                     transport.flush()
-                if now() >= deadline:
-                    self._left = list(coming)
+                if self.loop.time() >= deadline:
+                    self._left = dict(coming)
             for lane in lanes:
                 try:
                     lane.run()
@@ -445,6 +450,8 @@ class Poller:
             self.turning = False
 
     def _accept(self, listener: socket.socket, factory: Callable[[], Receiver]) -> None:
+        # Counted once: each of them adds one at most.
+        room = self._descriptors.room()
         for _ in range(_ACCEPT_AT_ONCE):
             try:
                 sock = self._system.accept(listener)
@@ -455,7 +462,8 @@ class Poller:
                 logger.error("TCP: cannot accept a connection - %s", exc)
                 self._pause_accepting()
                 return
-            if not self._descriptors.admit():
+            room -= 1
+            if room < 0 and not self._descriptors.admit():
                 sock.close()
                 continue
             sock.setblocking(False)
@@ -485,9 +493,8 @@ class Poller:
 
     def release(self, transport: SocketTransport) -> None:
         if self._transports.pop(transport.fd, None) is not None:
-            if self._left:
-                # The descriptor may be another connection's by the time they are handled.
-                self._left = [(fd, event) for fd, event in self._left if fd != transport.fd]
+            # The descriptor may be another connection's by the time they are handled.
+            self._left.pop(transport.fd, None)
             with contextlib.suppress(OSError, ValueError):
                 self.epoll.unregister(transport.fd)
 

@@ -67,6 +67,8 @@ class Deltas:
         self.looked = 0
         # Before it, nobody knows what has gone.
         self._floor = 0
+        # The version of what pipelines report that was last seen, and the number under which that was noticed.
+        self._reports = (0, 0)
 
     async def json(self, since: str, include_mem: bool) -> bytes:
         """The answer to a question with this cursor."""
@@ -95,8 +97,13 @@ class Deltas:
                 parts.append(self._tell(seen, after))
                 yield len(seen.channels)
         self._notice_gone()
+        pipelines = self._broker.pipelines.describe()
+        if self._reports[0] != self._broker.pipelines.version:
+            self._reports = (self._broker.pipelines.version, self._next())
         result = header(self._broker, include_mem=include_mem)
         result |= {"delta": is_delta, "cursor": f"{self._boot}-{self._count}"}
+        if self._reports[1] > after:
+            result["pipelines"] = pipelines
         if is_delta:
             gone = [(topic, channel) for noticed, topic, channel in self._gone if noticed > after]
             result["removed"] = {

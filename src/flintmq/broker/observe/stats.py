@@ -9,11 +9,9 @@ from __future__ import annotations
 
 import gc
 import os
-import platform
 import resource
 import sys
 from collections.abc import Callable, Iterable, Iterator
-from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -153,6 +151,7 @@ def _document(
         result["memory"] = memory(broker)
     result["producers"] = producers or None
     if extended:
+        result["pipelines"] = broker.pipelines.describe()
         result["staging"] = broker.stage.summary() | (yield from broker.stage.describe())
         result["node"] = _node(broker)
     return result
@@ -359,8 +358,10 @@ def _text(broker: Broker, topic: str, channel: str, include_clients: bool, inclu
 
 
 def _layout(stats: dict[str, Any], uptime: int, now: int) -> Iterator[str]:
+    from datetime import datetime
+
     start = datetime.fromtimestamp(stats["start_time"]).astimezone().isoformat().replace("+00:00", "Z")
-    yield f"nsqd v{stats['version']} (built w/python{platform.python_version()})\n"
+    yield f"nsqd v{stats['version']} (built w/python{sys.version.split()[0]})\n"
     yield f"start_time {start}\nuptime {format_duration(uptime)}\n"
     yield f"\nHealth: {stats['health']}\n"
     if "memory" in stats:

@@ -298,7 +298,7 @@ class Producer:
                 await self.save()
         async with attempt.turn:
             await self._check(attempt)
-        return {"next": len(attempt.chunks), "applied": state.applied}
+        return {"next": len(attempt.chunks), "applied": state.applied, "told": state.told}
 
     async def _supersede(self, epoch: int, decided: Decision | None) -> None:
         """A higher epoch begins: complete what was decided before it, drop the rest."""
@@ -618,10 +618,13 @@ class Producer:
 
     # --- Dropping --------------------------------------------------------------------------------------------------
 
-    async def abort(self, epoch: int, txn: int) -> dict[str, Any]:
-        """Give up a transaction, unless it is decided."""
+    async def abort(self, epoch: int, txn: int, told: int = -1) -> dict[str, Any]:
+        """Give up a transaction, unless it is decided; ``told`` is the highest one that is decided at the home."""
         state = self.state
         async with self._turn:
+            if told > state.told:
+                state.told = told
+                self.changed()
             decided = txn in state.decisions
             if state.home and not decided and epoch == state.epoch and state.closed < epoch:
                 state.closed = epoch
@@ -699,6 +702,7 @@ class Producer:
             "home": state.home,
             "epoch": self._epoch,
             "applied": state.applied,
+            "told": state.told,
             "decided": _shown(state.last_decision),
             "staging": {
                 "attempts": len(staging),

@@ -109,6 +109,8 @@ class State(msgspec.Struct):
     #: The highest transaction that was applied here, and the highest that was forgotten; -1: none.
     applied: int = -1
     forgotten: int = -1
+    #: The highest transaction that a driver has told is decided, at the home; -1: none. A witness if the home forgets.
+    told: int = -1
     #: When it was last written: by the wall clock, for people, and by ``Staging.age``.
     time: int = 0
     age: int = 0

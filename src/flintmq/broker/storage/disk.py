@@ -276,11 +276,19 @@ class Disk:
     def remove_folder(self, path: Path) -> None:
         self.system.rmdir(path)
 
+    def open_folder(self, path: Path) -> int:
+        """Return a descriptor of the folder, for ``sync_entries``."""
+        return self.system.open(path, os.O_RDONLY | os.O_DIRECTORY)
+
+    def sync_entries(self, fd: int) -> None:
+        """Return when the entries of an open folder are on the device: creations, renames, removals."""
+        self.system.fsync(fd)
+
     def sync_folder(self, path: Path) -> None:
-        """Return when the folder's entries are on the device: creations, renames, removals."""
-        fd = self.system.open(path, os.O_RDONLY | os.O_DIRECTORY)
+        """Open the folder, return when its entries are on the device."""
+        fd = self.open_folder(path)
         try:
-            self.system.fsync(fd)
+            self.sync_entries(fd)
         finally:
             self.system.close(fd)
 

@@ -16,6 +16,8 @@ import asyncio
 import contextlib
 import functools
 import logging
+import sys
+from array import array
 from collections import deque
 from collections.abc import AsyncIterator, Callable
 from math import inf
@@ -26,7 +28,8 @@ from flintmq.broker.storage.log import Log
 from flintmq.broker.storage.reader import Place
 from flintmq.broker.storage.segment import Segment
 from flintmq.errors import DamageError, StorageError
-from flintmq.kernel import Block
+from flintmq.kernel import FRAME_OVERHEAD, Block, frame_columns
+from flintmq.kernel.layout import ATTEMPTS_AT, ID_AT, TIMESTAMP_AT, TYPE_MESSAGE
 
 __all__ = ["Fetch", "Fetches"]
 
@@ -40,6 +43,9 @@ STALLED = 5.0
 READS_AT_ONCE = 2
 #: One range may be planned up to this size, however much is asked for.
 MOST_BYTES = 1 << 30
+#: Bytes of bodies that columns can hold; a chunk has far less.
+_MOST_BODIES = (1 << 31) - 1
+_EMPTY_FRAME = (FRAME_OVERHEAD - 4).to_bytes(4, "big") + TYPE_MESSAGE.to_bytes(4, "big") + bytes(FRAME_OVERHEAD - 8)
 
 
 class Fetches:
@@ -97,6 +103,31 @@ class Fetches:
         done(result, error)
 
 
+def without_bodies(frames: memoryview) -> memoryview:
+    """The same frames, each with an empty body."""
+    columns = frame_columns(frames, 0, len(frames), max(1, len(frames) // FRAME_OVERHEAD), _MOST_BODIES)
+    rows, stop, _, stamps, _, attempts, ids, _, _ = columns
+    if stop != len(frames):
+        raise StorageError("what was read does not end with a message")
+    # One frame, as many times as there are messages; then each byte that is not the same in all of them.
+    made = bytearray(_EMPTY_FRAME * rows)
+    for place, column, width, skip in (
+        (TIMESTAMP_AT, _big_endian("q", stamps), 8, 0),
+        (ATTEMPTS_AT, _big_endian("i", attempts), 4, 2),
+        (ID_AT, ids, 16, 0),
+    ):
+        for number in range(skip, width):
+            made[place + number - skip :: FRAME_OVERHEAD] = column[number::width]
+    return memoryview(made)
+
+
+def _big_endian(kind: str, column: Any) -> bytes:
+    numbers = array(kind, bytes(column))
+    if sys.byteorder == "little":
+        numbers.byteswap()
+    return numbers.tobytes()
+
+
 class Fetch:
     """The messages ``first`` … ``stop - 1`` of a log, all of them durable, or as many as ``most`` bytes hold.
 
@@ -105,8 +136,11 @@ class Fetch:
     are ConnectionError, because all that can be done about them is to hang up.
     """
 
-    def __init__(self, fetches: Fetches, storage: Log, first: int, stop: int, most: int) -> None:
+    def __init__(
+        self, fetches: Fetches, storage: Log, first: int, stop: int, most: int, *, bodies: bool = True
+    ) -> None:
         self._fetches = fetches
+        self._bodies = bodies
         self._log = storage
         self._stop = stop
         self._most = min(most, MOST_BYTES)
@@ -166,7 +200,7 @@ class Fetch:
                 place = self._log.reader.place_from(self._seq, self.next) if self._seq < self.next else None
                 self._ahead = None if place is None else self._read(place)
                 self.given = asyncio.get_running_loop().time()
-                yield self._frames
+                yield self._frames if self._bodies else without_bodies(self._frames)
                 self.given = inf
                 self._frames = None
                 if place is not None and self._ahead is not None:

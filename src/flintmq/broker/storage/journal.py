@@ -329,11 +329,16 @@ class Journal:
     def _roll(self) -> None:
         """Go on in a new file and take a snapshot, so that the old one can go."""
         old = self._fd
+        folder = -1
         self._number += 1
         try:
+            # First of all: a new file whose entry cannot be synced, for want of a descriptor, would be the end.
+            folder = self._disk.open_folder(self._folder)
             fd, salt = self._begin(f"journal-{self._number:08d}", _SPACE)
         except OSError as exc:
             # No room for a new file: go on in the old one, which still has some.
+            if folder >= 0:
+                self._disk.close_file(folder)
             self._number -= 1
             seconds = self._roll_delay // 1_000_000_000
             logger.warning(
@@ -352,10 +357,13 @@ class Journal:
         mark = self._written
 
         def work() -> None:
-            self._disk.sync(old)
-            self._disk.close_file(old)
-            self._disk.sync(fd)
-            self._disk.sync_folder(self._folder)
+            try:
+                self._disk.sync(old)
+                self._disk.sync(fd)
+                self._disk.sync_entries(folder)
+            finally:
+                self._disk.close_file(old)
+                self._disk.close_file(folder)
 
         number, offset = self._number, self._offset
 

@@ -37,6 +37,7 @@ from flintmq.broker.storage.segment import (
     RECORD_HEADER,
     Record,
     Segment,
+    TimeRange,
     encode_record,
     file_header,
     hide_after,
@@ -129,6 +130,11 @@ class Log:
         self._pending: deque[Record] = deque()
         self._open_record: Record | None = None
         self.in_group = False
+        # Times: the latest of all messages, that of the last one, and the first and last seq that was published at an
+        # earlier time than the one before it, among those that are not laid out in a segment yet.
+        self._newest = 0
+        self._last_time = 0
+        self._steps_back: tuple[int, int] | None = None
         # Where that batch begins, and why it will never be whole although a thread still writes some of it.
         self._group_first = base
         self._doomed: PublishError | None = None
@@ -251,6 +257,10 @@ class Log:
         record = self._open_record
         known = (record.stop, record.count) if record is not None else (0, 0)
         first = self.end
+        if timestamp >= self._newest:
+            self._newest = self._last_time = timestamp
+        else:
+            self._note_earlier(timestamp)
         try:
             return self._append(data, pos, stop, count, timestamp, delay, attempts, extra, more)
         except BaseException as exc:
@@ -385,12 +395,17 @@ class Log:
         tail.file, tail.answer = file, answer
         if segment is not None:
             tail.offset, tail.salt = segment.size, segment.salt
-        status = intake.run(tail, fds, counts, start, store.clock.wall())
+        timestamp = store.clock.wall()
+        status = intake.run(tail, fds, counts, start, timestamp)
         # Else it would hold the block's memory when the log does not.
         tail.block = None
         count = block.count - first
         if not count:
             return status, answer
+        if timestamp >= self._newest:
+            self._newest = self._last_time = timestamp
+        else:
+            self._note_earlier(timestamp)
         if file >= 0 and segment is not None:
             self._taken_in(segment, block, used, count, intake, status == FAILED)
         else:
@@ -415,6 +430,9 @@ class Log:
             count = written
         if count:
             segment.note(seq, count, segment.size, intake.wrote, block.view, start)
+            segment.newest = self._newest
+            if self._steps_back is not None:
+                self._note_order(segment, seq, count)
             self.written = seq + count
             self.syncer.wrote(segment, intake.wrote, count)
             self.syncer.sync_if_due()
@@ -423,6 +441,22 @@ class Log:
                 [_Piece(segment, segment.size, [], lost.seq, 0, [lost])],
                 OSError(intake.error, os.strerror(intake.error)),
             )
+
+    def _note_earlier(self, timestamp: int) -> None:
+        """Messages come with a time before the newest. If appending fails, too many steps back are known: no harm."""
+        if timestamp < self._last_time:
+            first = self.end if self._steps_back is None else self._steps_back[0]
+            self._steps_back = (first, self.end)
+        self._last_time = timestamp
+
+    def _note_order(self, segment: Segment, seq: int, count: int) -> None:
+        """Messages from ``seq`` on were laid out in a segment, some perhaps earlier than those before them."""
+        assert self._steps_back is not None
+        first, last = self._steps_back
+        if first < seq + count and seq <= last and not first == last == segment.base:
+            segment.ordered = False
+        if last < seq + count:
+            self._steps_back = None
 
     def _new_block(self, pos: int, data: bytearray) -> Block:
         need = FRAME_OVERHEAD + int.from_bytes(data[pos : pos + 4], "big")
@@ -603,6 +637,9 @@ class Log:
         offset = segment.size
         head, frames = encode_record(record, segment.salt)
         segment.note(record.seq, record.count, offset, size, frames)
+        segment.newest = self._newest
+        if self._steps_back is not None:
+            self._note_order(segment, record.seq, record.count)
         try:
             self._disk.write(store.file(segment), (head, frames), offset)
         except OSError as exc:
@@ -683,6 +720,7 @@ class Log:
                 path = self.folder / f"{record.seq:016x}.seg"
                 segment = Segment(path, record.seq, new_salt(self._store.disk.system), self._store.clock.boot_id())
                 segment.created = False
+                segment.ordered = True
                 piece = None
             if piece is None:
                 piece = _Piece(segment, segment.size, [], record.seq)
@@ -694,6 +732,9 @@ class Log:
             piece.records.append(record)
             piece.size += size
             segment.note(record.seq, record.count, segment.size, size, frames)
+            segment.newest = self._newest
+            if self._steps_back is not None:
+                self._note_order(segment, record.seq, record.count)
             if record.flags & DEFERRED:
                 segment.deferrals.extend(
                     (record.seq, record.count, record.started, record.delay * 1_000_000, timestamp_of(frames))
@@ -775,6 +816,8 @@ class Log:
         self._group_planned = self._group_written is not None
         if kept:
             self._pending.extendleft(reversed([record for piece in pieces for record in piece.records]))
+            # Which of them step back was forgotten when they were laid out.
+            self._steps_back = (seq, self.end)
             self._failed(self.end, exc)
             if (self.syncer.awaited or self._held >= 0) and not self._resting:
                 self._resting = True
@@ -932,6 +975,34 @@ class Log:
         """
         blocks = self.memory.all_blocks() if self.folder is None else [block for block in self.blocks if block.count]
         self.reader.seq_at(time, blocks, then)
+
+    def between(self, since: int, until: int, first: int, stop: int) -> list[TimeRange]:
+        """Where in the files from ``first`` up to ``stop`` messages may be that were published in a time, by the index.
+
+        In ns since 1970: at or after ``since``, and before ``until``. Every such message is in one of the ranges,
+        whatever the clock did; they are in order.
+        """
+        found: list[TimeRange] = []
+        # Does the range that is found next follow the last one, with nothing left out in between?
+        joined = False
+        for segment in self.segments:
+            if segment.end <= first or segment.base >= stop:
+                continue
+            for begin, end, fits in segment.between(since, until):
+                begin, end = max(begin, first), min(end, stop)
+                if begin >= end:
+                    continue
+                if fits is None:
+                    joined = False
+                    continue
+                messages = sum(b - a for a, b in segment.present(begin, end))
+                if joined and found[-1].all == fits:
+                    last = found[-1]
+                    found[-1] = TimeRange(last.first, end, last.messages + messages, fits)
+                else:
+                    found.append(TimeRange(begin, end, messages, fits))
+                joined = True
+        return found
 
     def addressed(self) -> Iterator[tuple[int, int, bytes]]:
         """(first seq, count, extra bytes) of every record in the files: a side log says there whom it is for."""

@@ -36,6 +36,9 @@ logger = logging.getLogger(__name__)
 #: Whom a record of the side log is for, nobody in particular, and the seq it is a copy of. What extra bytes the
 #: original has follow.
 _address = Struct(">IQ")
+#: Added to the seq: the message was not deferred by its publisher, so that its timestamp alone tells its age. Copies
+#: of 0.1.0 do not say it.
+_NOT_DEFERRED = 1 << 63
 _NOBODY = bytes(4)
 _u32 = Struct(">I")
 #: Messages of a segment are copied if at most one in FEW of them is still needed.
@@ -46,11 +49,12 @@ COPY_BYTES = 1 << 20
 LOOK_AGAIN = 30_000_000_000
 
 
-def copies(side: Log) -> Iterator[tuple[int, int]]:
-    """(seq, where its copy is) of all copies in a side log."""
+def copies(side: Log) -> Iterator[tuple[int, int, bool]]:
+    """(seq, where its copy is, whether it was surely not deferred) of all copies in a side log."""
     for first, _, extra in side.addressed():
         if extra[:4] == _NOBODY:
-            yield _address.unpack_from(extra)[1], first
+            seq = _address.unpack_from(extra)[1]
+            yield seq & ~_NOT_DEFERRED, first, bool(seq & _NOT_DEFERRED)
 
 
 class Mover:
@@ -61,20 +65,28 @@ class Mover:
         # The copies: of which seq, and where. Both ascend.
         self._seqs = array("q")
         self._places = array("q")
+        # Those whose publish was not deferred.
+        self._plain: set[int] = set()
         # Under way: what is still to be copied, what was, and up to where that gives the log free.
         self._wanted: deque[int] = deque()
         self._new_seqs = array("q")
         self._new_places = array("q")
+        self._new_plain: set[int] = set()
         self._stop = 0
         # The segment that was looked at in vain, and when.
         self._kept: Segment | None = None
         self._kept_at = 0
 
-    def restore(self, found: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+    def restore(self, found: Iterable[tuple[int, int, bool]]) -> list[tuple[int, int]]:
         """Take up what a start found in the side log; the seqs that exist as copies alone, as ranges."""
         self.below = self._topic.log.first
         # Of a segment that is still there the copies do not count: it may have been given up in the middle.
-        kept = {seq: place for seq, place in found if seq < self.below}
+        kept: dict[int, int] = {}
+        for seq, place, plain in found:
+            if seq < self.below:
+                kept[seq] = place
+                if plain:
+                    self._plain.add(seq)
         self._seqs = array("q", sorted(kept))
         self._places = array("q", (kept[seq] for seq in self._seqs))
         return [(seq, seq + 1) for seq in self._seqs]
@@ -101,12 +113,17 @@ class Mover:
             raise DamageError(f"LOG({self._topic.name}): seq {seq} is gone", seq, seq + 1)
         return side, self._places[i]
 
+    def tells_age(self, seq: int) -> bool:
+        """Is it certain that the message was not deferred? Then it is as old as its timestamp says."""
+        return seq in self._plain
+
     def look_back(self) -> None:
         """A channel goes back in the log: of what is still in its files copies do not count, nor are any made now."""
         self._give_up()
         first = self._topic.log.first
         if self.below > first:
             kept = bisect_left(self._seqs, first)
+            self._plain.difference_update(self._seqs[kept:])
             del self._seqs[kept:], self._places[kept:]
             self.below = first
 
@@ -142,6 +159,7 @@ class Mover:
             lowest = min((channel.needed.first_single(0) for channel in self._channels()), default=SIDE)
             gone = bisect_left(self._seqs, lowest)
             if gone:
+                self._plain.difference_update(self._seqs[:gone])
                 del self._seqs[:gone], self._places[:gone]
 
     def _begin(self) -> None:
@@ -223,7 +241,8 @@ class Mover:
             self._wanted.popleft()
             body = len(frame) - FRAME_OVERHEAD
             record = bytearray(_u32.pack(body)) + frame[FRAME_OVERHEAD:]
-            address = _address.pack(0, seq) + extra
+            plain = not any(self._topic.log.delays(seq, seq + 1))
+            address = _address.pack(0, seq | (_NOT_DEFERRED if plain else 0)) + extra
             try:
                 place = side.append(record, 0, len(record), 1, timestamp_of(frame), extra=address)
             except PublishError as exc:
@@ -232,6 +251,8 @@ class Mover:
                 return
             self._new_seqs.append(seq)
             self._new_places.append(place)
+            if plain:
+                self._new_plain.add(seq)
             size += body
             if size > COPY_BYTES:
                 side.write_all()
@@ -246,10 +267,12 @@ class Mover:
             channel.note_due(self.below, self._stop)
         self._seqs.extend(self._new_seqs)
         self._places.extend(self._new_places)
+        self._plain |= self._new_plain
         self.below = self._stop
         self._give_up()
 
     def _give_up(self) -> None:
         self._wanted.clear()
         del self._new_seqs[:], self._new_places[:]
+        self._new_plain.clear()
         self._stop = 0

@@ -52,6 +52,11 @@ class Ranges:
         """Where the first range ends."""
         return self._stops[self._head]
 
+    def front(self) -> tuple[int, int]:
+        """Return where the first range begins, and how many seqs are in it."""
+        first = self._starts[self._head]
+        return first, self._stops[self._head] - first
+
     @property
     def stop(self) -> int:
         """Where the last range ends."""

@@ -96,10 +96,11 @@ class Recovery:
         try:
             size = self._disk.size(fd)
             head = self._disk.read(fd, FILE_HEADER + RECORD_HEADER, 0)
+            segment = read_header(path, head) or guess_header(path, head)
+            sealed = segment is not None and read_footer(self._disk, fd, size, segment)
         except OSError:
             self._disk.close_file(fd)
             raise
-        segment = read_header(path, head) or guess_header(path, head)
         if segment is None:
             self._disk.close_file(fd)
             if later is None and size < FILE_HEADER:
@@ -109,7 +110,7 @@ class Recovery:
             logger.error("LOG(%s): the header of %s is damaged, the file is set aside", self._name, path)
             self._disk.rename(path, path.with_suffix(".bad"))
             return
-        if read_footer(self._disk, fd, size, segment):
+        if sealed:
             if segment.end <= durable:
                 self._store.adopt_file(segment, fd)
                 segment.folder_synced = True
@@ -159,10 +160,11 @@ class Recovery:
             self._disk.close_file(out)
             self._disk.remove(temporary)
             raise
+        # Adopted first: if its name cannot be changed or synced, the store closes it.
+        self._store.adopt_file(copy, out)
         self._disk.rename(temporary, path)
         self._store.sync_folder(self._folder)
         copy.folder_synced = True
-        self._store.adopt_file(copy, out)
         return copy
 
     def _fill_copy(self, copy: Segment, out: int, segment: Segment, salvage: Salvage) -> None:

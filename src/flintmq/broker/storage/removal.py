@@ -51,6 +51,20 @@ class Removal:
         if not self._log.segments and self._mark_of(self.first) is None:
             self.first = self._log.end
 
+    def keep_from(self, seq: int) -> None:
+        """A start: a reader stands at ``seq``, and nothing was ever durable from there up to the first segment.
+
+        A mark says so from now on: the next segment begins behind the gap.
+        """
+        folder = self._log.folder
+        if folder is None or seq >= self.first:
+            return
+        self.first = seq
+        # Without it the reader is told, after the next start, that something is gone.
+        with contextlib.suppress(OSError):
+            self._store.disk.close_file(self._store.disk.open(folder / f"{seq:016x}{FIRST}", create=True))
+            self._store.sync_folder(folder)
+
     def _mark_of(self, seq: int) -> Path | None:
         """Return the file that marks ``seq``, if it exists."""
         folder = self._log.folder

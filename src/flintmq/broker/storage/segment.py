@@ -14,9 +14,8 @@ nothing inside a message body can pass for a record. ``started`` is the clock's 
 is at most about 64 KiB of frames; a batch that needs more is a group: all its records but the last carry MORE, all
 but the first CONTINUES, and recovery drops a group that is not whole. Extra bytes in a topic's main log are a
 MessagePack map: ``key`` is the digest of an idempotency key and ``of`` the content that it was used for, ``dead`` what
-a dead letter was before it died. A footer
-holds the sparse index with its times, the spans of seqs, the deferrals, the keys and what was lost, so that a start
-reads only the files that have none.
+a dead letter was before it died. A footer holds the sparse index with its times and whether these are in order, the
+spans of seqs, the deferrals, the keys and what was lost, so that a start reads only the files that have none.
 
 Version 1. A later version must read every earlier one, and a file of a later version is refused, never guessed at.
 """
@@ -25,12 +24,13 @@ from __future__ import annotations
 
 import errno
 from array import array
-from bisect import bisect_right
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, pairwise
 from pathlib import Path
 from struct import Struct
+from typing import NamedTuple
 
 import google_crc32c
 import msgspec
@@ -83,6 +83,8 @@ class Segment:
         "key_failures",
         "keys",
         "lost",
+        "newest",
+        "ordered",
         "path",
         "pins",
         "reserved_keys",
@@ -105,6 +107,10 @@ class Segment:
         self.index_seqs = array("q")
         self.index_offsets = array("q")
         self.index_times = array("q")
+        # Is it known that no message in it is earlier than the one before, and a time that none of them is later than.
+        # A file that was read without its footer, or whose footer is of 0.1.0, says nothing of it.
+        self.ordered = False
+        self.newest = 0
         # Which seqs it holds: pairs (first, stop); nearly always one.
         self.spans = array("q")
         # Of each deferred record: first seq, count, started, delay in ns, timestamp.
@@ -166,6 +172,31 @@ class Segment:
             if a < b:
                 yield a, b
 
+    def between(self, since: int, until: int) -> Iterator[tuple[int, int, bool | None]]:
+        """Tell of all its seqs, in order, as (first, stop, fits), which were published from ``since`` up to ``until``.
+
+        ``fits`` is True where all of them were, None where none was, False where the index does not say.
+        """
+        times = self.index_times
+        chunks = len(times)
+        if not chunks:
+            return
+        if not self.ordered:
+            yield self.index_seqs[0], self.end, False
+            return
+        # The times of a chunk lie between its own and the next one's, those of the last one up to the newest.
+        late = bisect_left(times, since)
+        early = bisect_left(times, until)
+        begin = chunks if self.newest < since else max(0, late - 1)
+        stop = max(begin, early)
+        whole = min(max(late, begin), stop)
+        whole_stop = max(whole, stop if early == chunks and self.newest < until else min(stop, early - 1))
+        edges = (0, begin, whole, whole_stop, stop, chunks)
+        seqs = [self.index_seqs[edge] if edge < chunks else self.end for edge in edges]
+        for (first, after), fits in zip(pairwise(seqs), (None, False, True, False, None), strict=True):
+            if first < after:
+                yield first, after, fits
+
     def note_key(self, extra: bytes, flags: int, seq: int, timestamp: int) -> None:
         """A record with these extra bytes stands in it. All records of a batch have the same key, which counts once."""
         key = key_in(extra)
@@ -211,6 +242,8 @@ class Segment:
             "seqs": pack_numbers(self.index_seqs),
             "offsets": pack_numbers(self.index_offsets),
             "times": pack_numbers(self.index_times),
+            "ordered": self.ordered,
+            "newest": self.newest,
             "spans": pack_numbers(self.spans),
             "deferrals": pack_numbers(self.deferrals),
             "extras": self.extras,
@@ -227,6 +260,15 @@ class Segment:
         # A million deferrals make 40 MB, and this would be the fourth time.
         fields.clear()
         return keys + body + _footer_end.pack(len(body), google_crc32c.extend(self.salt, body), _END_MAGIC)
+
+
+class TimeRange(NamedTuple):
+    """A range of seqs with messages that may have been published in a time; with ``all``, all of them were."""
+
+    first: int
+    stop: int
+    messages: int
+    all: bool
 
 
 @dataclass(slots=True)
@@ -458,6 +500,9 @@ def read_footer(disk: Disk, fd: int, size: int, segment: Segment) -> bool:
     segment.index_seqs = unpack_numbers(footer["seqs"])
     segment.index_offsets = unpack_numbers(footer["offsets"])
     segment.index_times = unpack_numbers(footer["times"])
+    # 0.1.0 did not write them.
+    segment.ordered = footer.get("ordered", False)
+    segment.newest = footer.get("newest", 0)
     segment.spans = unpack_numbers(footer["spans"])
     segment.deferrals = unpack_numbers(footer["deferrals"])
     lost = unpack_numbers(footer["lost"])
