@@ -35,7 +35,7 @@ def main() -> int:
     signal.signal(signal.SIGTERM, _on_sigterm)
     sides = [Side.ours(options.ours, options.durability)]
     if options.peer:
-        sides.append(Side.peer(options.peer))
+        sides.append(Side.peer(options.peer, options.durability))
     try:
         binary = load.build()
         result = report.Result(

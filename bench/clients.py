@@ -23,6 +23,8 @@ from .errors import BenchError
 
 DRIVERS = Path(__file__).parent / "client_drivers"
 CLIENTS = ("flintmq", "pynsq", "gnsq", "ansq")
+#: What ours is beside the client: Spark's spool, which writes what it consumes to synced files before it is finished.
+OWN = ("flintmq", "spool")
 TITLES = {
     "consume": "consume, async handler, 1000 in flight",
     "batches": "publish in batches of 200, 10 calls under way",
@@ -38,12 +40,14 @@ Figures = dict[tuple[str, str], list[float]]
 
 def main() -> int:
     options = _parse_options()
-    side = Side.peer(options.broker) if options.broker else Side.ours(None, "os")
+    side = Side.peer(options.broker, "os") if options.broker else Side.ours(None, "os")
     rates: Figures = {}
     costs: Figures = {}
     for repeat in range(options.repeat):
         for scenario in TITLES:
             for client in options.clients:
+                if client == "spool" and scenario != "consume":
+                    continue
                 try:
                     rate, cost = _run(client, scenario, side, options)
                 except BenchError as exc:
@@ -60,8 +64,8 @@ def main() -> int:
 
 
 def _run(client: str, scenario: str, side: Side, options: argparse.Namespace) -> tuple[float, float]:
-    messages = MESSAGES[scenario][client != "flintmq"] // options.divide
-    python = sys.executable if client == "flintmq" else options.peer_python
+    messages = MESSAGES[scenario][client not in OWN] // options.divide
+    python = sys.executable if client in OWN else options.peer_python
     with fresh(side) as daemon:
         if scenario == "consume":
             daemon.create_channel("bench", "clients")

@@ -45,7 +45,8 @@ class Side:
 
     ``{flags}`` in the command stands for the flags that every NSQ daemon knows, ``{durability}`` for those that only
     ours has. A command without ``{flags}`` gets them at its end. The peer keeps everything in memory
-    (``--mem-queue-size``); ours runs as it is installed, except where a scenario is about memory.
+    (``--mem-queue-size``); ours, and a peer that is another version of it, runs as it is installed, except where a
+    scenario is about memory.
     """
 
     name: str
@@ -59,8 +60,12 @@ class Side:
         return cls("ours", tuple(shlex.split(command)), durability)
 
     @classmethod
-    def peer(cls, path: str) -> Side:
-        return cls("peer", (path, "{flags}"), "")
+    def peer(cls, path: str, durability: str) -> Side:
+        side = cls("peer", (path, "{flags}"), "")
+        if "flintmq" in (side.version() or ""):
+            # Another version of ours: it runs as ours does, or the two would be measured at different work.
+            return cls("peer", (path, "{flags}", "{durability}"), durability)
+        return side
 
     def arguments(self, flags: list[str], in_memory: bool) -> list[str]:
         words = self.command if "{flags}" in self.command else (*self.command, "{flags}")

@@ -1,16 +1,19 @@
 """``python -m bench.spark``: how fast Spark reads and writes topics, beside what its Python sources can do at most.
 
 The ceiling is a source of the same shape that makes its rows in the reader: no broker, no network. Each scenario runs
-on all its sides in turn, round after round, so that whatever else slows the machine down hits all of them. Needs
-pyspark, pyarrow and Java. Spark is started once, with as many cores as the machine has.
+on all its sides in turn, round after round, so that whatever else slows the machine down hits all of them. CPU is that
+of all processes, Spark's and the broker's: on a machine that others use, too, it says more than rates. Needs pyspark,
+pyarrow and Java. Spark is started once, with as many cores as the machine has.
 
 ``--latency SECONDS`` measures something else: how long a message takes from its PUB to a function of foreachBatch, at
-a steady rate, with the defaults of the broker and of the source.
+a steady rate, with the defaults of the broker and of the source. Beside it, in turn, is a source without a broker: its
+rows exist from the moment that the rate says, and take what Spark's own batches take.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import multiprocessing
 import os
@@ -23,6 +26,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator
+from multiprocessing.synchronize import Event
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +40,7 @@ from pyspark.sql.datasource import (
     InputPartition,
     WriterCommitMessage,
 )
+from pyspark.sql.streaming import DataStreamWriter
 from pyspark.sql.streaming.datasource import ReadAllAvailable, ReadLimit, SupportsTriggerAvailableNow
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
@@ -44,6 +49,8 @@ from rich.table import Table
 from .daemons import Daemon, Side, fresh
 
 BATCH_ROWS = 10_000
+#: The part of a topic that is asked for by its time.
+LAST = 0.005
 SCHEMA = (
     "value BINARY, topic STRING, node STRING, offset BIGINT, id STRING, timestamp TIMESTAMP, timestamp_ns BIGINT, "
     "attempts INT"
@@ -130,6 +137,36 @@ class GeneratedStream(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return generated_rows(partition, self._size)
 
 
+class ClockStream(DataSourceStreamReader):
+    """Rows that exist from the moment that a rate says; each begins with that moment."""
+
+    def __init__(self, rate: int, size: int) -> None:
+        self._rate, self._size = rate, size
+
+    def initialOffset(self) -> dict[str, int]:
+        return {"o": int(time.time() * self._rate)}
+
+    def getDefaultReadLimit(self) -> ReadLimit:
+        return ReadAllAvailable()
+
+    def latestOffset(self, start: dict[str, int], limit: ReadLimit) -> dict[str, int]:
+        return {"o": int(time.time() * self._rate)}
+
+    def partitions(self, start: dict[str, int], end: dict[str, int]) -> list[InputPartition]:
+        return [Slice(start["o"], end["o"])] if start != end else []
+
+    def read(self, partition: InputPartition) -> Iterator[Any]:
+        assert isinstance(partition, Slice)
+        import pyarrow as pa
+
+        moments = (number / self._rate for number in range(partition.first, partition.stop))
+        values = pa.array([struct.pack(">d", moment).ljust(self._size, b".") for moment in moments], pa.binary())
+        empty = {field.split()[0]: field.split()[1] for field in SCHEMA.split(", ")}
+        kinds = {"STRING": pa.string(), "BIGINT": pa.int64(), "INT": pa.int32(), "TIMESTAMP": pa.timestamp("us", "UTC")}
+        rest = [pa.nulls(len(values), kinds[kind]) for name, kind in empty.items() if name != "value"]
+        yield pa.record_batch([values, *rest], names=list(empty))
+
+
 class DiscardingWriter(DataSourceArrowWriter):
     def write(self, iterator: Iterator[Any]) -> WriterCommitMessage:
         for batch in iterator:
@@ -165,6 +202,8 @@ class Generated(DataSource):
         return GeneratedReader(*self._numbers("rows", "partitions", "size"))
 
     def streamReader(self, schema: Any) -> DataSourceStreamReader:
+        if "rate" in self.options:
+            return ClockStream(*self._numbers("rate", "size"))
         return GeneratedStream(*self._numbers("rows", "perBatch", "partitions", "size"))
 
     def writer(self, schema: Any, overwrite: bool) -> DataSourceArrowWriter:
@@ -183,7 +222,10 @@ class Bench:
     def __init__(self, options: argparse.Namespace, spark: SparkSession, daemon: Daemon, folder: Path) -> None:
         self._rows, self._size, self._cores = options.rows, options.size, options.cores
         self._spark, self._daemon, self._folder = spark, daemon, folder
-        self._count = 0
+        self._names = 0
+        # What the last part of the topic is, and how many rows it has.
+        self._edge = ""
+        self._late_rows = 0
 
     def prepare(self) -> None:
         """Fill the topic through the sink, wait until it is durable, and write the same rows as Parquet."""
@@ -214,6 +256,20 @@ class Bench:
                 ),
                 "ceiling": lambda: self._timed(lambda: self._discard(self._generated())),
             },
+            "last of a topic, count": {
+                "where": lambda: self._timed(lambda: self._count(self._topic(where=self._late()))),
+                "count()": lambda: self._timed(lambda: self._by_index(self._late())),
+                "whole": lambda: self._timed(lambda: self._count(self._topic().where(self._late()))),
+            },
+            "largest offset": {
+                "columns": lambda: self._timed(lambda: self._largest(self._topic(columns="offset"))),
+                "whole": lambda: self._timed(lambda: self._largest(self._topic())),
+            },
+            "replay": {
+                "tasks": lambda: self._timed(self._replay),
+                "ordered": lambda: self._timed(lambda: self._replay(ordered=True)),
+                "whole": lambda: self._timed(lambda: self._publish(self._topic(), self._new_name())),
+            },
             "stream, noop": {
                 "topic": lambda: self._stream("nsq", {**self._where(), "maxMessagesPerTrigger": str(per_batch)}),
                 "ceiling": lambda: self._stream("generated", {**self._shape(), "perBatch": str(per_batch)}),
@@ -239,8 +295,51 @@ class Bench:
     def _shape(self) -> dict[str, str]:
         return {"rows": str(self._rows), "partitions": str(self._cores), "size": str(self._size)}
 
-    def _topic(self) -> DataFrame:
-        return self._spark.read.format("nsq").options(**self._where()).load()
+    def _topic(self, **more: str) -> DataFrame:
+        return self._spark.read.format("nsq").options(**self._where(), **more).load()
+
+    def _late(self) -> str:
+        """The condition for the last part of the topic, by the time."""
+        if not self._edge:
+            first = self._topic().selectExpr("min(offset) AS first").collect()[0]["first"]
+            row = self._topic(where=f"offset = {first + round(self._rows * (1 - LAST))}").collect()[0]
+            self._edge = f"timestamp_ns >= {row['timestamp_ns']}"
+        return self._edge
+
+    def _count(self, frame: DataFrame) -> None:
+        found = frame.count()
+        self._late_rows = self._late_rows or found
+        if not 0 < found == self._late_rows:
+            raise SystemExit(f"bench: {found} rows are late, and not {self._late_rows}")
+
+    def _by_index(self, where: str) -> None:
+        from flintmq.spark import count
+
+        found = count({**self._where(), "where": where})
+        if found != self._late_rows:
+            raise SystemExit(f"bench: {found} rows are late, and not {self._late_rows}")
+
+    def _largest(self, frame: DataFrame) -> None:
+        frame.selectExpr("max(offset)").collect()
+
+    def _replay(self, ordered: bool = False) -> None:
+        from flintmq.spark.pipelines import replay
+
+        source = {key: value for key, value in self._where().items() if key != "startingOffsets"}
+        checkpoint = self._folder / self._new_name()
+        size = replay.ORDERED_CHUNK_MESSAGES if ordered else replay.CHUNK_MESSAGES
+        summary = replay.replay(
+            self._spark,
+            lambda: replay.log_chunks({**source, "minPartitions": "1"}, size=size),
+            replay.log_reader(source),
+            self._new_name(),
+            {"nsq.nsqd.addresses": source["nsq.nsqd.addresses"]},
+            checkpoint,
+            ordered=ordered,
+        )
+        if summary.rows != self._rows:
+            raise SystemExit(f"bench: {summary.rows} rows were replayed, not {self._rows}")
+        shutil.rmtree(checkpoint)
 
     def _generated(self) -> DataFrame:
         return self._spark.read.format("generated").options(**self._shape()).load()
@@ -249,8 +348,8 @@ class Bench:
         return self._spark.read.parquet(str(self._folder / "source"))
 
     def _new_name(self) -> str:
-        self._count += 1
-        return f"out-{self._count}"
+        self._names += 1
+        return f"out-{self._names}"
 
     def _timed(self, run: Callable[[], None]) -> float:
         before = time.monotonic()
@@ -307,14 +406,20 @@ class Bench:
 # --- Latency ----------------------------------------------------------------------------------------------------------
 
 
-def publish_steadily(port: int, rate: int, size: int, seconds: float) -> None:
-    """Publish messages one by one, at the moments that the rate says; each begins with its time."""
+#: Seconds, and batches, before a latency counts: a JVM has to compile what a batch runs.
+WARM_UP = 10.0
+WARM_BATCHES = 30
+
+
+def publish_steadily(port: int, rate: int, size: int, over: Event) -> None:
+    """Publish messages one by one until it is over, at the moments that the rate says; each begins with its time."""
     with socket.create_connection(("127.0.0.1", port)) as connection:
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.sendall(b"  V2")
         begun = time.monotonic()
         sent = 0
-        while (now := time.monotonic() - begun) < seconds:
+        while not over.is_set():
+            now = time.monotonic() - begun
             while sent < now * rate:
                 body = struct.pack(">d", time.time()).ljust(size, b".")
                 connection.sendall(b"PUB latency\n" + struct.pack(">I", len(body)) + body)
@@ -335,35 +440,55 @@ def measure_latency(
 ) -> dict[str, dict[str, float]]:
     """Seconds from PUB until foreachBatch is called, and until its function has the rows: median and the like."""
     daemon.create_channel("latency", "holder")
+    topic = {"nsq.nsqd.addresses": f"127.0.0.1:{daemon.port}", "subscribe": "latency"}
+    clock = {"rate": str(options.rate), "size": str(options.size)}
+    found: dict[str, list[float]] = {}
+    for turn in range(options.repeat):
+        for side, name, where in (("topic", "nsq", topic), ("ceiling", "generated", clock)):
+            query = spark.readStream.format(name).options(**where).load().writeStream
+            called, read = one_latency(query, daemon, folder / f"latency-{side}-{turn}", options, side == "topic")
+            found.setdefault(f"{side}, it is called", []).extend(called)
+            found.setdefault(f"{side}, it has the rows", []).extend(read)
+    result = {}
+    for name, times in found.items():
+        cuts = statistics.quantiles(times, n=100)
+        result[name] = {"count": len(times), "p50": cuts[49], "p90": cuts[89], "p99": cuts[98], "max": max(times)}
+    return result
+
+
+def one_latency(
+    writer: DataStreamWriter, daemon: Daemon, checkpoint: Path, options: argparse.Namespace, publishes: bool
+) -> tuple[list[float], list[float]]:
     called: list[float] = []
     read: list[float] = []
-    since = 0.0
+    since = float("inf")
+    batches = 0
 
     def take(rows: DataFrame, batch: int) -> None:
+        nonlocal batches
         at = time.time()
+        batches = batch + 1
         bodies = [bytes(row.value) for row in rows.select("value").collect()]
         had = time.time()
         published = [float(struct.unpack_from(">d", body)[0]) for body in bodies]
         called.extend(at - sent for sent in published if sent >= since)
         read.extend(had - sent for sent in published if sent >= since)
 
-    where = {"nsq.nsqd.addresses": f"127.0.0.1:{daemon.port}", "subscribe": "latency"}
-    query = (
-        spark.readStream.format("nsq")
-        .options(**where)
-        .load()
-        .writeStream.foreachBatch(take)
-        .option("checkpointLocation", str(folder / "latency"))
-        .start()
-    )
-    warm_up = 10.0
-    publisher = multiprocessing.get_context("spawn").Process(
-        target=publish_steadily, args=(daemon.port, options.rate, options.size, warm_up + options.latency)
-    )
-    publisher.start()
-    # What comes before the query runs smoothly is not counted.
-    since = time.time() + warm_up
-    publisher.join()
+    query = writer.foreachBatch(take).option("checkpointLocation", str(checkpoint)).start()
+    context = multiprocessing.get_context("spawn")
+    over = context.Event()
+    publisher = context.Process(target=publish_steadily, args=(daemon.port, options.rate, options.size, over))
+    if publishes:
+        publisher.start()
+    time.sleep(WARM_UP)
+    give_up = time.monotonic() + 300
+    while batches < WARM_BATCHES and time.monotonic() < give_up and query.isActive:
+        time.sleep(0.1)
+    since = time.time()
+    time.sleep(options.latency)
+    over.set()
+    if publishes:
+        publisher.join()
     give_up = time.monotonic() + 60
     expected = 0.9 * options.rate * options.latency
     while len(read) < expected and time.monotonic() < give_up and query.isActive:
@@ -371,11 +496,7 @@ def measure_latency(
     query.stop()
     if len(read) < expected:
         raise SystemExit(f"bench: of {expected:.0f} messages {len(read)} came")
-    result = {}
-    for name, found in (("called", called), ("read", read)):
-        cuts = statistics.quantiles(found, n=100)
-        result[name] = {"count": len(found), "p50": cuts[49], "p90": cuts[89], "p99": cuts[98], "max": max(found)}
-    return result
+    return called, read
 
 
 def report_latency(found: dict[str, dict[str, float]], options: argparse.Namespace) -> None:
@@ -383,9 +504,8 @@ def report_latency(found: dict[str, dict[str, float]], options: argparse.Namespa
     for column in ("until", "messages", "p50", "p90", "p99", "max"):
         table.add_column(column, justify="left" if column == "until" else "right")
     for name, numbers in found.items():
-        until = {"called": "it is called", "read": "it has the rows"}[name]
         shown = [f"{numbers[key]:.2f}" for key in ("p50", "p90", "p99", "max")]
-        table.add_row(until, f"{numbers['count']:,}", *shown)
+        table.add_row(name, f"{numbers['count']:,}", *shown)
     Console(width=None if sys.stdout.isatty() else 110).print(table)
     if options.json:
         options.json.write_text(json.dumps({"latency": found, "rate": options.rate}, indent=1))
@@ -428,6 +548,8 @@ def make_session(cores: int, folder: Path) -> SparkSession:
         .appName("flintmq bench")
         .config("spark.driver.memory", "4g")
         .config("spark.ui.enabled", "false")
+        # A busy machine is slow to start a Python.
+        .config("spark.python.authenticate.socketTimeout", "180s")
         .config("spark.driver.bindAddress", "127.0.0.1")
         .config("spark.driver.host", "127.0.0.1")
         .config("spark.local.dir", str(folder / "local"))
@@ -451,25 +573,49 @@ def measure(bench: Bench, options: argparse.Namespace, console: Console) -> list
             for number in range(options.repeat + 1):
                 for side, run in sides.items():
                     progress.update(task, description=f"{name}, {side}, run {number} of {options.repeat}")
+                    before = cpu_seconds()
                     seconds = run()
+                    used = cpu_seconds() - before
                     if number:
-                        samples.append({"scenario": name, "side": side, "run": number, "rate": options.rows / seconds})
+                        found = {"rate": options.rows / seconds, "cpu": used / options.rows * 1e6}
+                        samples.append({"scenario": name, "side": side, "run": number, **found})
                     progress.advance(task)
     return samples
 
 
+def cpu_seconds() -> float:
+    """CPU of this process and of all that it started, Spark and the broker, also of those that have ended."""
+    parents: dict[int, int] = {}
+    ticks: dict[int, int] = {}
+    for folder in Path("/proc").glob("[0-9]*"):
+        with contextlib.suppress(OSError, ValueError, IndexError):
+            fields = (folder / "stat").read_text().rpartition(")")[2].split()
+            parents[int(folder.name)] = int(fields[1])
+            # Its own, and that of children that have ended and were waited for.
+            ticks[int(folder.name)] = sum(map(int, fields[11:15]))
+    found = {os.getpid()}
+    while more := {pid for pid, parent in parents.items() if parent in found} - found:
+        found |= more
+    return sum(ticks.get(pid, 0) for pid in found) / os.sysconf("SC_CLK_TCK")
+
+
 def report(samples: list[dict[str, Any]], options: argparse.Namespace) -> None:
     rates: dict[str, dict[str, list[float]]] = {}
+    cpu: dict[str, dict[str, list[float]]] = {}
     for sample in samples:
         rates.setdefault(sample["scenario"], {}).setdefault(sample["side"], []).append(sample["rate"])
+        cpu.setdefault(sample["scenario"], {}).setdefault(sample["side"], []).append(sample["cpu"])
     table = Table(title=f"{options.rows:,} messages of {options.size} bytes, {options.cores} cores, rows/s")
-    for column in ("", "side", "median", "best", "of the ceiling"):
+    for column in ("", "side", "median", "best", "of ceiling, whole", "CPU, s/million", "by CPU"):
         table.add_column(column, justify="left" if column in ("", "side") else "right")
     for name, sides in rates.items():
-        ceiling = statistics.median(sides["ceiling"])
+        reference = "ceiling" if "ceiling" in sides else "whole"
+        ceiling, least = statistics.median(sides[reference]), statistics.median(cpu[name][reference])
         for side, found in sides.items():
             median = statistics.median(found)
-            table.add_row(name, side, f"{median:,.0f}", f"{max(found):,.0f}", f"{median / ceiling:.2f}")
+            used = statistics.median(cpu[name][side])
+            by_rate, by_cpu = f"{median / ceiling:.2f}", f"{least / used:.2f}"
+            table.add_row(name, side, f"{median:,.0f}", f"{max(found):,.0f}", by_rate, f"{used:.2f}", by_cpu)
     Console(width=None if sys.stdout.isatty() else 110).print(table)
     if options.json:
         facts = {"machine": platform.platform(), "cores": os.cpu_count(), "load_average": os.getloadavg()}

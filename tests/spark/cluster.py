@@ -12,6 +12,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+#: Options of a JVM that lives for a minute: what its second compiler would gain is spent before it is gained.
+QUICK_JAVA = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC -XX:MaxDirectMemorySize=2g"
 #: A JVM on a busy machine takes its time.
 PATIENCE = 300.0
 
@@ -36,6 +38,7 @@ def environment(**more: str) -> dict[str, str]:
         "PYSPARK_PYTHON": sys.executable,
         "PYSPARK_DRIVER_PYTHON": sys.executable,
         "PYTHONPATH": source,
+        "SPARK_DAEMON_JAVA_OPTS": QUICK_JAVA,
         **more,
     }
 
@@ -57,11 +60,14 @@ class Program:
 
     def wait_for(self, pattern: str) -> re.Match[str]:
         give_up = time.monotonic() + PATIENCE
-        while (found := re.search(pattern, self.log.read_text(errors="replace"))) is None:
-            assert self.process.poll() is None, f"it ended:\n{self.log.read_text(errors='replace')[-3000:]}"
+        while True:
+            # Asked before the log is read: the last words of a program that ends count.
+            ended = self.process.poll() is not None
+            if (found := re.search(pattern, self.log.read_text(errors="replace"))) is not None:
+                return found
+            assert not ended, f"it ended:\n{self.log.read_text(errors='replace')[-3000:]}"
             assert time.monotonic() < give_up, f"no {pattern!r} in {self.log}"
             time.sleep(0.2)
-        return found
 
     def kill(self) -> None:
         """It and all that it started, at once."""

@@ -24,6 +24,7 @@ import flintmq
 from flintmq.errors import PipelineError
 from flintmq.spark import java
 
+from .cluster import QUICK_JAVA
 from .daemons import Lookupd, Node
 
 if TYPE_CHECKING:
@@ -49,7 +50,27 @@ def missing() -> str:
     return ""
 
 
+#: Files that take longest. One worker runs all of a file: what begins last should not be one of these.
+LONG = (
+    "test_torture.py",
+    "test_pipelines_broker.py",
+    "test_pipelines_failures.py",
+    "test_pipelines_s3.py",
+    "test_source_clusters.py",
+    "test_spark_pages.py",
+    "test_source_spool.py",
+    "test_sink_exactly_once.py",
+)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    # xdist would begin with the files that have most tests, which are not these.
+    if hasattr(config.option, "loadscopereorder"):
+        config.option.loadscopereorder = False
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    items.sort(key=lambda item: LONG.index(item.path.name) if item.path.name in LONG else len(LONG))
     for item in items:
         if HERE not in item.path.parents:
             continue
@@ -76,6 +97,8 @@ def spark_environment() -> Iterator[None]:
         patch.setenv("PYTHONPATH", os.pathsep.join(dict.fromkeys([str(SOURCE), *_absolute_python_path()])))
         patch.setenv("SPARK_LOCAL_IP", "127.0.0.1")
         patch.delenv("SPARK_HOME", raising=False)
+        patch.setenv("SPARK_SUBMIT_OPTS", QUICK_JAVA)
+        patch.setenv("SPARK_LAUNCHER_OPTS", QUICK_JAVA)
         yield
         stop_jvm()
 

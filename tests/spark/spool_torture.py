@@ -21,7 +21,7 @@ from typing import Any
 # For `python -m`, which knows the repository but not the tests' own names.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from flintmq.spark.pipelines.store import Archive
+from flintmq.spark.pipelines.archive import Target
 from spark.cluster import Program
 from spark.daemons import Node
 from spark.torture import run_command
@@ -86,16 +86,13 @@ def _start(broker: Node, folder: Path) -> Program:
 
 
 def _archived(folder: Path) -> int:
-    archive = folder / "archive"
-    return Archive(archive).snapshot().rows if (archive / "_manifest").is_dir() else 0
+    return sum(file.rows for file in Target.of(folder / "archive").open().files())
 
 
 def _judge(folder: Path, messages: int) -> dict[str, Any]:
-    import pyarrow.dataset
+    import deltalake
 
-    archive = folder / "archive"
-    files = [str(archive / path) for path in Archive(archive).snapshot().files]
-    table = pyarrow.dataset.dataset(files, format="parquet").to_table(columns=["value", "offset"])
+    table = deltalake.DeltaTable(str(folder / "archive")).to_pyarrow_table(columns=["value", "offset"])
     found = Counter(int(value.split()[-1]) for value in table["value"].to_pylist())
     rows = Counter(table["offset"].to_pylist())
     report = {

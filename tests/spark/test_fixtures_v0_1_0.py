@@ -17,9 +17,11 @@ import pytest
 
 pytest.importorskip("pyarrow")
 
+from flintmq.errors import PipelineError
 from flintmq.spark.pipelines.archive import archive, read
 from flintmq.spark.pipelines.audit import audit
 from flintmq.spark.pipelines.common import Topics
+from flintmq.spark.pipelines.upgrade import upgrade
 
 from .conftest import run_query, wait_for
 from .daemons import Node
@@ -107,6 +109,9 @@ def forget_last_commit(checkpoint: Path, number: int) -> None:
 
 def test_an_archive_is_read_and_gone_on_with(spark: SparkSession, node: Node, tmp_path: Path) -> None:
     root = unpack("archive", tmp_path / "archives") / "archive"
+    with pytest.raises(PipelineError, match="archive --upgrade --to"):
+        read(spark, root)
+    assert upgrade(root) == (62, len(list(root.rglob("*.parquet"))))
 
     def rows() -> list[dict[str, Any]]:
         found = read(spark, root).collect()

@@ -5,8 +5,12 @@ The same columns as `format("nsq")` has, at times that the tests choose. With br
 
 from __future__ import annotations
 
+import http.server
 import json
+import os
+import re
 import shutil
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -14,15 +18,19 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 pytest.importorskip("pyarrow")
+pytest.importorskip("deltalake")
 
+import deltalake
 import pyarrow as pa
 from pyarrow import parquet
 
 from flintmq.errors import PipelineError
+from flintmq.spark.decoding import decoder
 from flintmq.spark.pipelines import archive as archiving
-from flintmq.spark.pipelines import common, metrics, sql
+from flintmq.spark.pipelines import common, metrics, replay, sql
 from flintmq.spark.pipelines.audit import audit
-from flintmq.spark.pipelines.store import Archive
+from flintmq.spark.pipelines.tables import IcebergTable
+from flintmq.spark.shipped.files import Place
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -95,6 +103,19 @@ def offsets(table: DataFrame) -> list[tuple[str, int]]:
     return sorted((row["topic"], row["offset"]) for row in table.select("topic", "offset").collect())
 
 
+def by_deltalake(root: Path) -> list[tuple[str, int]]:
+    """What one finds who knows nothing of us and reads the Delta table."""
+    rows = deltalake.DeltaTable(str(root)).to_pyarrow_table(columns=["topic", "offset"]).to_pylist()
+    return sorted((row["topic"], row["offset"]) for row in rows)
+
+
+def by_duckdb(root: Path) -> list[tuple[str, int]]:
+    """The same with another engine, over the files that the table names; its own reader of Delta is a download."""
+    duckdb = pytest.importorskip("duckdb", reason="duckdb is not installed: pip install duckdb")
+    files = deltalake.DeltaTable(str(root)).file_uris()
+    return sorted(duckdb.sql(f'SELECT topic, "offset" FROM read_parquet({files}, hive_partitioning=true)').fetchall())
+
+
 def forget_last_commit(checkpoint: Path) -> None:
     """As after a kill between the end of a batch and Spark's note of it: the batch is run again."""
     commits = sorted(
@@ -117,9 +138,7 @@ def test_an_archive_has_each_message_once_in_the_folder_of_its_hour(spark, messa
     expected = sorted(
         [("orders", offset) for offset in range(1500)] + [("clicks.web", offset) for offset in range(200)]
     )
-    assert offsets(archiving.read(spark, root)) == expected
-    # A reader who knows nothing of the manifest finds the same.
-    assert offsets(spark.read.parquet(str(root))) == expected
+    assert offsets(archiving.read(spark, root)) == by_deltalake(root) == by_duckdb(root) == expected
     folders = {path.parent.relative_to(root).as_posix() for path in root.rglob("*.parquet")}
     hours = {f"topic=orders/date=2026-11-16/hour={hour:02d}" for hour in (2, 3, 4)}
     assert folders == {*hours, "topic=clicks.web/date=2026-11-16/hour=02"}
@@ -127,20 +146,50 @@ def test_an_archive_has_each_message_once_in_the_folder_of_its_hour(spark, messa
     # It goes on from its checkpoint; a batch that Spark runs again changes nothing.
     messages.add(1500, 1600)
     forget_last_commit(root / "_checkpoint")
+    version = deltalake.DeltaTable(str(root)).version()
     assert archiving.archive(spark, messages.stream, root, once=True).rows == 100
+    assert deltalake.DeltaTable(str(root)).version() == version + 1
     expected = sorted([*expected, *(("orders", offset) for offset in range(1500, 1600))])
-    assert offsets(archiving.read(spark, root)) == offsets(spark.read.parquet(str(root))) == expected
+    assert offsets(archiving.read(spark, root)) == by_deltalake(root) == expected
 
-    # Small files are merged without Spark, and nothing else changes.
+    # Small files of closed hours are merged without Spark, and nothing else changes.
+    reader = archiving.read(spark, root)
     before, after = archiving.compact(root, older_than=-1e9)
     assert before > after > 0
-    assert offsets(archiving.read(spark, root)) == offsets(spark.read.parquet(str(root))) == expected
+    assert offsets(archiving.read(spark, root)) == by_deltalake(root) == by_duckdb(root) == expected
+    assert offsets(reader) == expected, "a reader that began before"
     forget_last_commit(root / "_checkpoint")
     archiving.archive(spark, messages.stream, root, once=True)
-    assert offsets(archiving.read(spark, root)) == expected
+    assert by_deltalake(root) == expected
     report = audit(spark, messages.batch, lambda spark: archiving.read(spark, root), complete=True)
     assert report.passed
     assert report.total("published") == report.total("archived") == 1800
+
+
+def test_vacuum_deletes_what_is_no_part_and_spares_the_rest(spark, messages: Messages, tmp_path: Path):
+    for first in range(0, 30, 10):
+        messages.add(first, first + 10)
+    root = tmp_path / "archive"
+    archiving.archive(spark, messages.stream, root, once=True)
+    # As a task that failed leaves it.
+    known = next(root.rglob("*.parquet"))
+    orphan = known.with_stem(known.stem[:-16] + 16 * "0")
+    shutil.copy(known, orphan)
+    archiving.compact(root, older_than=-1e9)
+    kept = sorted(path for path in root.rglob("*") if path.is_file())
+    assert archiving.vacuum(root) == 0
+    with pytest.raises(PipelineError, match="at least 1h"):
+        archiving.vacuum(root, retain=0)
+    assert sorted(path for path in root.rglob("*") if path.is_file()) == kept
+    for path in root.rglob("*.parquet"):
+        os.utime(path, (0, 0))
+    assert archiving.vacuum(root) == 1, "nobody ever needed it"
+    assert not orphan.exists()
+    assert archiving.vacuum(root, retain=3600) == 0, "what was merged a moment ago is still read"
+    # It goes on: the checkpoint is in the same folder.
+    messages.add(30, 40)
+    assert archiving.archive(spark, messages.stream, root, once=True).rows == 10
+    assert len(by_deltalake(root)) == 40
 
 
 def test_json_is_decoded_and_what_is_none_is_kept_aside(spark, messages: Messages, tmp_path: Path):
@@ -175,31 +224,35 @@ def test_json_is_decoded_and_what_is_none_is_kept_aside(spark, messages: Message
         archiving.archive(spark, messages.stream, tmp_path / "wrong", schema="id NUMBERISH", once=True)
 
 
-def test_a_delta_archive_is_exact(spark, messages: Messages, tmp_path: Path):
-    deltalake = pytest.importorskip("deltalake", reason="deltalake is not installed: pip install 'flintmq[lake]'")
-    messages.add(0, 300, step=30 * SECOND)
-    messages.add(300, 400, topic="a-b.c")
+def test_names_that_spark_finds_ambiguous_do_not_stop_an_archive(spark, messages: Messages, tmp_path: Path):
+    bodies = [
+        b'{"a": 1, "A": 2}',
+        b'{"a": 3, "a": 4}',
+        b'{"_corrupt_record_": 1, "b": {"c": 1, "C": 2}}',
+        b'{"_corrupt_record": "x", "d": [{"e": 1, "E": 2}]}',
+        b"no json",
+    ]
+    messages.add(0, len(bodies), body=lambda offset: bodies[offset])
     root = tmp_path / "archive"
-    assert archiving.archive(spark, messages.stream, root, format="delta", once=True).rows == 400
-    forget_last_commit(root / "_checkpoint")
-    messages.add(400, 450)
-    archiving.archive(spark, messages.stream, root, format="delta", once=True)
-    table = deltalake.DeltaTable(str(root))
-    rows = table.to_pyarrow_table(columns=["topic", "offset", "hour"]).to_pylist()
-    assert sorted(row["offset"] for row in rows) == list(range(450))
-    assert {row["topic"] for row in rows} == {"orders", "a-b.c"}
-    assert offsets(archiving.read(spark, root, format="delta")) == sorted((row["topic"], row["offset"]) for row in rows)
-    before, after = archiving.compact(root, format="delta")
-    assert before > after
-    assert len(offsets(archiving.read(spark, root, format="delta"))) == 450
-    with pytest.raises(PipelineError, match="of format delta"):
-        archiving.archive(spark, messages.stream, root, once=True)
+    archiving.archive(spark, messages.stream, root, decode=True, once=True)
+    rows = {row["offset"]: row for row in archiving.read(spark, root).collect()}
+    assert [bytes(rows[offset]["value"]) for offset in range(len(bodies))] == bodies
+    assert {rows[0]["data"]["a"], rows[1]["data"]["a"]} <= {1, 3, 4}, "of a and A the one that more messages have"
+    assert "A" not in rows[0]["data"]
+    assert rows[2]["data"]["_corrupt_record_"] == 1
+    assert rows[2]["data"]["b"].asDict() in ({"c": 1}, {"C": 2})
+    assert rows[3]["data"]["_corrupt_record"] == "x"
+    assert (rows[4]["data"], bytes(rows[4]["_undecoded"])) == (None, bodies[4])
+    assert all(row["_undecoded"] is None for offset, row in rows.items() if offset < 4)
+    assert len(by_deltalake(root)) == len(bodies)
+    for schema in ("a INT, A INT", "a STRUCT<b: INT, B: INT>"):
+        with pytest.raises(PipelineError, match="differ by case alone"):
+            decoder("json", schema=schema)
 
 
 def test_an_iceberg_archive_is_exact(spark, messages: Messages, tmp_path: Path):
     for module in ("pyiceberg", "sqlalchemy"):
         pytest.importorskip(module, reason=f"{module} is not installed: pip install 'flintmq[lake]'")
-    from flintmq.spark.pipelines.lake import IcebergTable
 
     messages.add(0, 300, step=30 * SECOND)
     messages.add(300, 400, topic="a-b.c")
@@ -207,13 +260,80 @@ def test_an_iceberg_archive_is_exact(spark, messages: Messages, tmp_path: Path):
     assert archiving.archive(spark, messages.stream, root, format="iceberg", once=True).rows == 400
     forget_last_commit(root / "_checkpoint")
     messages.add(400, 450)
-    archiving.archive(spark, messages.stream, root, format="iceberg", once=True)
-    rows = IcebergTable(root).load().scan().to_arrow().to_pylist()
+    archiving.archive(spark, messages.stream, root, once=True)
+    table = IcebergTable(Place.of(root))
+    rows = table.load().scan().to_arrow().to_pylist()
     assert sorted(row["offset"] for row in rows) == list(range(450))
-    only = IcebergTable(root).load().scan(row_filter="topic = 'a-b.c'").to_arrow()
+    only = table.load().scan(row_filter="topic = 'a-b.c'").to_arrow()
     assert only.num_rows == 100
-    report = audit(spark, messages.batch, lambda spark: archiving.read(spark, root, format="iceberg"), complete=True)
+    assert {file.partition["topic"] for file in table.files()} == {"orders", "a-b.c"}
+    assert min(file.oldest or 0 for file in table.files()) == TWO_O_CLOCK
+    report = audit(spark, messages.batch, lambda spark: archiving.read(spark, root), complete=True)
     assert report.passed
+    with pytest.raises(PipelineError, match="of format iceberg, not delta"):
+        archiving.archive(spark, messages.stream, root, format="delta", once=True)
+    with pytest.raises(PipelineError, match="by an engine of that format"):
+        archiving.compact(root)
+
+
+def test_a_plain_parquet_archive_is_written_by_spark_itself(spark, messages: Messages, tmp_path: Path):
+    messages.add(0, 300, step=30 * SECOND)
+    messages.add(300, 400, topic="2026")
+    root = tmp_path / "archive"
+    archiving.archive(spark, messages.stream, root, format="parquet", once=True)
+    forget_last_commit(root / "_checkpoint")
+    messages.add(400, 450)
+    archiving.archive(spark, messages.stream, root, once=True)
+    assert (root / "_spark_metadata").is_dir()
+    rows = offsets(archiving.read(spark, root))
+    assert sorted(offset for _, offset in rows) == list(range(450))
+    assert {topic for topic, _ in rows} == {"orders", "2026"}
+    report = audit(spark, messages.batch, lambda spark: archiving.read(spark, root), complete=True)
+    assert report.passed
+    files = archiving.table_files(spark, archiving.Target.of(root).open())
+    assert sum(file.rows for file in files) == 450
+    # Spark takes a batch of another checkpoint for one that it has, by its number: that must not begin.
+    for more in ({}, {"new_query": True}):
+        with pytest.raises(PipelineError, match="another checkpoint"):
+            archiving.archive(spark, messages.stream, root, checkpoint=tmp_path / "other", once=True, **more)
+    # Nor by a checkpoint that has begun elsewhere: its batches would not be in any folder.
+    elsewhere = Messages(tmp_path / "elsewhere")
+    elsewhere.add(0, 10, topic="other")
+    begun = {"format": "parquet", "checkpoint": tmp_path / "begun", "once": True}
+    archiving.archive(spark, elsewhere.stream, tmp_path / "q", **begun)
+    elsewhere.add(10, 20, topic="other")
+    with pytest.raises(PipelineError, match="another checkpoint"):
+        archiving.archive(spark, elsewhere.stream, root, **begun)
+    with pytest.raises(PipelineError, match=r"has done batch 0, and .* has none"):
+        archiving.archive(spark, elsewhere.stream, tmp_path / "empty", **begun)
+    assert not (tmp_path / "empty").exists()
+    archiving.archive(spark, elsewhere.stream, tmp_path / "q", **begun)
+    assert len(offsets(archiving.read(spark, tmp_path / "q"))) == 20
+    assert len(offsets(archiving.read(spark, root))) == 450
+    with pytest.raises(PipelineError, match="--schema"):
+        archiving.archive(spark, messages.stream, tmp_path / "b", format="parquet", decode=True, once=True)
+
+
+@pytest.mark.parametrize("format", ["delta", "parquet"])
+def test_names_that_mean_something_to_spark_are_read_as_they_are(
+    spark, messages: Messages, tmp_path: Path, format: str
+):
+    """A path with brackets is no pattern, and the topic that is called like Hive's null is a topic."""
+    null = "__HIVE_DEFAULT_PARTITION__"
+    messages.add(0, 5, topic=null)
+    root = tmp_path / "a[1]{b}*"
+    archiving.archive(spark, messages.stream, root, format=format, once=True)
+    expected = [(null, offset) for offset in range(5)]
+    assert offsets(archiving.read(spark, root)) == expected
+    [chunk] = replay.archive_chunks(spark, root, topics=[null])
+    found = replay.archive_reader(root)(spark, chunk)
+    assert offsets(found) == expected
+    assert {(str(row["date"]), row["hour"]) for row in found.collect()} == {("2026-11-16", 2)}
+
+
+def test_how_many_tasks_run_at_once_is_known_without_a_setting(spark):
+    """Spark has settings whose default it does not accept when it is asked for them."""
+    assert common.parallelism(spark) == spark.sparkContext.defaultParallelism >= 1
 
 
 def test_an_archive_without_its_checkpoint_is_not_added_to(spark, messages: Messages, tmp_path: Path):
@@ -227,6 +347,96 @@ def test_an_archive_without_its_checkpoint_is_not_added_to(spark, messages: Mess
     archiving.archive(spark, messages.stream, root, new_query=True, once=True)
     report = audit(spark, messages.batch, lambda spark: archiving.read(spark, root))
     assert report.total("duplicated") == 10
+
+
+def test_a_plain_folder_belongs_to_one_checkpoint(tmp_path: Path):
+    def begin(to: str, checkpoint: Path, **more: Any) -> None:
+        target = archiving.Target.of(tmp_path / to, format="parquet")
+        archiving.BatchWriter(target, Place.of(checkpoint), **more).prepare()
+
+    def batch(number: int, checkpoint: Path, to: str) -> None:
+        for log in (checkpoint / "commits", tmp_path / to / "_spark_metadata"):
+            log.mkdir(parents=True, exist_ok=True)
+            (log / str(number)).touch()
+
+    one, two = tmp_path / "one", tmp_path / "two"
+    for to, checkpoint in (("p", one), ("q", two)):
+        begin(to, checkpoint)
+        begin(to, checkpoint)  # it was killed before its first batch
+        batch(0, checkpoint, to)
+        begin(to, checkpoint)
+    for checkpoint, more in ((two, {}), (tmp_path / "new", {}), (one, {"new_query": True})):
+        with pytest.raises(PipelineError, match="of another checkpoint"):
+            begin("p", checkpoint, **more)
+    with pytest.raises(PipelineError, match="has done batch 0"):
+        begin("empty", one)
+    assert not (tmp_path / "empty").exists()
+    (one / "commits" / "1").touch()
+    with pytest.raises(PipelineError, match=r"has done batch 1, and .*ends with batch 0"):
+        begin("p", one)
+    # As written before there were notes.
+    inside = tmp_path / "old" / "_checkpoint"
+    batch(0, inside, "old")
+    with pytest.raises(PipelineError, match="of another checkpoint"):
+        begin("old", tmp_path / "third")
+    (inside / "metadata").touch()
+    begin("old", inside)
+
+
+def test_a_checkpoint_is_not_kept_among_the_files_of_a_table(tmp_path: Path):
+    root = tmp_path / "archive"
+    for inside in ("checkpoint", ".", "_delta_log/x", "_x/../checkpoint"):
+        with pytest.raises(PipelineError, match="is inside of the table"):
+            archiving.checkpoint_of(Place.of(root), f"{root}/{inside}")
+    for fine in (root / "_checkpoint", root / "_mine" / "one", tmp_path / "archive2", tmp_path):
+        assert archiving.checkpoint_of(Place.of(root), fine).text == str(fine)
+    store = Place.of("s3://bucket/archive")
+    with pytest.raises(PipelineError, match="is inside of the table"):
+        archiving.checkpoint_of(store, "s3a://bucket/archive/checkpoint")
+    assert archiving.checkpoint_of(store, "s3a://bucket/archived").text == "s3://bucket/archived"
+
+
+def test_an_error_of_a_store_says_why_and_tells_no_secret():
+    class Refusing(http.server.BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            answer = (
+                b"<Error><Code>AccessDenied</Code><Message>No.</Message><StringToSign>hidden</StringToSign></Error>"
+            )
+            self.send_response(403)
+            self.send_header("Content-Length", str(len(answer)))
+            self.end_headers()
+            self.wfile.write(answer)
+
+        def log_message(self, *_: Any) -> None:
+            pass
+
+    options = {"AWS_ALLOW_HTTP": "true", "AWS_REGION": "x", "AWS_ACCESS_KEY_ID": "key", "max_retries": "0"}
+    options |= {"AWS_SECRET_ACCESS_KEY": "secret"}
+
+    def failure(port: int) -> str:
+        place = Place.of("s3://bucket/archive", options | {"AWS_ENDPOINT_URL": f"http://127.0.0.1:{port}"})
+        with pytest.raises(PipelineError) as caught:
+            place.exists("_delta_log")
+        return str(caught.value)
+
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Refusing) as server:
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        refused = failure(server.server_port)
+        server.shutdown()
+    assert "403 Forbidden: AccessDenied: No." in refused
+    nobody = failure(server.server_port)
+    assert "Connection refused" in nobody
+    assert f"127.0.0.1:{server.server_port}/bucket" in nobody
+    for text in (refused, nobody):
+        assert not re.search(r"\n|\x1b|hidden|secret|\?", text)
+    causes = [
+        "OSError: Generic S3 error",
+        "  ↳ Error performing GET http://h/b?sig=x in 1s",
+        "  ↳ no route",
+        "  at java",
+    ]
+    inside = common.explain(Exception("\n".join(["Job aborted", *causes])))
+    assert inside == "OSError: Generic S3 error: Error performing GET http://h/b: no route"
 
 
 # --- Audit ------------------------------------------------------------------------------------------------------------
@@ -300,7 +510,7 @@ def test_a_table_gets_each_window_once_when_it_is_over(spark, messages: Messages
     for _ in range(2):
         metrics.metrics(spark, messages.stream, window=60, lateness=30, table=table, once=True)
         messages.add(600, 630)
-    rows = spark.read.parquet(str(table)).orderBy("start").collect()
+    rows = archiving.read(spark, table).orderBy("start").collect()
     assert [row["messages"] for row in rows] == [60] * len(rows)
     assert len({row["start"] for row in rows}) == len(rows) >= 9
 
@@ -325,7 +535,7 @@ def test_a_query_over_two_topics_to_a_table(spark, messages: Messages, tmp_path:
     sql.stream(spark, query, table=table, once=True)
     messages.add(90, 120)
     sql.stream(spark, query, table=table, once=True)
-    rows = spark.read.parquet(str(table)).collect()
+    rows = archiving.read(spark, table).collect()
     assert sorted(row["id"] for row in rows if row["country"] == "fr") == list(range(0, 120, 3))
     assert sum(row["country"] == "web" for row in rows) == 30
 
@@ -334,7 +544,7 @@ def test_a_query_over_two_topics_to_a_table(spark, messages: Messages, tmp_path:
         spark, "SELECT data.country, count(*) AS n FROM orders GROUP BY ALL ORDER BY n", table=tmp_path / "once"
     )
     assert [tuple(row) for row in result.collect()] == [("fr", 40), ("de", 80)]
-    assert spark.read.parquet(str(tmp_path / "once")).count() == 2
+    assert archiving.read(spark, tmp_path / "once").count() == 2
 
 
 @pytest.mark.parametrize(
@@ -371,7 +581,7 @@ def test_an_error_inside_of_spark_comes_out_as_one_line(spark, messages: Message
     with pytest.raises(PipelineError, match="something is wrong here") as caught:
         archiving.archive(spark, broken, tmp_path / "archive", once=True)
     assert "\n" not in str(caught.value)
-    assert Archive(tmp_path / "archive").snapshot().files == {}
+    assert not list((tmp_path / "archive").rglob("*.parquet"))
 
 
 # --- Command line -----------------------------------------------------------------------------------------------------
@@ -385,8 +595,17 @@ def test_an_error_inside_of_spark_comes_out_as_one_line(spark, messages: Message
         (["replay", "--to", "x", "--checkpoint", "y"], 1, "say what to replay"),
         (["sql", "nowhere.sql"], 1, "--topic"),
         (["sql", "nowhere.sql", "--topic", "t"], 1, "cannot be read"),
+        (["sql", "nowhere.sql", "--topic", "t", "--to-topic", "a"], 1, "by --checkpoint"),
+        (["sql", "nowhere.sql", "--topic", "t", "--to-table", "a", "--mode", "update"], 1, "a table only grows"),
         (["metrics", "t", "--to-topic", "a", "--to-table", "b"], 1, "not both"),
+        (["metrics", "t", "--to-topic", "a"], 1, "by --checkpoint"),
+        (["metrics", "t", "--window", "0s"], 1, "--window must be greater than 0"),
+        (["metrics", "t", "--remote", "sc://nowhere"], 1, "cannot draw here"),
         (["nothing"], 2, "invalid choice"),
+        (["archive", "--to", "x", "--compact", "--vacuum"], 2, "not allowed with"),
+        (["archive", "--to", "x", "--compact", "--compact-size", "0"], 2, "not between 1 and"),
+        (["archive", "--to", "x", "--compact", "--compact-size=-5"], 2, "not between 1 and"),
+        (["archive", "--to", "x", "--compact", "--compact-size", "big"], 2, "no whole number"),
         (["archive", "t", "--to", "x", "--every", "soon"], 2, "soon"),
         (["replay", "t", "--to", "x", "--checkpoint", "y", "--since", "noon"], 2, "is no time"),
     ],
@@ -400,3 +619,51 @@ def test_a_wrong_command_line_is_answered_without_starting_spark(capsys, argv: l
         ended = exc.code
     assert ended == status
     assert text in capsys.readouterr().err
+
+
+def test_a_replay_goes_on_with_what_it_was_begun_with(capsys, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    from flintmq.cli import main
+
+    def no_session(*_: Any) -> Any:
+        raise PipelineError("here Spark would start")
+
+    def ended(**changed: str | None) -> str:
+        said = {
+            "--archive": str(tmp_path / "archive"),
+            "--since": "2026-11-16T00:00:00Z",
+            "--until": "2026-11-17T00:00:00Z",
+            "--where": "offset > 1",
+        } | {f"--{name}": value for name, value in changed.items() if name != "topic"}
+        argv = [part for flag, value in said.items() if value is not None for part in (flag, value)]
+        fixed = ["--to", "again", "--checkpoint", str(tmp_path / "checkpoint"), changed.get("topic") or "orders"]
+        assert main(["pipeline", "replay", *argv, *fixed]) == 1
+        return capsys.readouterr().err
+
+    monkeypatch.setattr(common, "open_session", no_session)
+    terms = {
+        "to": "again",
+        "where": "offset > 1",
+        "archive": str(tmp_path / "archive"),
+        "table": [None, None],
+        "topics": ["orders"],
+        "pattern": None,
+        "from": None,
+        "since": "2026-11-16T00:00:00+00:00",
+        "until": "2026-11-17T00:00:00+00:00",
+    }
+    plan = Place.of(tmp_path / "checkpoint")
+    for known in (terms, {"to": "again", "where": "offset > 1"}):  # 0.1.0 noted no more
+        plan.write_text("plan.json", json.dumps({"name": "n", "terms": known, "chunks": []}))
+        assert "here Spark would start" in ended()
+        assert "here Spark would start" in ended(since="2026-11-16T01:00:00+01:00")
+    plan.write_text("plan.json", json.dumps({"name": "n", "terms": terms, "chunks": []}))
+    for changed in (
+        {"archive": str(tmp_path / "other")},
+        {"archive": None},
+        {"since": "2026-11-16T00:00:01Z"},
+        {"since": None},
+        {"until": "2026-11-18T00:00:00Z"},
+        {"topic": "clicks"},
+        {"where": None},
+    ):
+        assert "is of another replay" in ended(**changed), changed

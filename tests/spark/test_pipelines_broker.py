@@ -4,21 +4,28 @@ from __future__ import annotations
 
 import argparse
 import json
+import random
 import re
 import shutil
 import socket
 import subprocess
 import sys
 import urllib.error
+import urllib.request
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 pytest.importorskip("pyarrow")
+pytest.importorskip("deltalake")
+
+import deltalake
+import msgspec
 
 from flintmq.cli import main
 from flintmq.errors import PipelineError
+from flintmq.spark.counting import count as messages_in
 from flintmq.spark.pipelines import archive as archiving
 from flintmq.spark.pipelines import common, dead_letters, metrics, replay, sql
 from flintmq.spark.pipelines.audit import audit
@@ -70,6 +77,12 @@ def bodies(first: int, stop: int) -> list[bytes]:
     ]
 
 
+def rows_of(root: Path) -> int:
+    """How many rows are in a table; 0 where there is none."""
+    table = archiving.Target.of(root).open()
+    return sum(file.rows for file in table.files())
+
+
 # --- From and to topics -----------------------------------------------------------------------------------------------
 
 
@@ -91,7 +104,7 @@ def test_archive_audit_and_replay_of_a_topic(spark, broker: Node, topic: str, tm
     # Out of the archive, with a filter, stopped half-way and gone on with.
     again = f"{topic[:50]}.again"
     where = "get_json_object(text, '$.country') = 'fr'"
-    chunks = replay.archive_chunks(root, size=1000)
+    chunks = replay.archive_chunks(spark, root, size=1000)
     assert len(chunks) >= 4
     stops = iter([False, True])
 
@@ -117,6 +130,25 @@ def test_archive_audit_and_replay_of_a_topic(spark, broker: Node, topic: str, tm
         replay.replay(spark, lambda: [], replay.archive_reader(root), "elsewhere", network(broker), tmp_path / "replay")
 
 
+def test_a_long_backlog_is_cut_into_batches_and_tasks(
+    spark, broker: Node, topic: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    hold(broker, topic)
+    publish(broker, topic, bodies(0, 3000))
+    assert batch(broker, topic).batch(spark).rdd.getNumPartitions() == spark.sparkContext.defaultParallelism == 2
+    one = batch(broker, topic).batch(spark, minPartitions="1")
+    assert one.rdd.getNumPartitions() == 1, "what is said wins"
+    monkeypatch.setattr(common, "_BATCH_BYTES", "40k")
+    monkeypatch.setattr(common, "_TASK_MESSAGES", 200)
+    summary = archiving.archive(spark, topics(broker, topic).stream, tmp_path / "archive", once=True)
+    assert summary.rows == 3000
+    assert 2 <= summary.batches <= 6
+    files = archiving.Target.of(tmp_path / "archive").open().files()
+    assert max(file.rows for file in files) <= 200
+    whole = topics(broker, topic, maxMessagesPerTrigger="100000", minPartitions="1")
+    assert archiving.archive(spark, whole.stream, tmp_path / "whole", once=True).batches == 1
+
+
 def test_archive_of_a_channel_of_a_plain_nsqd(spark, go_broker: Node, topic: str, tmp_path: Path):
     go_broker.post("/topic/create", topic=topic)
     go_broker.post("/channel/create", topic=topic, channel="archive")
@@ -139,8 +171,213 @@ def test_replay_of_a_log_keeps_a_rate(spark, broker: Node, topic: str, tmp_path:
         spark, lambda: chunks, replay.log_reader(options), "{topic}.b", network(broker), tmp_path / "replay", rate=200
     )
     assert summary.rows == 300
-    assert summary.seconds >= 300 / 200
+    assert summary.details["rate"] <= 1.1 * 200
     assert texts(spark, broker, f"{topic}.b") == [body.decode() for body in bodies(0, 300)]
+
+
+def by_node(spark: Any, given: dict[str, str], topic: str) -> dict[str, list[str]]:
+    """The messages of a topic on each node, in the order of its log."""
+    rows = spark.read.format("nsq").options(**{**given, "subscribe": topic}).load().orderBy("offset").collect()
+    found: dict[str, list[str]] = {}
+    for row in rows:
+        found.setdefault(row.node, []).append(bytes(row.value).decode())
+    return found
+
+
+@pytest.mark.parametrize("ordered", [False, True])
+def test_tasks_of_a_replay_keep_the_order_of_each_node(
+    spark, nodes: list[Node], topic: str, tmp_path: Path, ordered: bool
+):
+    """Two nodes replayed to a third, by more tasks than nodes: of each node in its order; ordered, in that of times."""
+    sources, target = nodes[:2], nodes[2]
+    for number in range(0, 6000, 300):
+        publish(sources[number // 300 % 2], topic, [b"%d" % n for n in range(number, number + 300)])
+    given = {"nsq.nsqd.addresses": ",".join(node.tcp for node in sources), "subscribe": topic}
+    read, there = replay.log_reader(given), {"nsq.nsqd.addresses": target.tcp}
+    chunks = replay.log_chunks({**given, "minPartitions": "7"}, size=1300)
+    assert len(chunks) == 3
+    tasks = []
+
+    class Read(replay.LogReader):
+        def read(self, *arguments: Any, **more: Any) -> Any:
+            found = super().read(*arguments, **more)
+            tasks.append(found.rdd.getNumPartitions())
+            return found
+
+    again = f"{topic[:40]}-again"
+    summary = replay.replay(
+        spark, lambda: chunks, Read(read.options), again, there, tmp_path / "replay", ordered=ordered
+    )
+    assert (summary.rows, summary.batches) == (6000, 3)
+    [found] = by_node(spark, there, again).values()
+    before = by_node(spark, given, topic)
+    assert len(before) == 2
+    for numbers in before.values():
+        mine = set(numbers)
+        assert [number for number in found if number in mine] == numbers
+    if ordered:
+        # Within each chunk.
+        assert all(
+            [int(number) for number in found[at : at + 2000]] == sorted(map(int, found[at : at + 2000]))
+            for at in (0, 2000, 4000)
+        )
+    else:
+        assert min(tasks) >= 2
+    assert len(found) == 6000
+
+
+def test_a_replay_goes_on_with_the_write_that_was_under_way(spark, broker: Node, topic: str, tmp_path: Path):
+    """Killed after a write of several chunks and before the note of it: the same chunks again, and no row twice."""
+    hold(broker, topic)
+    publish(broker, topic, bodies(0, 1000))
+    options = {**network(broker), "subscribe": topic}
+    chunks = replay.log_chunks(options, size=100)
+    folder, again = tmp_path / "replay", f"{topic[:40]}.again"
+
+    def run() -> Any:
+        return replay.replay(
+            spark, lambda: chunks, replay.log_reader(options), again, network(broker), folder, rate=300
+        )
+
+    summary = run()
+    assert (summary.rows, summary.details["done"]) == (1000, 10)
+    assert summary.batches < 10, "several chunks at once: a write takes longer than a chunk's third of a second"
+    first, stop = json.loads((folder / "doing.json").read_text())
+    assert stop == 10
+    (folder / "done.json").write_text(str(first))
+    assert run().rows == stop * 100 - first * 100
+    assert texts(spark, broker, again) == [body.decode() for body in bodies(0, 1000)]
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_writes_of_a_replay_are_paced(seed: int):
+    """Any cost of a write, and any part that a condition leaves: the rate is kept within 3 %."""
+    dice = random.Random(seed)
+    rate = dice.choice([50, 2_000, 100_000])
+    fixed, each = dice.choice([0.05, 0.4, 1.5, 6]), dice.choice([0, 0.1, 0.3]) / rate
+    part = dice.choice([1, 1, 0.3])
+    chunks = [replay.Chunk(rate, {})] * 3_000
+    pace = replay._Pace(rate)
+    at, done, rows = 0.0, 0, 0
+    # When rows became visible, and how many had by then.
+    seen: list[tuple[float, int]] = []
+    while done < 600 / part:
+        count = pace.take(chunks[done:])
+        begun = max(at, pace.next)
+        published = round(count * rate * part * dice.uniform(0.9, 1.1)) if part < 1 else count * rate
+        at = begun + (fixed + each * published) * dice.uniform(0.9, 1.1) + (10 if not done else 0)
+        done += count
+        rows += published
+        pace.wrote(begun, at, published)
+        seen.append((at, rows))
+
+    def rate_from(number: int) -> float:
+        (first, before), (last, after) = seen[number], seen[-1]
+        return (after - before) / (last - first)
+
+    assert len(seen) > 7
+    assert pace.details()["rate"] == pytest.approx(rate_from(0), rel=0.01)
+    # It may be behind while it learns how long writes take.
+    assert 0.9 * rate < rate_from(0) < 1.03 * rate
+    # But it is never much ahead, not even at first.
+    (first, before), *later = seen
+    assert max((after - before) / (last - first) for last, after in later) < 1.1 * rate
+    assert rate_from(len(seen) // 3) == pytest.approx(rate, rel=0.035)
+
+
+def test_status_tells_of_readers_and_checkpoints(
+    spark, nodes: list[Node], topic: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+):
+    for node in nodes[:2]:
+        hold(node, topic)
+        publish(node, topic, bodies(0, 500))
+    addresses = [flag for node in nodes for flag in ("--nsqd", node.tcp)]
+    given = {"nsq.nsqd.addresses": ",".join(node.tcp for node in nodes), "startingOffsets": "earliest"}
+
+    def status(*more: str) -> Any:
+        assert main(["pipeline", "status", *addresses, "--json", *more]) == 0
+        return json.loads(capsys.readouterr().out)
+
+    assert status() == {"readers": [], "queries": [], "checkpoints": []}
+    source = common.Topics([topic], {**given, "maxMessagesPerTrigger": "400"})
+    archiving.archive(spark, source.stream, tmp_path / "archive", once=True)
+    nodes[0].post("/log/position", topic=topic, reader="other", to="earliest")
+    checkpoint = str(tmp_path / "archive" / "_checkpoint")
+    found = status("--checkpoint", checkpoint)
+    [batch] = found["checkpoints"]
+    assert (batch["checkpoint"], batch["batch"], batch["done"]) == (checkpoint, 2, True)
+    [name] = batch["readers"]
+    assert [(one["reader"], one["topic"]) for one in found["readers"]] == [(name, topic)] * 2
+    # The last batch is committed at the brokers when the next one is planned.
+    assert sum(one["behind"] for one in found["readers"]) == 200
+    everybody = status(topic)["readers"]
+    assert {one["reader"] for one in everybody} == {name, "other"}
+    assert [one["behind"] for one in everybody if one["reader"] == "other"] == [500]
+    assert status("no-such-topic")["readers"] == []
+
+    assert main(["pipeline", "status", *addresses, "--checkpoint", checkpoint]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == f"{checkpoint}: batch 2"
+    assert lines[1].split() == ["READER", "TOPIC", "NODE", "BEHIND", "MB", "MOVED"]
+    assert len(lines) == 4
+    assert main(["pipeline", "status", *addresses, "--checkpoint", str(tmp_path)]) == 1
+    assert "is no checkpoint of a stream" in capsys.readouterr().err
+    with socket.socket() as nobody:
+        nobody.bind(("127.0.0.1", 0))
+        away = f"127.0.0.1:{nobody.getsockname()[1]}"
+        assert main(["pipeline", "status", *addresses, "--nsqd", away, "--json"]) == 1
+        said = capsys.readouterr()
+        assert away in said.err and len(json.loads(said.out)["readers"]) == 3
+
+
+def test_numbers_of_a_query_are_served(spark, broker: Node, topic: str, tmp_path: Path):
+    from prometheus_client.parser import text_string_to_metric_families
+
+    from flintmq.spark import serve_metrics
+
+    hold(broker, topic)
+    publish(broker, topic, bodies(0, 300))
+
+    def numbers(address: str) -> dict[str, Any]:
+        with urllib.request.urlopen(f"http://{address}/metrics", timeout=30) as answer:
+            families = list(text_string_to_metric_families(answer.read().decode()))
+        return {
+            sample.name: (sample.value, sample.labels)
+            for family in families
+            for sample in family.samples
+            if sample.labels["query"] == "counted"
+        }
+
+    server = serve_metrics(spark, "127.0.0.1:0")
+    try:
+        source = topics(broker, topic, maxMessagesPerTrigger="100").stream(spark)
+        query = (
+            source.groupBy("topic")
+            .count()
+            .writeStream.queryName("counted")
+            .outputMode("complete")
+            .format("memory")
+            .option("checkpointLocation", str(tmp_path / "checkpoint"))
+            .start()
+        )
+        try:
+            wait_for(lambda: numbers(server.address).get("flintmq_query_rows_total", (0,))[0] == 300)
+            wait_for(lambda: numbers(server.address)["flintmq_query_lag_messages"][0] == 0)
+            found = numbers(server.address)
+            assert found["flintmq_query_active"][0] == 1
+            assert found["flintmq_query_batches_total"][0] == 3
+            assert found["flintmq_query_state_rows"][0] == 1
+            assert found["flintmq_query_batch_seconds"][0] > 0
+            assert found["flintmq_query_lag_messages"][1]["topic"] == topic
+        finally:
+            query.stop()
+        wait_for(lambda: numbers(server.address)["flintmq_query_active"][0] == 0)
+        with pytest.raises(urllib.error.HTTPError, match="404"):
+            urllib.request.urlopen(f"http://{server.address}/", timeout=30)
+        with pytest.raises(PipelineError, match="cannot be opened for metrics"):
+            serve_metrics(spark, server.address)
+    finally:
+        server.close()
 
 
 def test_metrics_and_a_query_to_topics(spark, broker: Node, topic: str, tmp_path: Path):
@@ -234,17 +471,42 @@ def test_brokers_that_nobody_answers_for_are_named_without_starting_spark(topic:
     assert re.fullmatch(f"flintmq pipeline archive: nsqd {address} cannot be reached: .*\n", told), told
 
 
-@pytest.mark.parametrize("pipeline", ["archive", "metrics", "sql"])
+@pytest.mark.parametrize("pipeline", ["archive", "audit", "metrics", "replay", "sql"])
 def test_topics_that_no_broker_knows_are_named_and_fail_a_run_that_ends(
     broker: Node, topic: str, tmp_path: Path, capsys, pipeline: str
 ):
     query = tmp_path / "query.sql"
     query.write_text("SELECT 1")
-    where = {"archive": [topic, "--to", str(tmp_path / "archive")], "metrics": [topic]}
-    argv = where.get(pipeline, [str(query), "--topic", topic])
-    assert main(["pipeline", pipeline, *argv, "--nsqd", broker.tcp, "--once"]) == 1
+    argv = {
+        "archive": [topic, "--to", str(tmp_path / "archive"), "--once"],
+        "audit": [topic, "--archive", str(tmp_path / "archive")],
+        "metrics": [topic, "--once"],
+        "replay": [topic, "--to", f"{topic}-again", "--checkpoint", str(tmp_path / "checkpoint")],
+        "sql": [str(query), "--topic", topic, "--batch"],
+    }
+    assert main(["pipeline", pipeline, *argv[pipeline], "--nsqd", broker.tcp]) == 1
     sentence = f"flintmq pipeline {pipeline}: no broker knows the topic {topic}; asked were {broker.tcp}\n"
     assert capsys.readouterr().err == sentence, "and Spark was not started for it"
+
+
+def test_a_batch_of_topics_that_brokers_do_not_all_know_is_refused_whole(
+    broker: Node, topic: str, tmp_path: Path, capsys
+):
+    publish(broker, topic, bodies(0, 3))
+    argv = [topic, f"{topic}-not", "--archive", str(tmp_path / "archive"), "--nsqd", broker.tcp]
+    assert main(["pipeline", "audit", *argv]) == 1
+    sentence = f"flintmq pipeline audit: no broker knows the topic {topic}-not; asked were {broker.tcp}\n"
+    assert capsys.readouterr().err == sentence
+
+
+def test_a_query_over_a_part_of_a_log_may_say_where_it_ends(spark, broker: Node, topic: str, tmp_path: Path, capsys):
+    publish(broker, topic, bodies(0, 3))
+    query = tmp_path / "query.sql"
+    query.write_text(f"SELECT count(*) AS messages FROM {sql.table_name(topic)}")
+    for end, count in (("2020-01-01T00:00:00Z", 0), ("2100-01-01T00:00:00Z", 3)):
+        argv = [str(query), "--topic", topic, "--nsqd", broker.tcp, "--option", f"endingTimestamp={end}"]
+        assert main(["pipeline", "sql", *argv, "--batch", "--json"]) == 0
+        assert json.loads(capsys.readouterr().out) == {"messages": count}
 
 
 def test_what_is_known_is_done_where_another_topic_is_not(spark, broker: Node, topic: str, tmp_path: Path, capsys):
@@ -347,21 +609,36 @@ def test_archive_behind_spark_connect_without_our_code_there(
         command = (*command, "--remote", f"sc://127.0.0.1:{port}")
         done = run(*command, **variables)
         assert done.returncode == 0, done.stderr + server.log.read_text()[-3000:]
-        assert archiving.Archive(archive).snapshot().rows == 400
+        assert rows_of(archive) == 400
         # The files are the server's, and so is the judgement that a checkpoint is missing.
         shutil.rmtree(archive / "_checkpoint")
         lost = run(*command, **variables)
         assert lost.returncode == 1, lost.stdout
         assert "archived twice" in lost.stderr.splitlines()[-1]
-        assert archiving.Archive(archive).snapshot().rows == 400
+        assert rows_of(archive) == 400
         added = run(*command, "--new-query", **variables)
         assert added.returncode == 0, added.stderr
-        assert archiving.Archive(archive).snapshot().rows == 800
+        assert rows_of(archive) == 800
         refused = run(
             "metrics", topic, "--nsqd", broker.tcp, "--once", "--remote", f"sc://127.0.0.1:{port}", **variables
         )
         assert refused.returncode == 1
         assert "--to-topic or --to-table" in refused.stderr
+        # What decodes goes along, too.
+        packed = f"{topic}.packed"
+        hold(broker, packed)
+        publish(broker, packed, [msgspec.msgpack.encode({"id": n}) if n % 5 else b"no map" for n in range(50)])
+        done = run(
+            *("archive", packed, "--to", str(tmp_path / "decoded"), "--once", "--nsqd", broker.tcp),
+            *("--remote", f"sc://127.0.0.1:{port}", "--decode", "msgpack", "--schema", "id BIGINT"),
+            *("--undecodable", "topic:{topic}.bad"),
+            **variables,
+        )
+        assert done.returncode == 0, done.stderr + server.log.read_text()[-3000:]
+        rows = deltalake.DeltaTable(str(tmp_path / "decoded")).to_pyarrow_table().to_pylist()
+        assert sorted(row["data"]["id"] for row in rows if row["data"]) == [n for n in range(50) if n % 5]
+        assert sum(row["error"] is not None for row in rows) == 10
+        assert messages_in({"nsq.nsqd.addresses": broker.tcp, "subscribe": f"{packed}.bad"}) == 10
     finally:
         server.kill()
 

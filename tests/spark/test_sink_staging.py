@@ -25,6 +25,7 @@ from flintmq.errors import ConnectError, FlintError, OptionError, PublishError
 from flintmq.protocol.wire import valid_name
 from flintmq.spark.shipped.options import read_sink_options, read_source_options
 from flintmq.spark.sink import BatchWriter, StreamWriter, staging, writers
+from flintmq.spark.sink import chunks as chunks_module
 from flintmq.spark.sink.chunks import Chunk, Chunks
 from flintmq.spark.source import BatchReader
 
@@ -210,8 +211,8 @@ def test_deferred_rows_are_staged_too(nodes, checkpoint):
     write = staging.Write(run.query, run.id, uuid.uuid4().hex, 0)
     job = run.writer()._job
     attempt = staging.Attempt(calls, write, job.home, job.brokers)
-    attempt.put(Chunk("later", 3_600_000, [b"a", b"b"]))
-    attempt.put(Chunk("later", 0, [b"c"]))
+    attempt.put(Chunk.of("later", 3_600_000, [b"a", b"b"]))
+    attempt.put(Chunk.of("later", 0, [b"c"]))
     message = writers.Published(
         3, writers.Staged(write, job.home, 3, attempt.epoch, attempt.broker, attempt.id, attempt.chunks)
     )
@@ -632,6 +633,50 @@ def test_a_home_from_an_old_backup_is_noticed(own_nodes, checkpoint, tmp_path):
         Run([home, other], checkpoint, home=home.tcp).write(2, rows, partitions=19)
 
 
+def restored_home(own_nodes, checkpoint, tmp_path, **options):
+    """A query whose second batch is at ``other`` alone, which is down; its home is from a backup before that batch."""
+    home, other, third = own_nodes
+    run = Run([home, third], checkpoint, home=home.tcp, **options)
+    run.write(0, make_rows(0, 100), partitions=9)
+    home.stop()
+    shutil.copytree(home.data_path, tmp_path / "old")
+    home.start()
+    batch = Run(own_nodes, checkpoint, home=home.tcp, **options).batch(1)
+    brokers = cloudpickle.loads(batch.pickled)._job.brokers
+    # The partition whose rows go there.
+    partition = next(n for n in range(99) if staging.ranked(brokers, str(n))[0].tcp == other.tcp)
+    batch.commit([batch.task(partition, make_rows(100, 100))])
+    home.kill()
+    other.kill()
+    shutil.rmtree(home.data_path)
+    shutil.copytree(tmp_path / "old", home.data_path)
+    home.start()
+    return home, other
+
+
+@pytest.mark.parametrize("witness", ["checkpoint", "brokers", "brokers of a checkpoint that takes no file"])
+def test_a_home_from_an_old_backup_is_noticed_without_the_node_that_has_the_rows(
+    own_nodes, checkpoint, tmp_path, witness, monkeypatch
+):
+    """Spark had not noted the batch, and runs it again: with the rows that are down they would be there twice."""
+    is_noted = witness == "checkpoint"
+    if witness == "brokers of a checkpoint that takes no file":
+
+        def refuse(*paths):
+            raise PermissionError(1, "Operation not permitted")
+
+        monkeypatch.setattr("os.replace", refuse)
+    options = without_checkpoint(checkpoint) if witness == "brokers" else {}
+    home, other = restored_home(own_nodes, checkpoint, tmp_path, **options)
+    again = Run(own_nodes, checkpoint, home=home.tcp, **options)
+    with pytest.raises(PublishError, match=r"batch 1 .*the home lost its decisions") as caught:
+        again.write(1, make_rows(100, 100), partitions=9)
+    assert ("_nsq_decided" in str(caught.value)) == is_noted
+    assert [path.name for path in checkpoint.iterdir() if ".tmp" in path.name or path.name.startswith("._nsq")] == []
+    other.start()
+    assert visible(own_nodes) == exactly(make_rows(0, 100) + make_rows(100, 100))
+
+
 def swap_addresses(one, other):
     """As when machines, or containers, come back each with the other's address."""
     one.kill()
@@ -838,7 +883,7 @@ def test_large_bodies_come_in_whole_on_every_route(nodes):
     call("begin", epoch=1, txn=0, attempt="a", decided=None)
     # Just above what the server reads at once, twice: little is left to come when the parser stops.
     for chunk, size in enumerate(range(525_000, 600_000, 1_871)):
-        body = Chunk("t0", 0, [b"x" * size]).body()
+        body = Chunk.of("t0", 0, [b"x" * size]).body
         node.post("/stage/put", body, producer=name, epoch=1, txn=0, attempt="a", chunk=chunk, topic="t0")
     call("abort", epoch=1, txn=0)
 
@@ -880,6 +925,45 @@ def test_what_is_no_name_for_the_broker_is_none_for_the_sink(nodes, checkpoint):
 # --- Chunks -----------------------------------------------------------------------------------------------------------
 
 
+KINDS = [pa.binary(), pa.string(), pa.large_binary(), pa.large_string()]
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_chunks_keep_the_order_of_rows_whatever_they_come_in(seed, monkeypatch):
+    """Any type of column, slices of batches, topics and delays by row or by the option: the records are the rows."""
+    dice = random.Random(seed)
+    monkeypatch.setattr(chunks_module, "_LARGE", dice.choice([1 << 30, 500]))
+    has_topic, has_delay = dice.random() < 0.5, dice.random() < 0.5
+    where = {"nsq.nsqd.addresses": "a:1", "mpubMaxMessages": str(dice.choice([1, 7, 500]))}
+    where |= {"mpubMaxBytes": str(dice.choice([1, 60, 3000])), **({} if has_topic else {"topic": "t"})}
+    found: list[Chunk] = []
+    chunks = Chunks(read_sink_options(where), found.append)
+    expected: dict[tuple[str, int], list[bytes]] = {}
+    for _ in range(dice.randrange(1, 6)):
+        rows = [dice.randbytes(dice.choice([1, 5, 40, 900])).hex().encode() for _ in range(dice.randrange(200))]
+        topics = [dice.choice(["a", "b", "c"]) if has_topic else "t" for _ in rows]
+        delays = [dice.choice([None, 0, 5, 1000]) if has_delay else 0 for _ in rows]
+        columns = {"value": pa.array(rows, pa.binary()).cast(dice.choice(KINDS))}
+        columns |= {"topic": pa.array(topics, pa.string())} if has_topic else {}
+        columns |= {"defer_ms": pa.array(delays, pa.int64())} if has_delay else {}
+        batch = pa.RecordBatch.from_pydict(columns)
+        first = dice.randrange(len(rows) + 1)
+        for part in (batch.slice(0, first), batch.slice(first)):
+            chunks.add(part)
+        for row, topic, delay in zip(rows, topics, delays, strict=True):
+            expected.setdefault((topic, delay or 0), []).append(row)
+    chunks.finish()
+    got: dict[tuple[str, int], list[bytes]] = {}
+    for chunk in found:
+        assert chunk == Chunk.of(chunk.topic, chunk.delay, chunk.rows)
+        got.setdefault((chunk.topic, chunk.delay), []).extend(chunk.rows)
+    assert got == expected
+    for bad, what in ((None, "null"), (b"", "empty")):
+        with pytest.raises(OptionError, match=f"a value that is {what}"):
+            columns = {"value": pa.array([b"a", bad], pa.binary()), "topic": ["t", "t"]}
+            chunks.add(pa.RecordBatch.from_pydict(columns))
+
+
 def test_chunks_hold_every_row_once_within_the_limits():
     dice = random.Random(5)
     for _ in range(50):
@@ -895,4 +979,4 @@ def test_chunks_hold_every_row_once_within_the_limits():
         assert Counter((chunk.topic, row) for chunk in found for row in chunk.rows) == exactly(rows)
         for chunk in found:
             assert len(chunk.rows) <= limit
-            assert len(chunk.rows) == 1 or len(chunk.body()) - 4 <= size
+            assert len(chunk.rows) == 1 or len(chunk.body) - 4 <= size

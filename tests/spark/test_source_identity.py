@@ -65,6 +65,8 @@ def consumed(nsqd, topic, reader):
     one.stop()
     wait_for(lambda: channel_of(nsqd, topic)["clients"] == [], "its connection is gone")
     nsqd.publish(topic, (b"%d" % n for n in range(37)))
+    # Go's nsqd hands them on to the channel by and by.
+    wait_for(lambda: nsqd.depth(topic, "c") == 37, "the channel has them")
     return end
 
 

@@ -24,7 +24,7 @@ def test_defaults_are_those_of_the_documents():
     found = read()
     assert (found.topics, found.mode, found.starting, found.fail_on_data_loss) == (("orders",), "auto", None, True)
     assert (found.max_messages, found.max_bytes, found.min_messages, found.max_delay) == (0, 0, 0, 900.0)
-    assert (found.spool_max_bytes, found.spool_in_flight, found.spool_flush_interval) == (1 << 30, 2500, 0.5)
+    assert (found.spool_max_bytes, found.spool_in_flight, found.spool_flush_interval) == (1 << 30, 20_000, 0.5)
     assert (found.network.retries, found.network.timeout, found.batch_rows) == (3, 30.0, 10_000)
 
 

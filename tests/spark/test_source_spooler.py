@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import random
+import threading
+import time
 
 import pytest
 
@@ -10,10 +13,13 @@ pytest.importorskip("pyarrow")
 
 from flintmq.errors import ConnectError, SpoolError
 from flintmq.spark.shipped.options import read_source_options
-from flintmq.spark.spool_mode import spool as spools
-from flintmq.spark.spool_mode.spool import Piece, Spool, Spooler, plan_rows, read_pieces, spool_rows
+from flintmq.spark.spool_mode import filling as spools
+from flintmq.spark.spool_mode import spool as spool_folder
+from flintmq.spark.spool_mode.filling import Spooler
+from flintmq.spark.spool_mode.spool import Piece, Spool, plan_rows, read_pieces, spool_rows
 
 from .conftest import wait_for
+from .proxy import Proxy
 
 
 @pytest.fixture(params=["go", "flintmq"])
@@ -272,7 +278,7 @@ def test_missing_rows_and_folders_that_are_not_shared_are_told(tmp_path):
 
 def test_two_queries_cannot_share_a_spool(tmp_path, monkeypatch):
     first = Spool(str(tmp_path))
-    monkeypatch.setattr(spools, "_LOCK_PATIENCE", 0.0)
+    monkeypatch.setattr(spool_folder, "_LOCK_PATIENCE", 0.0)
     with pytest.raises(SpoolError, match="another query uses the spool"):
         Spool(str(tmp_path))
     first.close()
@@ -285,8 +291,8 @@ def test_a_silence_is_no_end_while_the_broker_has_messages(nsqd, topic, filling,
     waited = []
     set_ready, waiting = spools.Feed.set_ready, spools.Cluster.waiting
 
-    def noted_waiting(self, channel, wanted):
-        waited.append(waiting(self, channel, wanted))
+    def noted_waiting(self, *about):
+        waited.append(waiting(self, *about))
         for feed in spooler._feeds.values():
             set_ready(feed, 50)
         return waited[-1]
@@ -296,15 +302,165 @@ def test_a_silence_is_no_end_while_the_broker_has_messages(nsqd, topic, filling,
     spooler = filling(nsqd, subscribe=topic, **{"nsq.nsqd.http.addresses": nsqd.http})
     spooler.wait_connected(10)
     spooler.wait_idle(0.2, 30)
-    assert waited[0] == 100 and waited[-1] == 0
+    assert waited[0] == (100, {}) and waited[-1] == (0, {})
     assert spooler.spool.end == 100
 
 
-def test_messages_that_never_come_do_not_hold_the_wait(nsqd, topic, filling, monkeypatch, caplog):
+def test_messages_that_never_come_are_told(nsqd, topic, filling, monkeypatch):
     nsqd.publish(topic, (b"%d" % n for n in range(7)))
     monkeypatch.setattr(spools.Feed, "set_ready", lambda self, count: None)
+    more = {"nsq.nsqd.http.addresses": nsqd.http, "fetch.timeoutMs": "1500"}
+    spooler = filling(nsqd, subscribe=topic, **more)
+    spooler.wait_connected(10)
+    with pytest.raises(ConnectError, match=r"7 messages wait in channel c and did not come for 1\.5 s"):
+        spooler.wait_idle(0.02, 3600)
+    assert spooler.spool.end == 0
+
+
+def test_a_broker_that_does_not_say_what_waits_is_asked_again(nsqd, topic, filling, monkeypatch):
+    """As on a starved machine: /stats is not answered in time while the channel still has messages."""
+    nsqd.publish(topic, (b"%d" % n for n in range(100)))
+    proxy = Proxy(nsqd.http)
+    proxy.down()
+    set_ready, ask = spools.Feed.set_ready, spools.Spooler._waiting
+    answers = []
+
+    def noted(self):
+        answers.append(ask(self))
+        if len(answers) == 3:
+            proxy.up()
+            for feed in self._feeds.values():
+                set_ready(feed, 50)
+        return answers[-1]
+
+    monkeypatch.setattr(spools.Feed, "set_ready", lambda self, count: None)
+    monkeypatch.setattr(spools.Spooler, "_waiting", noted)
+    try:
+        spooler = filling(nsqd, subscribe=topic, **{"nsq.nsqd.http.addresses": proxy.address})
+        spooler.wait_connected(10)
+        spooler.wait_idle(0.2, 60)
+    finally:
+        proxy.close()
+    assert [answer.silent.keys() for answer in answers[:3]] == [{nsqd.tcp}] * 3
+    assert spooler.spool.end == 100
+
+
+def test_a_broker_that_never_says_what_waits_is_an_error(nsqd, topic, filling):
+    nsqd.publish(topic, (b"%d" % n for n in range(10)))
+    proxy = Proxy(nsqd.http)
+    proxy.down()
+    try:
+        more = {"nsq.nsqd.http.addresses": proxy.address, "fetch.timeoutMs": "1500"}
+        spooler = filling(nsqd, subscribe=topic, **more)
+        spooler.wait_connected(10)
+        with pytest.raises(ConnectError, match=r"nobody knows whether channel c has more messages, for 1\.5 s: .*HTTP"):
+            spooler.wait_idle(0.05, 60)
+    finally:
+        proxy.close()
+
+
+def test_a_broker_that_is_away_keeps_what_waits_there(nsqd, topic, filling, caplog):
+    """One that nobody can connect to does not hold up the others."""
+
+    class Away:
+        tcp = "127.0.0.1:1"
+
+    nsqd.publish(topic, (b"%d" % n for n in range(10)))
+    more = {"nsq.nsqd.http.addresses": f"{nsqd.http},127.0.0.1:1", "fetch.timeoutMs": "1500"}
+    spooler = filling(nsqd, Away, subscribe=topic, **more)
+    spooler.wait_connected(10)
+    spooler.wait_idle(0.05, 60)
+    assert spooler.spool.end == 10
+    assert "127.0.0.1:1 is away, and what waits there stays" in caplog.text
+
+
+@pytest.mark.parametrize("is_told", [True, False], ids=["over-http", "silence-alone"])
+def test_a_slow_disk_is_no_end(is_told, nsqd, topic, filling, monkeypatch):
+    """Messages that are being written are neither waiting in the channel nor in the spool yet."""
+    nsqd.publish(topic, (b"%d" % n for n in range(10)))
+    append, is_writing = Spool.append, threading.Event()
+
+    def slow(self, batches):
+        is_writing.set()
+        time.sleep(1.0)
+        append(self, batches)
+
+    monkeypatch.setattr(Spool, "append", slow)
+    spooler = filling(nsqd, subscribe=topic, **({"nsq.nsqd.http.addresses": nsqd.http} if is_told else {}))
+    spooler.wait_connected(10)
+    assert is_writing.wait(30)
+    spooler.wait_idle(0.1, 60)
+    assert spooler.spool.end == 10
+
+
+def test_messages_that_the_broker_has_sent_are_waited_for(nsqd, topic, filling, monkeypatch):
+    """As on a starved machine: they are in flight to us, and the thread that receives them has no turn."""
+    nsqd.publish(topic, (b"%d" % n for n in range(10)))
+    receive, held = spools.Connection.receive, threading.Event()
+
+    def late(self):
+        data = receive(self)
+        if len(data) > 100:
+            held.set()
+            time.sleep(1.0)
+        return data
+
+    monkeypatch.setattr(spools.Connection, "receive", late)
     spooler = filling(nsqd, subscribe=topic, **{"nsq.nsqd.http.addresses": nsqd.http})
     spooler.wait_connected(10)
-    spooler.wait_idle(0.02, 3600)
-    assert spooler.spool.end == 0
-    assert "7 messages wait in the channel and do not come" in caplog.text
+    assert held.wait(30)
+    spooler.wait_idle(0.1, 60)
+    assert spooler.spool.end == 10
+
+
+@pytest.mark.parametrize("kind", ["go", "flintmq"])
+def test_who_may_take_much_takes_it_on_several_connections(kind, start_node, topic, filling, tmp_path):
+    nsqd = start_node(kind)
+    nsqd.publish(topic, (b"%d" % n for n in range(30_000)))
+    spooler = filling(nsqd, subscribe=topic, **{"spool.maxInFlight": "6001"})
+    wait_for(lambda: spooler.spool.end >= 30_000 and nsqd.depth(topic, "c") == 0, "all are spooled")
+    assert sorted(values(tmp_path / "spool")) == list(range(30_000))
+    assert [feed.ready for feed in spooler._feeds.values()] == [2000, 2000, 2000]
+
+
+def test_a_disk_that_is_slower_than_its_brokers_holds_them_up(nsqd, topic, filling, tmp_path, monkeypatch):
+    monkeypatch.setattr(spools, "_MOST_BYTES", 1 << 20)
+    go = threading.Event()
+    append = Spool.append
+
+    def slow(self, batches):
+        go.wait(60)
+        append(self, batches)
+
+    monkeypatch.setattr(Spool, "append", slow)
+    nsqd.publish(topic, (b"%-12000d" % n for n in range(1000)))
+    spooler = filling(nsqd, subscribe=topic, **{"spool.maxInFlight": "2500"})
+    wait_for(lambda: spooler._received_bytes >= 1 << 20, "as much as there may be has come")
+    time.sleep(0.3)
+    # Of 12 MB; the last read may go beyond it.
+    assert spooler._received_bytes < 4 << 20
+    assert not spooler.spool.end
+    go.set()
+    wait_for(lambda: spooler.spool.end >= 1000 and nsqd.depth(topic, "c") == 0, "all are spooled")
+    assert sorted(values(tmp_path / "spool")) == list(range(1000))
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_the_newest_ids_are_known_and_old_ones_forgotten(seed):
+    source = random.Random(seed)
+    count = source.choice([1, 7, 100])
+    newest = spools._Newest(count)
+    added = []
+    for _ in range(60):
+        where = ("topic", source.choice(["node", "other"]))
+        numbers = [source.randrange(1000) for _ in range(source.randint(1, 20))]
+        ids = [b"%016x" % number for number in dict.fromkeys(numbers)]
+        fresh = newest.fresh(where, b"".join(ids))
+        rows = range(len(ids)) if fresh is None else fresh
+        known = {id for row, id in enumerate(ids) if row not in rows}
+        # The newest are known for sure. The oldest are not; between these it may be either.
+        assert known >= {id for id in ids if (where, id) in added[-count:]}
+        assert known <= {id for id in ids if (where, id) in added}
+        newest.add(where, b"".join(ids))
+        added += [(where, id) for id in ids]
+        assert len(newest._new) + len(newest._old) <= 2 * (count + 20)

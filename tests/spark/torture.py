@@ -25,8 +25,9 @@ some of its batches are empty.
 The ledger decides: every other row in its topic once, with the bytes it had. Exit status 1 says that it is not so.
 
 It is run in parts of ``--part`` rows, each with brokers, a cluster and a seed of its own. What each part came to is
-added to the results, a JSON line with commit and machine. After ``--minutes`` no other part is started; the same
-command with the same results goes on where it ended, until rows and faults are reached.
+added to the results, a JSON line with date, commit and machine; ``tests/spark/TORTURE.jsonl`` has those so far. After
+``--minutes`` no other part is started; the same command with the same results goes on where it ended, until rows and
+faults are reached.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ from typing import Any
 # For `python -m`, which knows the repository but not the tests' own names.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from spark.cluster import Cluster, Program, environment
+from spark.cluster import QUICK_JAVA, Cluster, Program, environment
 from spark.daemons import Node
 from spark.proxy import Proxy
 from spark.torture_driver import OUT_TOPICS, is_dropped
@@ -88,7 +89,7 @@ _PATIENCE = 1800.0
 #: What an executor says of a task that it runs again, and of one that is not needed since a copy of it has ended.
 _AGAIN = re.compile(r"Running task \d+\.[1-9]\d* in stage")
 _OVERTAKEN = re.compile("reason: another attempt succeeded")
-_SENTENCES = ("was committed with other rows", "checkpoint went back", "restore it")
+_SENTENCES = ("was committed with other rows", "checkpoint went back", "has gone back", "restore it")
 
 Say = Callable[[str], None]
 
@@ -225,6 +226,8 @@ class Torture:
             "spark.ui.enabled": "false",
             "spark.sql.shuffle.partitions": "2",
             "spark.local.dir": str(self._folder / "local"),
+            "spark.driver.extraJavaOptions": QUICK_JAVA,
+            "spark.executor.extraJavaOptions": QUICK_JAVA,
             "spark.speculation": "true",
             "spark.speculation.interval": "100ms",
             "spark.speculation.multiplier": "1.2",
@@ -305,10 +308,9 @@ class Torture:
     def _arrived(self) -> int:
         """Rows of the batches that are through."""
         if self._is_archive:
-            from flintmq.spark.pipelines.store import Archive
+            from flintmq.spark.pipelines.archive import Target
 
-            root = self._folder / "archive"
-            return Archive(root).snapshot().rows if (root / "_manifest").is_dir() else 0
+            return sum(file.rows for file in Target.of(self._folder / "archive").open().files())
         path = self._folder / "progress"
         batches: dict[str, int] = {}
         if path.exists():
@@ -537,7 +539,7 @@ class Torture:
         return self._ledger(seen, wrong) | {"staged bytes": sum(node.get("/stage")["bytes"] for node in self._targets)}
 
     def _judge_archive(self) -> dict[str, Any]:
-        import pyarrow.dataset
+        import deltalake
 
         command = [sys.executable, "-m", "flintmq", "pipeline", "audit", *(f"in-{n}" for n in range(IN_TOPICS))]
         where = ["--nsqd", self._source.tcp, "--archive", str(self._folder / "archive"), "--complete", "--json"]
@@ -551,8 +553,8 @@ class Torture:
         )
         assert ended.stdout, ended.stderr
         audit = json.loads(ended.stdout)
-        # A reader that knows nothing of the archive's own files must find the same.
-        plain = pyarrow.dataset.dataset(str(self._folder / "archive"), format="parquet", partitioning="hive")
+        # A reader that knows nothing of us must find the same.
+        plain = deltalake.DeltaTable(str(self._folder / "archive")).to_pyarrow_dataset()
         seen = bytearray(self._rows)
         wrong = 0
         for batch in plain.to_batches(columns=["value"]):
@@ -763,7 +765,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"{where}\n")
         due = max(1, faults * (done + part) // rows - had)
         report = torture(where, part, due, seed, route, master, line_writer(), had)
-        results.add({"to": route, "on": master, "seed": seed, **about, **report})
+        ended = {"date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
+        results.add({"to": route, "on": master, "seed": seed, **ended, **about, **report})
         sys.stderr.write(f"\n{json.dumps(results.lines[-1])}\n")
         number += 1
         if report["passed"]:

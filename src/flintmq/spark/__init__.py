@@ -13,18 +13,26 @@ from typing import TYPE_CHECKING, Any
 from flintmq.spark.session import session as session
 
 if TYPE_CHECKING:
+    from flintmq.spark.counting import count as count
+    from flintmq.spark.decoding import decode as decode
     from flintmq.spark.draining import drain as drain
+    from flintmq.spark.monitoring import serve_metrics as serve_metrics
     from flintmq.spark.registration import given_up as given_up
     from flintmq.spark.registration import lag as lag
     from flintmq.spark.registration import register as register
+    from flintmq.spark.reporting import report_queries as report_queries
 
-__all__ = ["drain", "given_up", "lag", "register", "session"]
+__all__ = ["count", "decode", "drain", "given_up", "lag", "register", "report_queries", "serve_metrics", "session"]
 
 _PUBLIC = {
+    "count": "flintmq.spark.counting",
+    "decode": "flintmq.spark.decoding",
     "drain": "flintmq.spark.draining",
     "given_up": "flintmq.spark.registration",
     "lag": "flintmq.spark.registration",
     "register": "flintmq.spark.registration",
+    "report_queries": "flintmq.spark.reporting",
+    "serve_metrics": "flintmq.spark.monitoring",
 }
 
 

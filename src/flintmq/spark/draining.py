@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 from flintmq.errors import OptionError
 from flintmq.spark.shipped.options import read_source_options
-from flintmq.spark.spool_mode.spool import Spool, Spooler
+from flintmq.spark.spool_mode.filling import Spooler
+from flintmq.spark.spool_mode.spool import Spool
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -24,9 +25,9 @@ def drain(
 
     ``options`` are those of ``format("nsq")`` in spool mode: where brokers are, ``subscribe``, ``channel`` and
     ``spoolLocation``, in which a new folder is made. It consumes here and now, in this process, until nothing has come
-    for ``idle_seconds`` and no broker that answers over HTTP has messages left; every message is on the disk before it
-    is finished. The folder stays until somebody removes it: the table that is returned can be read again and again,
-    also later by
+    for ``idle_seconds`` and no broker has messages left, as far as it has an HTTP side; every message is on the disk
+    before it is finished. The folder stays until somebody removes it: the table that is returned can be read again and
+    again, also later by
 
         spark.read.format("nsq").option("mode", "spool").option("spoolLocation", folder).load()
     """

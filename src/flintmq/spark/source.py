@@ -27,20 +27,14 @@ from pyspark.sql.streaming.datasource import (
 
 from flintmq.errors import OptionError, SpoolError
 from flintmq.spark.log_mode.topic_log import Limits, Planner, fetch, reads_from
-from flintmq.spark.shipped.columns import SCHEMA
+from flintmq.spark.shipped.columns import COLUMNS, SCHEMA
 from flintmq.spark.shipped.net import Cluster, Web
 from flintmq.spark.shipped.offsets import Range, cut, read_offset
 from flintmq.spark.shipped.options import SourceOptions, check_names, read_sink_options, read_source_options
+from flintmq.spark.shipped.where import chosen
 from flintmq.spark.sink import BatchWriter, StreamWriter
-from flintmq.spark.spool_mode.spool import (
-    Spool,
-    Spooler,
-    default_location,
-    plan_rows,
-    read_pieces,
-    spool_id,
-    spool_rows,
-)
+from flintmq.spark.spool_mode.filling import Spooler
+from flintmq.spark.spool_mode.spool import Spool, default_location, plan_rows, read_pieces, spool_id, spool_rows
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -113,7 +107,8 @@ def _read(partition: InputPartition, options: SourceOptions) -> Iterator[pa.Reco
     if isinstance(partition, LogPartition):
         yield from fetch(partition.range, partition.address, options, partition.reader)
     elif isinstance(partition, SpoolPartition):
-        yield from read_pieces(partition.pieces, options.batch_rows, partition.planned_on)
+        for batch in read_pieces(partition.pieces, options.batch_rows, partition.planned_on):
+            yield from chosen(batch, options.where, options.columns or frozenset(COLUMNS))
     # Where there is nothing to read, Spark makes a partition of its own that stands for nothing.
 
 
@@ -260,7 +255,8 @@ class SpoolReader:
         self._spooler.forget(self._row(end))
 
     def report(self) -> dict[str, Any] | None:
-        return self._offset(self._spool.end)
+        # Nothing else of the progress says what a spool is filled from.
+        return {**self._offset(self._spool.end), "topics": list(self._options.topics)}
 
     def close(self) -> None:
         self._spooler.close()

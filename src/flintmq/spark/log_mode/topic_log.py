@@ -13,14 +13,17 @@ import logging
 import os
 import threading
 import time
+from array import array
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flintmq.errors import ConnectError, DataLossError, HttpError, OptionError
-from flintmq.spark.shipped.columns import BATCH_BYTES, Shape, frame_columns
+from flintmq.spark.log_mode.index import Index
+from flintmq.spark.shipped.columns import BATCH_BYTES, COLUMNS, Shape, frame_columns
 from flintmq.spark.shipped.net import Broker, Cluster, Refused, Web
 from flintmq.spark.shipped.offsets import Key, Mark, Marks, Offset, Range, cut, log_offset, ranges_between, share
 from flintmq.spark.shipped.options import SourceOptions, Start
+from flintmq.spark.shipped.where import chosen
 
 if TYPE_CHECKING:
     import pyarrow as pa
@@ -44,6 +47,10 @@ _DURABLE_SECONDS = 10.0
 #: A small question is answered soon or never; one silent broker must not hold up the others.
 _QUESTION_SECONDS = 5.0
 _FETCH_BYTES = 16 << 20
+#: Times as much is asked for without bodies: brokers count as if they were there.
+_BARE_FETCH = 8
+#: What the index tells of a range that has no gaps: if only these are wanted, no message is fetched.
+_BY_INDEX = frozenset({"offset", "topic", "node"})
 _READ_BYTES = 4 << 20
 _FRAME_HEAD = 34
 
@@ -279,6 +286,13 @@ class Planner:
                 ranges.append(Range(*key, info.epoch, first, stop))
         self._check_named(starting, "startingOffsets")
         self._check_named(ending, "endingOffsets")
+        if options.where is not None:
+            index = Index(self._web)
+            ranges = [
+                piece
+                for found in ranges
+                for piece in index.within(found, self._address(found), options.where.boxes(found.topic, found.node))
+            ]
         return [(found, self._address(found)) for found in cut(ranges, options.min_partitions, options.max_records)]
 
     # --- Who is there, and how far ------------------------------------------------------------------------------------
@@ -634,11 +648,21 @@ def nothing_lost(web: Web, address: str, topic: str, reader: str, seq: int) -> b
 def fetch(found: Range, address: str, options: SourceOptions, reader: str = "") -> Iterator[pa.RecordBatch]:
     """The messages of a range, in order. A lost connection is made again, and reading goes on where it stopped."""
     web = Web(options.network)
-    shape = Shape(found.topic, found.node, options.batch_rows)
+    where = options.where and options.where.at(found.topic, found.node)
+    wanted = options.columns or frozenset(COLUMNS)
+    needed = wanted | where.columns if where is not None else wanted
+    shape = Shape(found.topic, found.node, options.batch_rows, needed)
+    # Brokers that do not know this send bodies, and nobody looks at them.
+    leave_out = {} if "value" in wanted else {"bodies": "false"}
+    most = _FETCH_BYTES * _BARE_FETCH if leave_out else _FETCH_BYTES
     to_columns = frame_columns()
     at = found.first
     failures = 0
     try:
+        if needed <= _BY_INDEX and _is_whole(found, address, web):
+            for batch in _numbered(found, shape, options.batch_rows):
+                yield from chosen(batch, where, wanted)
+            return
         while at < found.stop:
             begin = at
             try:
@@ -649,8 +673,9 @@ def fetch(found: Range, address: str, options: SourceOptions, reader: str = "") 
                     topic=found.topic,
                     to=found.stop,
                     epoch=found.epoch,
-                    max_bytes=_FETCH_BYTES,
+                    max_bytes=most,
                     **{"from": at},
+                    **leave_out,
                 )
                 if response.headers.get("X-Flintmq-Node") != found.node:
                     raise ConnectError(f"{address} is now another node than {found.node}")
@@ -658,7 +683,7 @@ def fetch(found: Range, address: str, options: SourceOptions, reader: str = "") 
                 for last, batch in _batches(response, found, shape, to_columns, options.batch_rows):
                     at = last + 1
                     failures = 0
-                    yield batch
+                    yield from chosen(batch, where, wanted)
                 if not max(at, begin + 1) <= after <= found.stop:
                     raise ConnectError(f"{address} says that {found.topic} goes on at {after} after {at}")
                 at = after
@@ -686,6 +711,23 @@ def fetch(found: Range, address: str, options: SourceOptions, reader: str = "") 
                 time.sleep(_pause(failures))
     finally:
         web.close()
+
+
+def _is_whole(found: Range, address: str, web: Web) -> bool:
+    """Is there a message at each offset of a range, by the index of its broker?"""
+    try:
+        return Index(web).messages(found, address) == found.size
+    except (OSError, http.client.HTTPException, ConnectError):
+        # Reading tries again, and says what is wrong.
+        web.drop(address)
+        return False
+
+
+def _numbered(found: Range, shape: Shape, batch_rows: int) -> Iterator[pa.RecordBatch]:
+    """Batches of a range of which nothing is wanted that its messages would have to tell."""
+    for first in range(found.first, found.stop, batch_rows):
+        seqs = array("q", range(first, min(first + batch_rows, found.stop)))
+        yield shape.batch((len(seqs), 0, seqs, None, None, None, None, None, None))
 
 
 def _pause(failures: int) -> float:

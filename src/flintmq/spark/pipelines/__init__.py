@@ -18,11 +18,13 @@ __all__ = ["PIPELINES", "main"]
 #: By name on the command line: the module, and what it is for.
 PIPELINES = {
     "archive": ("archive", "topics into files, each message exactly once"),
+    "backfill": ("backfill", "what an archive lacks of a time, out of logs or another archive"),
     "audit": ("audit", "what was published against what was archived"),
     "metrics": ("metrics", "rates, sizes, delays and frequent values of topics"),
     "replay": ("replay", "publish again what was archived or is still in a log"),
     "dead-letters": ("dead_letters", "why messages died, and sending them back by a filter"),
     "sql": ("sql", "a query over topics, to a topic, a table or the screen"),
+    "status": ("status", "how far streams are, as brokers and checkpoints know it"),
     "sample": ("sample", "sample messages, archived and measured, to have something to look at"),
 }
 
@@ -44,20 +46,24 @@ def main(argv: Sequence[str]) -> int:
             names.add_parser(name, help=purpose)
     arguments = parser.parse_args(argv)
     pipeline = importlib.import_module(f"flintmq.spark.pipelines.{PIPELINES[arguments.pipeline][0]}")
+    from flintmq.spark.pipelines import common, reports, screen
+
+    error = ""
     try:
         status: int = pipeline.run(arguments)
-    except FlintError as exc:
-        sys.stderr.write(f"flintmq pipeline {arguments.pipeline}: {exc}\n")
-        return 1
+    except KeyboardInterrupt:
+        return screen.stopped(arguments.pipeline)
     except Exception as exc:
-        if not type(exc).__module__.startswith(("pyspark.", "py4j.")):
+        error = str(exc) or type(exc).__name__
+        if screen.is_interrupted():
+            # Spark tidied up over a connection that was gone.
+            return screen.stopped(arguments.pipeline)
+        is_of_spark = type(exc).__module__.startswith(("pyspark.", "py4j."))
+        if not isinstance(exc, FlintError) and not is_of_spark:
             raise
         # What Spark refuses only when it computes: a query that cannot run, a topic that is gone.
-        from flintmq.spark.pipelines.common import explain
-
-        sys.stderr.write(f"flintmq pipeline {arguments.pipeline}: {explain(exc)}\n")
+        sys.stderr.write(f"flintmq pipeline {arguments.pipeline}: {common.explain(exc) if is_of_spark else exc}\n")
         return 1
-    except KeyboardInterrupt:
-        sys.stderr.write(f"flintmq pipeline {arguments.pipeline}: stopped\n")
-        return 130
+    finally:
+        reports.end("" if screen.is_interrupted() else error)
     return status

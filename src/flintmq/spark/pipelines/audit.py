@@ -27,7 +27,9 @@ from typing import TYPE_CHECKING, Any
 
 from flintmq.errors import PipelineError
 from flintmq.spark.pipelines import common
-from flintmq.spark.pipelines.archive import FORMATS, read
+from flintmq.spark.pipelines.archive import read, target_of
+from flintmq.spark.pipelines.screen import working
+from flintmq.spark.pipelines.tables import format_of
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -35,6 +37,8 @@ if TYPE_CHECKING:
 __all__ = ["Report", "Verdict", "add_arguments", "audit", "run"]
 
 ERRORS = ("lost", "duplicated", "changed", "late", "unexpected")
+#: What of an archive is compared.
+COLUMNS = ("value", "topic", "node", "offset", "timestamp_ns", "date", "hour")
 #: So many offsets of each error are told.
 _EXAMPLES = 5
 
@@ -152,9 +156,8 @@ def _true(condition: Any) -> Any:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = "Compare an archive with the logs it was made from. Exit status 1 says that they do not agree."
-    parser.add_argument("--archive", metavar="DIR", required=True)
-    parser.add_argument("--format", choices=FORMATS, default="parquet", help="of the archive (default %(default)s)")
-    parser.add_argument("--catalog", metavar="NAME", help="of pyiceberg's configuration")
+    parser.add_argument("--archive", metavar="URI", required=True, help="the table: a path or a URI")
+    common.table_arguments(parser)
     parser.add_argument(
         "--complete", action="store_true", help="everything in the log must be archived, the oldest and the newest too"
     )
@@ -164,18 +167,26 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     common.need_topics(arguments)
+    target = target_of(arguments, arguments.archive)
+    if not arguments.remote:
+        target.open()  # what is wrong with it is said before Spark starts
+    status = common.check_topics(arguments, batch=True)
+    if not arguments.remote and target.catalog is None and format_of(target.place) is None:
+        raise PipelineError(f"there is no archive at {target.place}: flintmq pipeline archive makes one, by --to")
     spark = common.open_session(arguments, "flintmq audit")
     from pyspark.sql import functions as f
 
     topics = list(arguments.topics)
     try:
-        archived = read(spark, arguments.archive, format=arguments.format, catalog=arguments.catalog)
-        report = audit(
-            spark,
-            common.batch_reader(arguments),
-            lambda spark: archived.filter(f.col("topic").isin(topics)) if topics else archived,
-            complete=arguments.complete,
-        )
+        tracker = None if common.is_remote(spark) else spark.sparkContext.statusTracker()
+        with working("audit", "comparing archive and log", tracker):
+            archived = read(spark, target, columns=COLUMNS)
+            report = audit(
+                spark,
+                common.batch_reader(arguments),
+                lambda spark: archived.filter(f.col("topic").isin(topics)) if topics else archived,
+                complete=arguments.complete,
+            )
     except PipelineError:
         raise
     except Exception as exc:
@@ -184,7 +195,7 @@ def run(arguments: argparse.Namespace) -> int:
         sys.stdout.write(report.as_json() + "\n")
     else:
         print_report(report)
-    return 0 if report.passed else 1
+    return status if report.passed else 1
 
 
 def print_report(report: Report) -> None:

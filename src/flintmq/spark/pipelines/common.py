@@ -1,4 +1,4 @@
-"""What the pipelines share: where messages come from, how a stream is followed to its end, what is shown meanwhile.
+"""What the pipelines share: where messages come from, and how a stream is followed to its end.
 
 Every pipeline is a function that takes a SparkSession and a *source*, which is a function that gives a DataFrame with
 the columns of `format("nsq")`. `Topics` makes such sources from topics of brokers. A pipeline's module adds to that
@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import datetime
 import json
 import logging
 import re
@@ -18,6 +19,7 @@ import signal
 import sys
 import threading
 import time
+import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -25,45 +27,56 @@ from typing import TYPE_CHECKING, Any
 
 from flintmq.errors import ConnectError, HttpError, PipelineError
 from flintmq.options import parse_duration
+from flintmq.spark.decoding import name_clashes
+from flintmq.spark.pipelines import reports
+from flintmq.spark.pipelines.screen import Display, Screen, Silent, end_quietly, say, words_of_java
+from flintmq.spark.registration import is_elsewhere, is_remote, shipping
+from flintmq.spark.shipped.files import Place
+from flintmq.spark.shipped.reasons import reason
 
 if TYPE_CHECKING:
     from pyspark.sql import Column, DataFrame, SparkSession
     from pyspark.sql.streaming.query import StreamingQuery
     from pyspark.sql.streaming.readwriter import DataStreamWriter
-    from pyspark.sql.types import StructType
+    from pyspark.sql.types import DataType, StructField, StructType
 
 __all__ = [
-    "Display",
-    "Silent",
     "Source",
     "Summary",
     "Topics",
     "asked_to_stop",
     "batch_reader",
     "broker_arguments",
+    "check_hadoop",
+    "check_places",
     "check_topics",
-    "decode_json",
     "duration",
     "explain",
+    "hadoop_packages",
+    "hadoop_settings",
     "hour_columns",
     "infer_schema",
     "is_remote",
+    "moment",
+    "nanoseconds",
     "need_topics",
     "network_options",
+    "observation",
     "open_session",
     "pair",
+    "parallelism",
+    "place_of",
     "print_summary",
     "register",
     "run_stream",
-    "say",
     "shipping",
     "source_arguments",
     "spark_arguments",
     "stream_arguments",
     "stream_reader",
+    "table_arguments",
     "temporary",
     "topics_of",
-    "write_counted",
 ]
 
 #: Gives a DataFrame with the columns of `format("nsq")`.
@@ -72,15 +85,21 @@ Source = Callable[["SparkSession"], "DataFrame"]
 #: Where `flintmq up` puts it.
 DEFAULT_NSQD = "127.0.0.1:4150"
 
-# How often a query is asked how it stands; how often a line is written where nobody watches a terminal.
+# How often a query is asked how it stands.
 _POLL_SECONDS = 0.5
-_LINE_SECONDS = 10.0
 # A batch that is under way when we are told to stop gets this long to end. Nothing is lost if it does not.
 _LAST_BATCH_SECONDS = 60.0
 # A new Python gets ten seconds to call Spark back, and no setting changes that: a query that fails of it is started
 # again, so often at most.
 _NO_CALL_BACK = "failed to connect back"
 _MOST_STARTS = 3
+# A stream's batch is about so much at most, and a task of it so many messages, unless options say otherwise.
+_BATCH_BYTES = "1g"
+_TASK_MESSAGES = 250_000
+_LIMITS = {"maxmessagespertrigger", "maxoffsetspertrigger", "maxbytespertrigger"}
+_CUTS = {"minpartitions", "maxrecordsperpartition"}
+# A Connect server does not say how many tasks it runs at once.
+_CONNECT_TASKS = 8
 # So many messages say what their JSON looks like.
 _INFERRED_FROM = 10_000
 
@@ -96,11 +115,17 @@ class Topics:
     options: Mapping[str, str] = field(default_factory=dict)
 
     def stream(self, spark: SparkSession) -> DataFrame:
-        """The messages as they come."""
-        return self._load(spark, spark.readStream, {})
+        """The messages as they come. A long backlog is cut into batches, and a batch into tasks, by its size."""
+        known = {key.lower() for key in self.options}
+        more = {"maxRecordsPerPartition": str(_TASK_MESSAGES)} if known.isdisjoint(_CUTS) else {}
+        if known.isdisjoint(_LIMITS):
+            more["maxBytesPerTrigger"] = _BATCH_BYTES
+        return self._load(spark, spark.readStream, more)
 
     def batch(self, spark: SparkSession, **more: str) -> DataFrame:
-        """The messages that are in the log now."""
+        """The messages that are in the log now, read by as many tasks as run at once."""
+        if {key.lower() for key in (*self.options, *more)}.isdisjoint(_CUTS):
+            more["minPartitions"] = str(parallelism(spark))
         return self._load(spark, spark.read, more)
 
     def _load(self, spark: SparkSession, reader: Any, more: Mapping[str, str]) -> DataFrame:
@@ -121,7 +146,7 @@ def temporary(source: Source) -> Source:
 
 def source_arguments(parser: argparse.ArgumentParser, *, nargs: str = "+", flag: bool = False) -> None:
     """Which topics, of which brokers."""
-    group = parser.add_argument_group("where messages come from")
+    group = parser.add_argument_group("the source")
     if flag:
         group.add_argument(
             "--topic", dest="topics", metavar="TOPIC", action="append", default=[], help="may be repeated"
@@ -150,7 +175,7 @@ def need_topics(arguments: argparse.Namespace) -> None:
 
 def broker_arguments(parser: argparse.ArgumentParser) -> None:
     """Which brokers."""
-    _broker_arguments(parser.add_argument_group("where the brokers are"))
+    _broker_arguments(parser.add_argument_group("the brokers"))
 
 
 def _broker_arguments(group: argparse._ArgumentGroup) -> None:
@@ -186,12 +211,12 @@ def topics_of(arguments: argparse.Namespace) -> Topics:
     return Topics(arguments.topics, options | dict(arguments.option))
 
 
-def check_topics(arguments: argparse.Namespace) -> int:
-    """Say which topics of a command line no broker knows; PipelineError if that is all of them and none can still come,
-    or if no broker answers at all.
+def check_topics(arguments: argparse.Namespace, *, batch: bool) -> int:
+    """Say which topics of a command line no broker knows: a stream without --once reads them when they appear.
 
-    Returns the exit status of a run that does the rest. Where not everybody answers, or the brokers are for a Connect
-    server to reach, nothing is said: the query itself will.
+    Return the exit status of a run that does the rest. PipelineError if no broker answers, if no topic is known and
+    none can still appear, or if a batch, which reads all or nothing, lacks one. Nothing is said where some brokers do
+    not answer, or where only a Connect server reaches them: the query itself will.
     """
     from flintmq.spark.session import check_pyspark
     from flintmq.spark.shipped.net import Cluster
@@ -202,7 +227,9 @@ def check_topics(arguments: argparse.Namespace) -> int:
     wanted = topics_of(arguments)
     if arguments.remote or "subscribePattern" in wanted.options:
         return 0
-    options = read_source_options({"subscribe": ",".join(wanted.names), **wanted.options}, streaming=True)
+    options = read_source_options({"subscribe": ",".join(wanted.names), **wanted.options}, streaming=not batch)
+    if batch and options.mode == "spool":
+        return 0  # it reads files and asks nobody
     cluster = Cluster(options.network)
     try:
         found = cluster.survey()
@@ -221,13 +248,27 @@ def check_topics(arguments: argparse.Namespace) -> int:
         return 0
     asked = ", ".join(sorted(broker.tcp or broker.http for broker in brokers))
     text = f"no broker knows the topic {', '.join(missing)}; asked were {asked}"
-    if not getattr(arguments, "once", False) and not getattr(arguments, "batch", False):
+    if not batch and not arguments.once:
         say(f"{text}. It is read when it appears")
         return 0
-    if len(missing) == len(wanted.names):
+    if batch or len(missing) == len(wanted.names):
         raise PipelineError(text)
     say(text)
     return 1
+
+
+def check_places(arguments: argparse.Namespace, *names: str) -> None:
+    """PipelineError if this process may not write to a place that an argument names.
+
+    It is called before Spark starts. Behind Spark Connect all files are the server's, and nothing is known of them.
+    """
+    for name in names:
+        given = getattr(arguments, name)
+        if not given or arguments.remote:
+            continue
+        place = place_of(arguments, given)
+        if why := place.refusal(writes=True):
+            raise PipelineError(f"cannot write to {place}: {why}; choose another with --{name.replace('_', '-')}")
 
 
 def stream_reader(arguments: argparse.Namespace) -> Source:
@@ -254,13 +295,49 @@ def spark_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         help="a setting of Spark; may be repeated",
     )
+    group.add_argument(
+        "--packages",
+        action="store_true",
+        help="download Hadoop's jars for checkpoints and plain Parquet on s3a:// or abfss://; says how much that is",
+    )
     group.add_argument("--json", action="store_true", help="print the result as JSON")
+
+
+def table_arguments(parser: argparse.ArgumentParser, *, format: str = "--format") -> None:
+    """Which table, beside where it is."""
+    group = parser.add_argument_group("the table")
+    group.add_argument(
+        format, dest="format", choices=("delta", "iceberg", "parquet"), help="default: what is there, else delta"
+    )
+    group.add_argument(
+        "--storage-option",
+        metavar="KEY=VALUE",
+        type=pair,
+        action="append",
+        default=[],
+        help="for the store, as deltalake names it, such as AWS_ENDPOINT_URL=…; may be repeated",
+    )
+    group.add_argument("--catalog", metavar="NAME", help="of Iceberg, in pyiceberg's configuration")
+    group.add_argument(
+        "--catalog-option",
+        metavar="KEY=VALUE",
+        type=pair,
+        action="append",
+        default=[],
+        help="of Iceberg's catalog, as pyiceberg names it; may be repeated",
+    )
+    group.add_argument("--table", metavar="NAMESPACE.NAME", help="in Iceberg's catalog (default flintmq.<last part>)")
+
+
+def place_of(arguments: argparse.Namespace, where: str) -> Place:
+    """A place that a command line names, with the options of its store."""
+    return Place.of(where, dict(arguments.storage_option))
 
 
 def stream_arguments(parser: argparse.ArgumentParser) -> None:
     """How a stream runs."""
-    group = parser.add_argument_group("how it runs")
-    group.add_argument("--checkpoint", metavar="DIR", help="where Spark notes how far it is; a run goes on from there")
+    group = parser.add_argument_group("the stream")
+    group.add_argument("--checkpoint", metavar="URI", help="where Spark notes how far it is; a run goes on from there")
     group.add_argument("--once", action="store_true", help="end when everything that is there now is done")
     group.add_argument(
         "--every",
@@ -269,6 +346,10 @@ def stream_arguments(parser: argparse.ArgumentParser) -> None:
         default=10.0,
         help="how often a batch begins, such as 1m (default 10s)",
     )
+    group.add_argument(
+        "--metrics-address", metavar="HOST:PORT", help="serve the query's numbers there at /metrics, for Prometheus"
+    )
+    group.add_argument("--no-report", action="store_true", help="do not report the query to the brokers, for nsqadmin")
 
 
 def pair(text: str) -> tuple[str, str]:
@@ -288,6 +369,20 @@ def duration(text: str) -> float:
     return seconds
 
 
+def moment(text: str) -> datetime.datetime:
+    """A time of a command line; in UTC where it says no zone."""
+    try:
+        when = datetime.datetime.fromisoformat(text)
+    except ValueError as exc:
+        raise argparse.ArgumentTypeError(f"{text!r} is no time such as 2026-11-16T08:00:00Z") from exc
+    return when if when.tzinfo else when.replace(tzinfo=datetime.UTC)
+
+
+def nanoseconds(when: datetime.datetime) -> int:
+    """A time in ns since 1970."""
+    return (when - datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)) // datetime.timedelta(microseconds=1) * 1000
+
+
 def open_session(arguments: argparse.Namespace, app: str) -> SparkSession:
     """The session that a command line asks for; says on standard error that it starts."""
     from pyspark.logger import PySparkLogger
@@ -297,8 +392,86 @@ def open_session(arguments: argparse.Namespace, app: str) -> SparkSession:
     for name in ("SQLQueryContextLogger", "DataFrameQueryContextLogger"):
         # They write each error of a query to standard error, with traceback and all; it is told in a sentence.
         PySparkLogger.getLogger(name).setLevel(logging.CRITICAL)
-    report = None if sys.stderr.isatty() else say
-    return session(app, master=arguments.master, remote=arguments.remote, report=report, **dict(arguments.conf))
+    conf = hadoop_settings(dict(getattr(arguments, "storage_option", [])))
+    if arguments.packages:
+        packages, excluded, size = hadoop_packages()
+        say(f"Hadoop's jars are taken from Maven where they are not there yet: about {size} MB")
+        conf |= {"spark.jars.packages": ",".join(packages), "spark.jars.excludes": ",".join(excluded)}
+    conf |= dict(arguments.conf)
+    with Screen() as screen, words_of_java():
+        spark = session(app, master=arguments.master, remote=arguments.remote, report=screen.report, **conf)
+    end_quietly()
+    if where := getattr(arguments, "metrics_address", None):
+        from flintmq.spark.monitoring import serve_metrics
+
+        say(f"metrics are at http://{serve_metrics(spark, where).address}/metrics")
+    if not getattr(arguments, "no_report", True) and not is_remote(spark):
+        # Behind Spark Connect the brokers are those of the server's network.
+        topic = getattr(arguments, "to_topic", None)
+        reports.begin(spark, network_options(arguments), [topic] if topic else [])
+    return spark
+
+
+#: Hadoop's file systems of stores, which pyspark does not bring along.
+_HADOOP = {
+    "s3": "org.apache.hadoop.fs.s3a.S3AFileSystem",
+    "abfss": "org.apache.hadoop.fs.azurebfs.SecureAzureBlobFileSystem",
+    "gs": "com.google.cloud.hadoop.fs.gcs.GoogleHadoopFileSystem",
+}
+_AWS_SDK = "2.35.4"
+
+
+def hadoop_packages() -> tuple[list[str], list[str], int]:
+    """The Maven coordinates of Hadoop's S3 and Azure for the Hadoop of this pyspark, what to leave out, and MB."""
+    import pyspark
+
+    jars = Path(pyspark.__file__).parent / "jars"
+    found = [re.fullmatch(r"hadoop-client-api-(.+)\.jar", path.name) for path in jars.glob("hadoop-client-api-*.jar")]
+    version = next((match[1] for match in found if match), None)
+    if version is None:
+        raise PipelineError("--packages: this pyspark has no Hadoop, so that its version is not known")
+    # Amazon's SDK comes in one jar of 690 MB; the parts that S3A calls are a thirtieth of it.
+    parts = ("s3", "s3-transfer-manager", "sts", "apache-client", "netty-nio-client")
+    packages = [f"org.apache.hadoop:hadoop-aws:{version}", f"org.apache.hadoop:hadoop-azure:{version}"]
+    packages += [f"software.amazon.awssdk:{part}:{_AWS_SDK}" for part in parts]
+    return packages, ["software.amazon.awssdk:bundle"], _PACKAGES_MB
+
+
+#: As downloaded for Hadoop 3.5.0.
+_PACKAGES_MB = 24
+
+
+def hadoop_settings(options: Mapping[str, str]) -> dict[str, str]:
+    """What Hadoop's S3 must be told where a store's options are given and are not of the environment."""
+    known = {key.lower().removeprefix("aws_"): value for key, value in options.items()}
+    settings = {}
+    for ours, names in {
+        "access.key": ("access_key_id",),
+        "secret.key": ("secret_access_key",),
+        "session.token": ("session_token", "token"),
+        "endpoint": ("endpoint_url", "endpoint"),
+        "endpoint.region": ("region", "default_region"),
+    }.items():
+        if value := next((known[name] for name in names if name in known), None):
+            settings[f"spark.hadoop.fs.s3a.{ours}"] = value
+    if "spark.hadoop.fs.s3a.endpoint" in settings:
+        settings["spark.hadoop.fs.s3a.path.style.access"] = "true"
+    return settings
+
+
+def check_hadoop(spark: SparkSession, place: Place) -> None:
+    """PipelineError, with what to do, if Spark itself is to use a place and has no jars for it."""
+    wanted = _HADOOP.get(place.scheme)
+    if wanted is None or is_remote(spark):
+        return
+    loader = spark._jvm.java.lang.Thread.currentThread().getContextClassLoader()
+    try:
+        spark._jvm.java.lang.Class.forName(wanted, False, loader)
+    except Exception as exc:
+        raise PipelineError(
+            f"{place.for_spark}: Spark keeps checkpoints and plain Parquet there with Hadoop's jars, which are not "
+            "here: add --packages, or keep the checkpoint on a disk, by --checkpoint DIR"
+        ) from exc
 
 
 # --- Following a stream -----------------------------------------------------------------------------------------------
@@ -330,49 +503,6 @@ class Summary:
         lag = f"; {self.lag:,} still to be read" if self.lag else ""
         lag += f"; {self.given_up:,} given up with their nodes" if self.given_up else ""
         return f"{self.pipeline}: {self.rows:,} messages in {self.batches:,} batches, {self.seconds:.1f} s{rate}{lag}"
-
-
-class Display:
-    """What a person sees while a pipeline runs: one line that changes on a terminal, elsewhere one now and then."""
-
-    def __init__(self, pipeline: str) -> None:
-        self._pipeline = pipeline
-        self._status: Any = None
-        self._written = time.monotonic()
-
-    def __enter__(self) -> Display:
-        if sys.stderr.isatty():
-            from rich.console import Console
-
-            self._status = Console(stderr=True, highlight=False).status(
-                f"{self._pipeline}: waiting for the first batch"
-            )
-            self._status.start()
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self._status is not None:
-            self._status.stop()
-
-    def show(self, text: str) -> None:
-        if self._status is not None:
-            self._status.update(f"{self._pipeline}: {text}")
-        elif time.monotonic() - self._written >= _LINE_SECONDS:
-            self._written = time.monotonic()
-            say(f"{self._pipeline}: {text}")
-
-
-class Silent(Display):
-    """For programs, which show what they like."""
-
-    def __init__(self) -> None:
-        super().__init__("")
-
-    def __enter__(self) -> Display:
-        return self
-
-    def show(self, text: str) -> None:
-        pass
 
 
 def run_stream(writer: DataStreamWriter, pipeline: str, *, once: bool, every: float, quiet: bool = True) -> Summary:
@@ -486,47 +616,29 @@ def asked_to_stop() -> Iterator[threading.Event]:
 
 
 def explain(exc: BaseException) -> str:
-    """What went wrong, in one line: our own error inside of Spark's many, else the first line."""
+    """What went wrong, in one line: our own error inside of Spark's many, else the first line and a store's reason."""
     text = str(exc)
     if ours := re.findall(r"flintmq\.errors\.\w+: (.+)", text):
         return str(ours[-1]).strip()
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     # Spark puts the class of error in front, and the last line of a Python traceback says most.
-    if raised := re.findall(r"^(?:\w+\.)*(\w+(?:Error|Exception): .+)$", text, re.MULTILINE):
-        return str(raised[-1]).strip()
+    if raised := list(re.finditer(r"^(?:: )?(?:\w+\.)*(\w+(?:Error|Exception): .+)$", text, re.MULTILINE)):
+        return reason(text[raised[-1].start(1) :])
     # [STREAM_FAILED] Query [id = …] terminated with exception: [REASON] why. SQLSTATE: 12345
     first = re.sub(r"^.*? terminated with exception: ", "", lines[0]) if lines else type(exc).__name__
     return re.sub(r"^\[[A-Z_.]+\] |\s*SQLSTATE: \w+.*$", "", first)
-
-
-def is_remote(spark: SparkSession) -> bool:
-    """Is this a session of Spark Connect?"""
-    return type(spark).__module__.startswith("pyspark.sql.connect")
-
-
-@contextlib.contextmanager
-def shipping(spark: SparkSession) -> Iterator[None]:
-    """Inside, functions given to a Spark Connect server take our code along: it need not be installed there."""
-    if not is_remote(spark):
-        yield
-        return
-    from pyspark import cloudpickle
-
-    import flintmq
-
-    cloudpickle.register_pickle_by_value(flintmq)
-    try:
-        yield
-    finally:
-        cloudpickle.unregister_pickle_by_value(flintmq)
 
 
 def register(spark: SparkSession) -> None:
     """Make `format("nsq")` known; with its code where executors or the server may not have it."""
     from flintmq.spark.registration import register as make_known
 
-    elsewhere = is_remote(spark) or not spark.conf.get("spark.master", "").startswith(("local[", "local,"))
-    make_known(spark, ship=elsewhere)
+    make_known(spark, ship=is_elsewhere(spark))
+
+
+def parallelism(spark: SparkSession) -> int:
+    """How many tasks run at once, as far as that is known."""
+    return _CONNECT_TASKS if is_remote(spark) else int(spark.sparkContext.defaultParallelism)
 
 
 def network_options(arguments: argparse.Namespace, *, prefix: str = "") -> dict[str, str]:
@@ -551,11 +663,6 @@ def print_summary(summary: Summary, *, as_json: bool) -> None:
         sys.stdout.write(f"  {name}: {value:,}\n" if isinstance(value, int) else f"  {name}: {value}\n")
 
 
-def say(line: str) -> None:
-    sys.stderr.write(line + "\n")
-    sys.stderr.flush()
-
-
 # --- Columns ----------------------------------------------------------------------------------------------------------
 
 _HOUR_NS = 3_600_000_000_000
@@ -570,44 +677,13 @@ def hour_columns() -> tuple[Column, Column]:
     return date.alias("date"), f.lpad(f.pmod(hours, f.lit(24)).cast("string"), 2, "0").alias("hour")
 
 
-def decode_json(messages: DataFrame, schema: StructType | str | None) -> DataFrame:
-    """The messages with `data`, what their JSON says, and `_undecoded`, the bytes that would not decode.
-
-    A message is decoded whole or not at all: one value of another type than the schema's is enough for `_undecoded`.
-    """
-    from pyspark.sql import functions as f
-    from pyspark.sql.types import StringType, StructType
-
-    if schema is None:
-        return messages.withColumn("_undecoded", f.col("value"))
-    fields = schema if isinstance(schema, StructType) else StructType.fromDDL(schema)
-    corrupt = "_corrupt_record_"
-    # With a column for corrupt records Spark notes every message that does not fit, and not only broken JSON.
-    wanted = StructType(list(fields)).add(corrupt, StringType())
-    text = f.col("value").cast("string")
-    parsed = f.from_json(text, wanted, {"mode": "PERMISSIVE", "columnNameOfCorruptRecord": corrupt})
-    named = messages.withColumn("_parsed", parsed)
-    # A cast makes replacement characters out of bytes that are not UTF-8, and the JSON may still be well-formed.
-    decoded = f.col("_parsed").isNotNull() & f.col(f"_parsed.{corrupt}").isNull() & f.expr("is_valid_utf8(value)")
-    data = f.struct(*(f.col("_parsed").getField(name).alias(name) for name in fields.names))
-    return named.withColumns({"data": f.when(decoded, data), "_undecoded": f.when(~decoded, f.col("value"))}).drop(
-        "_parsed"
-    )
-
-
-def write_counted(rows: DataFrame, folder: Path, *partitions: str) -> int:
-    """Write Parquet files to a new folder. How many rows the tasks that made them have seen."""
-    from pyspark.sql import functions as f
-
+def observation(rows: DataFrame) -> Any:
+    """What counts rows as they pass, of the kind that fits a DataFrame."""
     if type(rows).__module__.startswith("pyspark.sql.connect"):
         from pyspark.sql.connect.observation import Observation
     else:
         from pyspark.sql.observation import Observation
-    counted = Observation()
-    # Right before the write, in the same tasks: a task that is tried again counts once.
-    observed = rows.observe(counted, f.count(f.lit(1)).alias("rows"))
-    observed.write.partitionBy(*partitions).parquet(str(folder))
-    return int(counted.get["rows"])
+    return Observation()
 
 
 def infer_schema(messages: DataFrame) -> StructType | None:
@@ -615,7 +691,31 @@ def infer_schema(messages: DataFrame) -> StructType | None:
     from pyspark.sql import functions as f
     from pyspark.sql.types import StructType
 
+    # No message has a key of this name.
+    corrupt = f"_corrupt_{uuid.uuid4().hex}"
     text = messages.select(f.col("value").cast("string").alias("value")).limit(_INFERRED_FROM)
-    found = messages.sparkSession.read.json(text).schema
-    fields = [field for field in found if field.name != "_corrupt_record"]
-    return StructType(fields) if fields else None
+    found = messages.sparkSession.read.option("columnNameOfCorruptRecord", corrupt).json(text).schema
+    fields = StructType([field for field in found if field.name != corrupt])
+    if name_clashes(fields):
+        # Of two keys that differ by case alone, the one that more messages have.
+        keys = text.select(f.explode(f.expr("json_object_keys(value)")).alias("key")).groupBy("key").count()
+        counts = {row["key"]: row["count"] for row in keys.collect()}
+        often = sorted(fields, key=lambda field: -counts.get(field.name, 0))
+        kept = {field.name.lower(): field for field in reversed(often)}
+        fields = StructType([_unambiguous(field) for field in fields if kept[field.name.lower()] is field])
+    return fields if fields.names else None
+
+
+def _unambiguous(field: StructField) -> StructField:
+    """The field, without those inside of it whose name another one has, whatever its case."""
+    from pyspark.sql.types import ArrayType, StructField, StructType
+
+    def of(kind: DataType) -> DataType:
+        if isinstance(kind, ArrayType):
+            return ArrayType(of(kind.elementType), kind.containsNull)
+        if isinstance(kind, StructType):
+            first = {inner.name.lower(): inner for inner in reversed(kind.fields)}
+            return StructType([_unambiguous(inner) for inner in kind if first[inner.name.lower()] is inner])
+        return kind
+
+    return StructField(field.name, of(field.dataType), field.nullable)

@@ -251,7 +251,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--from-channel", metavar="NAME", default=CHANNEL, help="of the dead-letter topic (default %(default)s)"
     )
     parser.add_argument(
-        "--limit", metavar="N", type=int, default=LIMIT, help="look at so many of a broker (default %(default)s)"
+        "--limit",
+        metavar="N",
+        type=int,
+        default=LIMIT,
+        help="dead letters of a broker to read (default %(default)s)",
     )
     common.broker_arguments(parser)
     common.spark_arguments(parser)

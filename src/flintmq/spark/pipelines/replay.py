@@ -1,43 +1,57 @@
 """`flintmq pipeline replay`: what was archived, or what is still in a topic's log, published again.
 
-A replay is cut into chunks before it begins, and the plan is written down with a name of its own. A chunk is published
-by one batch write whose key is that name and the chunk's number, and then noted as done. So a replay that was stopped
-goes on where it was; on our broker the chunk that was under way is not published twice, because the rows of a chunk and
-their order are always the same.
+A replay is cut into chunks before it begins, and the plan is written down with a name of its own. A chunk, or with a
+rate several at once, is published by one batch write whose key is that name and the numbers of the chunks; which ones
+is noted before, and that they are done after it. So a replay that was stopped goes on where it was; on our broker the
+write that was under way is not published twice, because its rows are always the same.
+
+Many tasks publish a chunk. Brokers that stage rows publish those of one task after those of the task before it, so that
+the tasks only need to be in order: of a log each has a piece of a node's range, of an archive a piece of the time.
 """
 
 from __future__ import annotations
 
 import argparse
 import datetime
+import functools
 import itertools
 import json
 import math
-import os
+import threading
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flintmq.errors import PipelineError
+from flintmq.errors import ConnectError, PipelineError
 from flintmq.spark.pipelines import common
-from flintmq.spark.pipelines.archive import read_files
-from flintmq.spark.pipelines.store import Archive, DataFile, hour_of, local_path
+from flintmq.spark.pipelines.archive import Target, read_files, table_files, target_of
+from flintmq.spark.pipelines.screen import Display, Silent
+from flintmq.spark.shipped.files import DataFile, Place, partition_of
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
-__all__ = ["Chunk", "add_arguments", "archive_chunks", "log_chunks", "replay", "run"]
+__all__ = ["Chunk", "add_arguments", "archive_chunks", "log_chunks", "replay", "run", "terms_of"]
 
-#: So many messages make a chunk, where no rate asks for less.
-CHUNK_MESSAGES = 200_000
+#: Messages of a chunk, where no rate asks for less; and of one that is sorted by one task.
+CHUNK_MESSAGES = 1_000_000
+ORDERED_CHUNK_MESSAGES = 200_000
+#: A replay that is behind its rate catches up by no more than this.
+_CATCH_UP = 1.03
+#: Seconds' worth of messages that a write has at least, and times the seconds that writes take.
+_LEAST_SECONDS = 1.0
+_SPARE = 2.0
 
-
-#: A place among messages in the order of their times: time in ns, offset.
-Place = tuple[int, int]
+#: Where messages are cut, in the order of their times: time in ns, offset.
+Edge = tuple[int, int]
+#: Options that cut ranges, or leave out what is published.
+_CUTS = ("minpartitions", "maxrecordsperpartition", "columns")
+_BY_TIME = ("timestamp_ns", "topic", "node", "offset", "id")
 _LEAST = -(2**63)
+_HOUR_NS = 3_600_000_000_000
 
 
 @dataclass(frozen=True)
@@ -50,12 +64,48 @@ class Chunk:
     what: dict[str, Any]
 
 
-#: Gives the messages of a chunk.
+#: Gives the messages of a chunk, in any order.
 ReadChunk = Callable[["SparkSession", Chunk], "DataFrame"]
 
 
+@dataclass(frozen=True)
+class LogReader:
+    """Gives the messages of a chunk out of the topics' logs. Options as for `format("nsq")`."""
+
+    options: Mapping[str, str]
+
+    def __call__(self, spark: SparkSession, chunk: Chunk) -> DataFrame:
+        return self.read(spark, chunk)
+
+    def read(self, spark: SparkSession, chunk: Chunk, *, tasks: int = 0, columns: str = "") -> DataFrame:
+        """The messages of each node in their order, over the partitions as they are numbered.
+
+        There are `tasks` of them or more; without that each topic on each node is one. `columns` are those that are
+        not null, all by default.
+        """
+        common.register(spark)
+        dropped = ("starting", "ending", "where", *_CUTS)
+        kept = {key: value for key, value in self.options.items() if not key.lower().startswith(dropped)}
+        own = next((value for key, value in self.options.items() if key.lower() == "where"), "")
+        # A node that has come since is not named by the chunk.
+        named = " OR ".join(
+            f"(topic = '{topic}' AND node = '{node}')" for topic, nodes in chunk.what["stop"].items() for node in nodes
+        )
+        more = {
+            "startingOffsets": json.dumps(chunk.what["first"]),
+            "endingOffsets": json.dumps(chunk.what["stop"]),
+            "where": f"({own}) AND ({named})" if own else named,
+        }
+        if tasks:
+            more["minPartitions"] = str(tasks)
+        if columns:
+            more["columns"] = columns
+        return spark.read.format("nsq").options(**kept | more).load()
+
+
 def archive_chunks(
-    root: str | Path,
+    spark: SparkSession,
+    root: str | Path | Target,
     *,
     topics: Sequence[str] = (),
     since: datetime.datetime | None = None,
@@ -64,26 +114,26 @@ def archive_chunks(
 ) -> list[Chunk]:
     """The messages of an archive, hour by hour; long hours are cut, by time and offset."""
     since_ns, until_ns = _ns(since, 0), _ns(until, 2**63 - 1)
-    hours: dict[datetime.datetime, list[DataFile]] = {}
-    for file in Archive(root).snapshot().files.values():
+    hours: dict[int, list[DataFile]] = {}
+    table = Target.of(root).open()
+    for file in table_files(spark, table):
         if topics and file.partition["topic"] not in topics:
             continue
         if file.oldest is not None and file.newest is not None and file.oldest < until_ns and file.newest >= since_ns:
-            hours.setdefault(hour_of(file), []).append(file)
+            hours.setdefault(file.oldest // _HOUR_NS, []).append(file)
     chunks = []
-    folder = local_path(root)
     for _, files in sorted(hours.items()):
-        edges: list[Place] = [(since_ns, _LEAST), *_cuts(folder, files, size), (until_ns, _LEAST)]
+        edges: list[Edge] = [(since_ns, _LEAST), *_cuts(table.place, files, size), (until_ns, _LEAST)]
         for first, stop in itertools.pairwise(edge for edge in edges if since_ns <= edge[0] <= until_ns):
             touched = [file for file in files if (file.oldest or 0) <= stop[0] and (file.newest or 0) >= first[0]]
             if touched:
                 rows = min(size, sum(file.rows for file in touched))
-                paths = sorted(file.path for file in touched)
-                chunks.append(Chunk(rows, {"files": paths, "first": list(first), "stop": list(stop)}))
+                named = [asdict(file) for file in sorted(touched, key=lambda file: file.path)]
+                chunks.append(Chunk(rows, {"files": named, "first": list(first), "stop": list(stop)}))
     return chunks
 
 
-def _cuts(root: Path, files: Sequence[DataFile], size: int) -> list[Place]:
+def _cuts(place: Place, files: Sequence[DataFile], size: int) -> list[Edge]:
     """Where to cut the messages of some files, so that about `size` of them are between two cuts."""
     if sum(file.rows for file in files) <= size:
         return []
@@ -92,19 +142,32 @@ def _cuts(root: Path, files: Sequence[DataFile], size: int) -> list[Place]:
 
     columns = ["timestamp_ns", "offset"]
     # Not as one dataset: its folders would be read as columns.
-    parts = [parquet.ParquetFile(root / file.path).read(columns=columns) for file in files]
+    store = place.files()
+    parts = []
+    for file in files:
+        with store.open_input_file(file.path) as opened:
+            parts.append(parquet.ParquetFile(opened).read(columns=columns))
     places = pyarrow.concat_tables(parts).sort_by([(name, "ascending") for name in columns])
     return [tuple(row.values()) for row in places.take(list(range(size, len(places), size))).to_pylist()]
 
 
-def archive_reader(root: str | Path) -> ReadChunk:
+def archive_reader(root: str | Path | Target) -> ReadChunk:
+    table = Target.of(root).open()
+
     def read(spark: SparkSession, chunk: Chunk) -> DataFrame:
-        folder = local_path(root)
-        gone = [path for path in chunk.what["files"] if not (folder / path).exists()]
-        if gone:
-            raise PipelineError(f"{gone[0]} was merged with others since the replay began: begin it anew")
+        if "parts" in chunk.what:
+            parts = [read(spark, Chunk(0, what)) for what in chunk.what["parts"]]
+            return functools.reduce(lambda one, other: one.unionByName(other), parts)
+        # A plan of 0.1.0 has the paths alone.
+        files = [
+            DataFile(file, 0, 0, partition=partition_of(file)) if isinstance(file, str) else DataFile(**file)
+            for file in chunk.what["files"]
+        ]
+        found = table.place.files().get_file_info([file.path for file in files])
+        if gone := [file.path for file, info in zip(files, found, strict=True) if not info.is_file]:
+            raise PipelineError(f"{gone[0]} was vacuumed away since the replay began: begin it anew")
         (after, first), (before, stop) = chunk.what["first"], chunk.what["stop"]
-        messages = read_files(spark, folder, chunk.what["files"])
+        messages = read_files(spark, table, files)
         # The plain conditions on times let Parquet pass over what lies outside.
         return messages.filter(
             f"timestamp_ns >= {after} AND (timestamp_ns > {after} OR offset >= {first}) "
@@ -117,13 +180,23 @@ def archive_reader(root: str | Path) -> ReadChunk:
 def log_chunks(options: Mapping[str, str], *, size: int = CHUNK_MESSAGES) -> list[Chunk]:
     """What the log holds now, of the time that the options say: all nodes in step. Options as for `format("nsq")`."""
     from flintmq.spark.log_mode.topic_log import Planner
+    from flintmq.spark.shipped.offsets import Range
     from flintmq.spark.shipped.options import read_source_options
 
-    planner = Planner(read_source_options(options, streaming=False))
+    # A chunk has one range of each log.
+    whole = {key: value for key, value in options.items() if key.lower() not in _CUTS}
+    planner = Planner(read_source_options(whole, streaming=False))
+    joined: dict[tuple[str, str], Range] = {}
     try:
-        ranges = [found for found, _ in planner.snapshot()]
+        for found, _ in planner.snapshot():
+            # A condition may leave out some of it in between.
+            known = joined.setdefault((found.topic, found.node), found)
+            joined[known.topic, known.node] = known._replace(
+                first=min(known.first, found.first), stop=max(known.stop, found.stop)
+            )
     finally:
         planner.close()
+    ranges = list(joined.values())
     parts = max((math.ceil(found.size / size) for found in ranges), default=0)
     chunks = []
     for part in range(parts):
@@ -139,22 +212,8 @@ def log_chunks(options: Mapping[str, str], *, size: int = CHUNK_MESSAGES) -> lis
     return chunks
 
 
-def log_reader(options: Mapping[str, str]) -> ReadChunk:
-    kept = {key: value for key, value in options.items() if not key.startswith(("starting", "ending"))}
-
-    def read(spark: SparkSession, chunk: Chunk) -> DataFrame:
-        common.register(spark)
-        ends = {
-            name: json.dumps(chunk.what[key]) for name, key in (("startingOffsets", "first"), ("endingOffsets", "stop"))
-        }
-        messages = spark.read.format("nsq").options(**kept, **ends).load()
-        # A node that has come since is not named by the chunk.
-        named = [
-            f"(topic = '{topic}' AND node = '{node}')" for topic, nodes in chunk.what["stop"].items() for node in nodes
-        ]
-        return messages.filter(" OR ".join(named))
-
-    return read
+def log_reader(options: Mapping[str, str]) -> LogReader:
+    return LogReader(options)
 
 
 def replay(
@@ -163,116 +222,272 @@ def replay(
     read: ReadChunk,
     to: str,
     network: Mapping[str, str],
-    checkpoint: str | Path,
+    checkpoint: str | Path | Place,
     *,
     where: str | None = None,
     rate: float = 0.0,
+    ordered: bool = False,
+    what: Mapping[str, Any] | None = None,
     quiet: bool = True,
 ) -> common.Summary:
     """Publish the chunks of a plan to a topic; `{topic}` in its name stands for the one a message was in.
 
     `plan` is only asked if the checkpoint has none. `where` is a condition in SQL over the columns of `format("nsq")`,
-    and `text`, the value as text. `rate` is messages a second. PipelineError says why not.
+    and `text`, the value as text. `rate` is messages a second. With `ordered` one task publishes all messages in the
+    order of their times. `what` names what is replayed, in plain values: a checkpoint that was begun with another one
+    is refused. PipelineError says why not.
     """
-    from pyspark.sql import functions as f
-
     common.register(spark)
-    notes = _Notes(local_path(checkpoint), {"to": to, "where": where})
+    notes = _Notes(Place.of(checkpoint), {"to": to, "where": where, **(what or {})})
     chunks = notes.begin(plan)
     summary = common.Summary("replay")
     started = time.monotonic()
     total = sum(chunk.rows for chunk in chunks)
-    topic = f.lit(to) if "{topic}" not in to else f.regexp_replace(f.lit(to), r"\{topic\}", f.col("topic"))
-    with common.asked_to_stop() as asked, common.Display("replay") if not quiet else common.Silent() as display:
-        for number in range(notes.done, len(chunks)):
+    # Without staging rows are published as tasks come to them.
+    stages = not ordered and _all_stage(spark, network)
+    writer = _Writer(spark, read, to, where, ordered=ordered, stages=stages)
+    pace = _Pace(rate)
+    # The write that was under way is the same one again.
+    under_way = notes.under_way
+    with common.asked_to_stop() as asked, Display("replay") if not quiet else Silent() as display:
+        while notes.done < len(chunks):
+            first = notes.done
+            stop = first + pace.take(chunks[first:], under_way)
+            under_way = 0
+            pace.wait(asked)
             if asked.is_set():
                 break
+            notes.begun(stop)
             # One broker keeps the decisions of all chunks, and the folder of the plan names it.
-            sink = {**network, "writeId": f"{notes.name}-{number}", "checkpointLocation": str(notes.folder)}
-            rows = _publish(spark, read, chunks[number], topic, where, sink)
-            notes.finished(number + 1)
+            numbers = f"{first}" if stop == first + 1 else f"{first}-{stop}"
+            sink = {**network, "writeId": f"{notes.name}-{numbers}", "checkpointLocation": notes.place.for_spark}
+            begun = time.monotonic()
+            rows = writer.publish(_joined(chunks[first:stop]), sink)
+            pace.wrote(begun, time.monotonic(), rows)
+            notes.finished(stop)
             summary.rows += rows
             summary.batches += 1
-            remaining = sum(chunk.rows for chunk in chunks[number + 1 :])
+            remaining = sum(chunk.rows for chunk in chunks[stop:])
             seconds = time.monotonic() - started
             display.show(
                 f"{summary.rows:,} published, {summary.rows / seconds:,.0f}/s, {remaining:,} of {total:,} to go"
             )
-            if rate:
-                # Chunks are about a second's worth: pausing between them keeps the rate.
-                asked.wait(max(0.0, summary.rows / rate - (time.monotonic() - started)))
     summary.seconds = time.monotonic() - started
     summary.lag = sum(chunk.rows for chunk in chunks[notes.done :])
-    summary.details = {"chunks": len(chunks), "done": notes.done}
+    summary.details = {"chunks": len(chunks), "done": notes.done, **pace.details()}
     return summary
 
 
-def _publish(
-    spark: SparkSession, read: ReadChunk, chunk: Chunk, topic: Any, where: str | None, sink: dict[str, str]
-) -> int:
-    from pyspark.sql import Observation
-    from pyspark.sql import functions as f
+def _joined(chunks: Sequence[Chunk]) -> Chunk:
+    """Chunks that follow each other as one."""
+    if len(chunks) == 1:
+        return chunks[0]
+    rows = sum(chunk.rows for chunk in chunks)
+    if "files" in chunks[0].what:
+        return Chunk(rows, {"parts": [chunk.what for chunk in chunks]})
+    return Chunk(rows, {"first": chunks[0].what["first"], "stop": chunks[-1].what["stop"]})
 
-    messages = read(spark, chunk).withColumn("text", f.col("value").cast("string"))
-    if where:
-        try:
-            messages = messages.filter(where)
-        except Exception as exc:
-            raise PipelineError(f"--where {where!r}: {common.explain(exc)}") from exc
-    seen = Observation()
-    # One task, in a fixed order: the same chunk gives the same publishes under the same keys.
-    ordered = messages.coalesce(1).sortWithinPartitions("timestamp_ns", "topic", "node", "offset", "id")
-    published = ordered.select("value", topic.alias("topic")).observe(seen, f.count(f.lit(1)).alias("rows"))
+
+def _all_stage(spark: SparkSession, network: Mapping[str, str]) -> bool:
+    """Can all brokers that rows may go to stage them?"""
+    from flintmq.spark.shipped.net import Cluster
+    from flintmq.spark.shipped.options import read_sink_options
+
+    if common.is_remote(spark):
+        # The brokers are those of the server's network.
+        return False
+    cluster = Cluster(read_sink_options(network).network)
     try:
-        published.write.format("nsq").mode("append").options(**sink).save()
-    except Exception as exc:
-        raise PipelineError(common.explain(exc)) from exc
-    return int(seen.get["rows"])
+        found = cluster.survey()
+    except ConnectError:
+        return False
+    finally:
+        cluster.close()
+    return not found.failures and all(broker.has_stage and broker.http for broker in found.brokers)
+
+
+class _Pace:
+    """When the next write begins, and how much it takes, so that a rate is kept. Without a rate: at once, a chunk.
+
+    A write makes all its rows visible at its end, and takes a while however few they are. So writes have as many
+    seconds' worth of messages as leaves them time to spare, and begin so early that the quickest of them would end when
+    its rows are due. The clock starts at the end of the first write, for which Spark starts its processes.
+    """
+
+    def __init__(self, rate: float) -> None:
+        self._rate = rate
+        #: The next write does not begin before this, by `time.monotonic`.
+        self.next = 0.0
+        # Seconds that writes lately took: at least, as far as is known, and at most.
+        self._shortest, self._longest = 0.0, _LEAST_SECONDS / _SPARE
+        # Messages that were read, and those of them that were published; those of the next write.
+        self._read = self._rows = 0
+        self._reading = 0
+        # The end of the first write and of the last one, and the rows that were published by then.
+        self._first: tuple[float, int] | None = None
+        self._last = (0.0, 0)
+
+    def take(self, chunks: Sequence[Chunk], count: int = 0) -> int:
+        """Return how many of the next chunks to publish by one write, ``count`` if that is decided; sets ``next``."""
+        count = count or self._together(chunks)
+        self._reading = sum(chunk.rows for chunk in chunks[:count])
+        if self._first is not None:
+            rows = self._reading * self._part
+            (start, before), (ended, _) = self._first, self._last
+            due = start + (self._rows - before + rows) / self._rate
+            self.next = max(due, ended + rows / (self._rate * _CATCH_UP)) - self._shortest
+        return count
+
+    @property
+    def _part(self) -> float:
+        """Of the messages that are read, the part that is published."""
+        return self._rows / self._read if self._read else 1.0
+
+    def _together(self, chunks: Sequence[Chunk]) -> int:
+        if not self._rate:
+            return 1
+        left = self._rate * max(_LEAST_SECONDS, _SPARE * self._longest)
+        for number, chunk in enumerate(chunks):
+            left -= chunk.rows * self._part
+            if left < 0:
+                return max(1, number)
+        return len(chunks)
+
+    def wait(self, asked: threading.Event) -> None:
+        asked.wait(max(0.0, self.next - time.monotonic()))
+
+    def wrote(self, begun: float, ended: float, rows: int) -> None:
+        """The write is done."""
+        self._read += self._reading
+        self._rows += rows
+        self._last = (ended, self._rows)
+        if not self._rate:
+            return
+        if self._first is None:
+            self._first = self._last
+            return
+        took = ended - begun
+        self._shortest = min(took, self._shortest * 1.1 or took)
+        self._longest = max(took, self._longest * 0.8)
+
+    def details(self) -> dict[str, Any]:
+        """Messages a second, from the end of the first write to that of the last."""
+        if self._first is None or self._last == self._first:
+            return {}
+        (start, before), (end, after) = self._first, self._last
+        return {"rate": round((after - before) / (end - start), 1)}
+
+
+class _Writer:
+    """Publishes chunks, each by one batch write."""
+
+    def __init__(
+        self, spark: SparkSession, read: ReadChunk, to: str, where: str | None, *, ordered: bool, stages: bool
+    ) -> None:
+        self._spark = spark
+        self._read = read
+        self._to = to
+        self._where = where
+        self._ordered = ordered
+        self._stages = stages
+        self._tasks = common.parallelism(spark)
+
+    def publish(self, chunk: Chunk, sink: Mapping[str, str]) -> int:
+        """Publish a chunk; how many messages it had."""
+        from pyspark.sql import functions as f
+
+        messages = self._messages(chunk)
+        seen = common.observation(messages)
+        options = dict(sink)
+        columns = [f.col("value")]
+        if "{topic}" in self._to:
+            columns.append(f.regexp_replace(f.lit(self._to), r"\{topic\}", f.col("topic")).alias("topic"))
+        else:
+            options["topic"] = self._to
+        published = messages.select(*columns).observe(seen, f.count(f.lit(1)).alias("rows"))
+        try:
+            published.write.format("nsq").mode("append").options(**options).save()
+        except Exception as exc:
+            raise PipelineError(common.explain(exc)) from exc
+        return int(seen.get["rows"])
+
+    def _messages(self, chunk: Chunk) -> DataFrame:
+        """The messages to publish, in partitions that are in order."""
+        read = self._read
+        if isinstance(read, LogReader) and not self._ordered:
+            columns = "" if self._where else "value,topic"
+            return self._fitting(
+                read.read(self._spark, chunk, tasks=self._tasks if self._stages else 0, columns=columns)
+            )
+        messages = self._fitting(read(self._spark, chunk))
+        if self._ordered:
+            return messages.coalesce(1).sortWithinPartitions(*_BY_TIME)
+        if self._stages:
+            return messages.orderBy(*_BY_TIME)
+        # The messages of a node are all in one task.
+        return messages.repartition(self._tasks, "topic", "node").sortWithinPartitions(*_BY_TIME)
+
+    def _fitting(self, messages: DataFrame) -> DataFrame:
+        from pyspark.sql import functions as f
+
+        if not self._where:
+            return messages
+        try:
+            return messages.withColumn("text", f.col("value").cast("string")).filter(self._where)
+        except Exception as exc:
+            raise PipelineError(f"--where {self._where!r}: {common.explain(exc)}") from exc
 
 
 class _Notes:
-    """How far a replay is, in its checkpoint folder: the plan, and how many chunks of it are done."""
+    """How far a replay is, in its checkpoint folder: the plan, how many chunks are done, and what is under way."""
 
-    def __init__(self, folder: Path, terms: dict[str, Any]) -> None:
-        self.folder = folder
+    def __init__(self, place: Place, terms: dict[str, Any]) -> None:
+        self.place = place
         self._terms = terms
         self.name = ""
         self.done = 0
+        #: How many chunks the write has that was under way when the replay ended.
+        self.under_way = 1
 
     def begin(self, plan: Callable[[], list[Chunk]]) -> list[Chunk]:
         """The chunks of the plan that is there, or of a new one."""
-        path = self.folder / "plan.json"
-        if not path.exists():
+        if not self.place.exists("plan.json"):
             chunks = [[chunk.rows, chunk.what] for chunk in plan()]
-            self.folder.mkdir(parents=True, exist_ok=True)
-            self._write("plan.json", {"name": uuid.uuid4().hex, "terms": self._terms, "chunks": chunks})
-        known = json.loads(path.read_text())
-        if known["terms"] != self._terms:
-            raise PipelineError(
-                f"{self.folder} is of another replay ({json.dumps(known['terms'])}): say the same, or take another"
-            )
+            made = {"name": uuid.uuid4().hex, "terms": self._terms, "chunks": chunks}
+            self.place.write_text("plan.json", json.dumps(made))
+        known = self.check()
         self.name = known["name"]
-        if (self.folder / "done.json").exists():
-            self.done = json.loads((self.folder / "done.json").read_text())
+        if self.place.exists("done.json"):
+            self.done = json.loads(self.place.read_text("done.json"))
+        if self.place.exists("doing.json"):
+            first, stop = json.loads(self.place.read_text("doing.json"))
+            # Of one that is done it says nothing.
+            self.under_way = stop - first if first == self.done else 1
         return [Chunk(rows, what) for rows, what in known["chunks"]]
+
+    def check(self) -> dict[str, Any]:
+        """Read the plan, or nothing if there is none. PipelineError if it is of another replay."""
+        if not self.place.exists("plan.json"):
+            return {}
+        known: dict[str, Any] = json.loads(self.place.read_text("plan.json"))
+        # A plan of 0.1.0 has fewer terms.
+        if any(known["terms"].get(key, value) != value for key, value in self._terms.items()):
+            raise PipelineError(
+                f"{self.place} is of another replay ({json.dumps(known['terms'])}): say the same, or take another"
+            )
+        return known
+
+    def begun(self, stop: int) -> None:
+        """The chunks up to this one are published by the next write."""
+        self.place.write_text("doing.json", json.dumps([self.done, stop]))
 
     def finished(self, done: int) -> None:
         self.done = done
-        self._write("done.json", done)
-
-    def _write(self, name: str, value: Any) -> None:
-        partial = self.folder / f".{name}"
-        with open(partial, "w") as file:
-            json.dump(value, file)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, self.folder / name)
+        self.place.write_text("done.json", json.dumps(done))
 
 
 def _ns(when: datetime.datetime | None, default: int) -> int:
-    if when is None:
-        return default
-    return (when - datetime.datetime(1970, 1, 1, tzinfo=datetime.UTC)) // datetime.timedelta(microseconds=1) * 1000
+    return default if when is None else common.nanoseconds(when)
 
 
 # --- Command line -----------------------------------------------------------------------------------------------------
@@ -280,16 +495,22 @@ def _ns(when: datetime.datetime | None, default: int) -> int:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = "Publish again what was archived, or what a topic's log still has."
-    parser.add_argument("--archive", metavar="DIR", help="replay an archive; without it, the topics' logs")
+    parser.add_argument("--archive", metavar="URI", help="replay an archive; without it, the topics' logs")
+    common.table_arguments(parser)
     parser.add_argument("--to", metavar="TOPIC", required=True, help="{topic} in it stands for a message's own")
-    parser.add_argument("--since", metavar="TIME", type=_time, help="only what was published then or later (RFC 3339)")
-    parser.add_argument("--until", metavar="TIME", type=_time, help="only what was published before (RFC 3339)")
+    parser.add_argument(
+        "--since", metavar="TIME", type=common.moment, help="only what was published then or later (RFC 3339)"
+    )
+    parser.add_argument("--until", metavar="TIME", type=common.moment, help="only what was published before (RFC 3339)")
     parser.add_argument(
         "--where", metavar="SQL", help="only messages that fit, such as \"get_json_object(text, '$.id') > 7\""
     )
-    parser.add_argument("--rate", metavar="N", type=float, default=0.0, help="at most N messages a second")
+    parser.add_argument("--rate", metavar="N", type=float, default=0.0, help="N messages a second")
     parser.add_argument(
-        "--checkpoint", metavar="DIR", required=True, help="where it notes how far it is; it goes on from there"
+        "--ordered", action="store_true", help="by one task, all messages in the order of their times; slower"
+    )
+    parser.add_argument(
+        "--checkpoint", metavar="URI", required=True, help="where it notes how far it is; it goes on from there"
     )
     parser.add_argument("--to-lookupd", metavar="ADDRESS", action="append", default=[], help="publish to its brokers")
     parser.add_argument("--to-nsqd", metavar="ADDRESS", action="append", default=[], help="publish to this broker")
@@ -305,14 +526,17 @@ def run(arguments: argparse.Namespace) -> int:
         raise PipelineError("say what to replay: topics, or --archive DIR")
     if arguments.rate < 0 or not math.isfinite(arguments.rate):
         raise PipelineError("--rate is a number above 0")
-    size = max(1, min(CHUNK_MESSAGES, int(arguments.rate))) if arguments.rate else CHUNK_MESSAGES
+    size = ORDERED_CHUNK_MESSAGES if arguments.ordered else CHUNK_MESSAGES
+    if arguments.rate:
+        size = max(1, min(size, int(arguments.rate)))
     plan: Callable[[], list[Chunk]]
     if arguments.archive:
+        target = target_of(arguments, arguments.archive)
         plan, read = (
             lambda: archive_chunks(
-                arguments.archive, topics=arguments.topics, since=arguments.since, until=arguments.until, size=size
+                spark, target, topics=arguments.topics, since=arguments.since, until=arguments.until, size=size
             ),
-            archive_reader(arguments.archive),
+            archive_reader(target),
         )
     else:
         source = common.topics_of(arguments)
@@ -321,6 +545,11 @@ def run(arguments: argparse.Namespace) -> int:
             options.pop("startingOffsets", None)
         plan, read = lambda: log_chunks(options, size=size), log_reader(options)
     elsewhere = arguments.to_nsqd or arguments.to_lookupd or arguments.to_option
+    checkpoint, terms = common.place_of(arguments, arguments.checkpoint), terms_of(arguments)
+    # Before Spark starts.
+    common.check_places(arguments, "checkpoint")
+    _Notes(checkpoint, {"to": arguments.to, "where": arguments.where, **terms}).check()
+    status = 0 if arguments.archive else common.check_topics(arguments, batch=True)
     spark = common.open_session(arguments, "flintmq replay")
     summary = replay(
         spark,
@@ -328,13 +557,36 @@ def run(arguments: argparse.Namespace) -> int:
         read,
         arguments.to,
         common.network_options(arguments, prefix="to_" if elsewhere else ""),
-        arguments.checkpoint,
+        checkpoint,
         where=arguments.where,
         rate=arguments.rate,
+        ordered=arguments.ordered,
+        what=terms,
         quiet=False,
     )
     common.print_summary(summary, as_json=arguments.json)
-    return 0
+    return status
+
+
+def terms_of(arguments: argparse.Namespace) -> dict[str, Any]:
+    """Return what a command line replays, in plain values that are the same for the same messages.
+
+    The addresses of brokers may change while a replay is stopped, and are left out.
+    """
+    pattern = dict(arguments.option).get("subscribePattern")
+    return {
+        "archive": str(common.place_of(arguments, arguments.archive)) if arguments.archive else None,
+        "table": [arguments.catalog, arguments.table] if arguments.archive else None,
+        "topics": sorted(set(arguments.topics)),
+        "pattern": None if arguments.archive else pattern,
+        "from": None if arguments.archive else arguments.start,
+        "since": _in_utc(arguments.since),
+        "until": _in_utc(arguments.until),
+    }
+
+
+def _in_utc(when: datetime.datetime | None) -> str | None:
+    return None if when is None else when.astimezone(datetime.UTC).isoformat()
 
 
 def _times(arguments: argparse.Namespace) -> Iterator[tuple[str, str]]:
@@ -342,11 +594,3 @@ def _times(arguments: argparse.Namespace) -> Iterator[tuple[str, str]]:
         yield "startingTimestamp", arguments.since.isoformat()
     if arguments.until:
         yield "endingTimestamp", arguments.until.isoformat()
-
-
-def _time(text: str) -> datetime.datetime:
-    try:
-        when = datetime.datetime.fromisoformat(text)
-    except ValueError as exc:
-        raise argparse.ArgumentTypeError(f"{text!r} is no time such as 2026-11-16T08:00:00Z") from exc
-    return when if when.tzinfo else when.replace(tzinfo=datetime.UTC)

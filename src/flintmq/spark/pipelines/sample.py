@@ -17,7 +17,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from flintmq.errors import FlintError, PipelineError
-from flintmq.spark.pipelines import archive, common, metrics
+from flintmq.spark.pipelines import archive, common, metrics, reports
+from flintmq.spark.pipelines.screen import say
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -100,8 +101,10 @@ def run(arguments: argparse.Namespace) -> int:
     metrics.plot(metrics.Board(), folder / "metrics.html")
     # Before signals only ask for the end: ctrl-C must not wait for Spark to start.
     spark = common.open_session(arguments, "flintmq sample")
+    if not common.is_remote(spark):
+        reports.begin(spark, {"nsq.nsqd.addresses": arguments.nsqd})
     with common.asked_to_stop() as stop:
-        common.say(
+        say(
             f"orders are published to the topic {TOPIC}, archived and measured\n"
             f"  metrics   {(folder / 'metrics.html').as_uri()}\n"
             f"  archive   {folder / 'archive'}\n"

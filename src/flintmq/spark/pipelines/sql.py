@@ -1,14 +1,13 @@
 """`flintmq pipeline sql`: a query over topics, its result to a topic, a table or the screen.
 
 Each topic is a table (a view of the session) with the columns of `format("nsq")`, `text` (the value as text) and, where
-JSON is decoded, `data`. As a stream the query runs on and on, with the rules that Spark has for streams; as a batch it
-runs once over what the logs hold now.
+it is decoded, `data` and `error`. As a stream the query runs on and on, with the rules that Spark has for streams; as a
+batch it runs once over what the logs hold now.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import re
 import sys
@@ -19,10 +18,19 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from flintmq.errors import PipelineError
-from flintmq.spark.pipelines import common
-from flintmq.spark.pipelines.archive import BatchWriter, check_schema, open_archive, query_id
-from flintmq.spark.pipelines.store import local_path
+from flintmq.errors import PipelineError, system_reason
+from flintmq.spark.decoding import Decoder, decoder
+from flintmq.spark.pipelines import bodies, common
+from flintmq.spark.pipelines.archive import (
+    Target,
+    checkpoint_of,
+    query_id,
+    table_writer,
+    target_of,
+    write_batch,
+)
+from flintmq.spark.pipelines.tables import ParquetFolder
+from flintmq.spark.shipped.files import Place
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -41,15 +49,18 @@ def table_name(topic: str) -> str:
 def tables(
     spark: SparkSession,
     sources: Mapping[str, common.Source],
-    schemas: Mapping[str, StructType | str | None] | None = None,
+    schemas: Mapping[str, StructType | str | Decoder | None] | None = None,
 ) -> None:
-    """Make a table of each source. Those in `schemas` have their JSON decoded."""
+    """Make a table of each source. Those in `schemas` are decoded: JSON by a schema, or anything by a decoder."""
     from pyspark.sql import functions as f
 
     for topic, source in sources.items():
         messages = source(spark).withColumn("text", f.col("value").cast("string"))
         if schemas is not None and topic in schemas:
-            messages = common.decode_json(messages, schemas[topic])
+            found = schemas[topic]
+            if found is not None and not isinstance(found, Decoder):
+                found = decoder("json", schema=found)
+            messages = bodies.decoded(messages, found)
         messages.createOrReplaceTempView(table_name(topic))
 
 
@@ -58,43 +69,46 @@ def stream(
     query: str,
     *,
     topic: str | None = None,
-    table: str | Path | None = None,
+    table: str | Path | Target | None = None,
     network: Mapping[str, str] | None = None,
-    checkpoint: str | Path | None = None,
+    checkpoint: str | Path | Place | None = None,
     new_query: bool = False,
     mode: str = "append",
     once: bool = False,
     every: float = 10.0,
     quiet: bool = True,
 ) -> common.Summary:
-    """Run a query over streams: to a topic, to a table (a folder of Parquet files), or to the screen."""
+    """Run a query over streams: to a topic, to a table, or to the screen."""
     rows = _query(spark, query)
     if not rows.isStreaming:
         raise PipelineError("the query reads no topic as a stream; to run it once, say --batch")
-    if table is not None and mode != "append":
-        raise PipelineError(f"a table only grows: output mode {mode} is for topics and the screen")
-    with tempfile.TemporaryDirectory(prefix="flintmq-sql-") as scratch, contextlib.ExitStack() as stack:
-        place = str(checkpoint) if checkpoint else f"{table}/_checkpoint" if table is not None else scratch
-        if topic is not None and checkpoint is None:
-            raise PipelineError(
-                "say where the query notes how far it is, by --checkpoint: without it, it would begin anew"
-            )
+    _check(topic, table, checkpoint, mode)
+    with tempfile.TemporaryDirectory(prefix="flintmq-sql-") as scratch:
+        target = None if table is None else Target.of(table)
+        at = checkpoint_of(target.place, checkpoint) if target is not None else Place.of(checkpoint or scratch)
+        common.check_hadoop(spark, at)
         if topic is not None and mode == "append":
             writer = as_messages(rows, topic).writeStream.format("nsq").options(**(network or {}))
         elif topic is not None:
             # A stream's sink in Python is not told which rows are new, and Spark has it overwrite or refuses it.
-            local_path(place)
             common.register(spark)
             with common.shipping(spark):
-                writer = rows.writeStream.foreachBatch(Publisher(topic, dict(network or {}), place))
-        elif table is not None:
-            bring_in = stack.enter_context(BatchWriter(str(local_path(table)), place, new_query=new_query))
+                writer = rows.writeStream.foreachBatch(Publisher(topic, dict(network or {}), at))
+        elif target is not None:
             with common.shipping(spark):
-                writer = rows.writeStream.foreachBatch(bring_in)
+                writer = rows.writeStream.foreachBatch(table_writer(spark, target, at, new_query))
         else:
             writer = rows.writeStream.format("console").option("truncate", "false")
-        writer = writer.outputMode(mode).option("checkpointLocation", place)
+        writer = writer.outputMode(mode).option("checkpointLocation", at.for_spark)
         return common.run_stream(writer, "sql", once=once, every=every, quiet=quiet)
+
+
+def _check(topic: str | None, table: object, checkpoint: object, mode: str) -> None:
+    """PipelineError for a stream that cannot be, whatever the query says."""
+    if table is not None and mode != "append":
+        raise PipelineError(f"a table only grows: output mode {mode} is for topics and the screen")
+    if topic is not None and not checkpoint:
+        raise PipelineError("say where the query notes how far it is, by --checkpoint: without it, it would begin anew")
 
 
 @dataclass
@@ -106,12 +120,12 @@ class Publisher:
 
     topic: str
     network: dict[str, str]
-    checkpoint: str
+    checkpoint: Place
 
     def __call__(self, rows: DataFrame, batch: int) -> None:
         writer = as_messages(rows, self.topic).write.format("nsq").mode("append").options(**self.network)
         # One broker keeps the decisions of all batches, and the checkpoint names it.
-        writer = writer.option("checkpointLocation", str(local_path(self.checkpoint)))
+        writer = writer.option("checkpointLocation", self.checkpoint.for_spark)
         writer.option("writeId", f"{query_id(self.checkpoint)}-{batch}").save()
 
 
@@ -120,7 +134,7 @@ def batch(
     query: str,
     *,
     topic: str | None = None,
-    table: str | Path | None = None,
+    table: str | Path | Target | None = None,
     network: Mapping[str, str] | None = None,
 ) -> DataFrame:
     """Run a query once over what there is. The result, after it was published or written where that is wanted."""
@@ -129,13 +143,13 @@ def batch(
         if topic is not None:
             as_messages(rows, topic).write.format("nsq").mode("append").options(**(network or {})).save()
         elif table is not None:
-            folder = open_archive(table)
-            folder.prepare()
-            name = uuid.uuid4().hex
-            with contextlib.closing(folder):
-                staged = folder.begin(name, 0)
-                assert staged is not None  # nobody else has this name
-                folder.commit(name, 0, staged, rows=common.write_counted(rows, staged))
+            target = Target.of(table)
+            found = target.open()
+            if isinstance(found, ParquetFolder):
+                rows.write.mode("append").parquet(target.place.for_spark)
+            else:
+                name = uuid.uuid4().hex
+                found.commit(name, 0, [], write_batch(found, rows, name, partitioned=False))
     except PipelineError:
         raise
     except Exception as exc:
@@ -166,25 +180,18 @@ def _query(spark: SparkSession, query: str) -> DataFrame:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Run a query over topics: each is a table of its name, with _ for anything but letters and digits. "
-        "Columns: value, text, topic, node, offset, id, timestamp, timestamp_ns, and data where JSON is decoded."
+        "Columns: value, text, topic, node, offset, id, timestamp, timestamp_ns; data and error with --decode."
     )
     parser.add_argument("query", metavar="FILE", help="a file with the query; - is standard input")
     parser.add_argument(
         "--to-topic", metavar="TOPIC", help="publish the rows: their column value, or all of it as JSON"
     )
-    parser.add_argument("--to-table", metavar="DIR", help="write the rows to Parquet files, each exactly once")
+    parser.add_argument("--to-table", metavar="URI", help="add the rows to a table, each exactly once")
+    common.table_arguments(parser)
     parser.add_argument("--new-query", action="store_true", help="add to a table that has rows of other queries")
     parser.add_argument("--mode", choices=MODES, default="append", help="what of a result is put out (default append)")
     parser.add_argument("--batch", action="store_true", help="run it once, over what the logs hold now")
-    parser.add_argument("--decode", action="store_true", help="decode JSON, as the messages in the log look")
-    parser.add_argument(
-        "--schema",
-        metavar="TOPIC=DDL",
-        type=common.pair,
-        action="append",
-        default=[],
-        help="decode JSON by this schema",
-    )
+    bodies.decode_arguments(parser, by_topic=True)
     common.source_arguments(parser, flag=True)
     common.stream_arguments(parser)
     common.spark_arguments(parser)
@@ -195,12 +202,20 @@ def run(arguments: argparse.Namespace) -> int:
         raise PipelineError("say which topics the query reads, by --topic")
     if arguments.to_topic and arguments.to_table:
         raise PipelineError("give --to-topic or --to-table, not both")
+    if not arguments.batch:
+        _check(arguments.to_topic, arguments.to_table, arguments.checkpoint, arguments.mode)
+    bodies.check_decoding(arguments)
     query = _read(arguments.query)
-    status = common.check_topics(arguments)
+    common.check_places(arguments, "to_table", "checkpoint")
+    status = common.check_topics(arguments, batch=arguments.batch)
+    schemas: dict[str, StructType | str | Decoder | None] = {}
+    if not bodies.needs_spark(arguments):
+        schemas |= {topic: _decoder_of(arguments, topic) for topic in arguments.topics}
     spark = common.open_session(arguments, "flintmq sql")
-    schemas: dict[str, StructType | str | None] = dict(arguments.schema)
-    for ddl in schemas.values():
-        check_schema(str(ddl))
+    if bodies.needs_spark(arguments):
+        known = dict(arguments.schema)
+        said = [topic for topic in arguments.topics if not bodies.is_found_out(arguments, known.get(topic))]
+        schemas |= {topic: _decoder_of(arguments, topic) for topic in said}
     sources: dict[str, common.Source] = {}
     for topic in arguments.topics:
         one = common.topics_of(argparse.Namespace(**{**vars(arguments), "topics": [topic]}))
@@ -217,12 +232,15 @@ def run(arguments: argparse.Namespace) -> int:
                 raise PipelineError(common.explain(exc)) from exc
     tables(spark, sources, schemas)
     network = common.network_options(arguments)
+    table = target_of(arguments, arguments.to_table) if arguments.to_table else None
     if arguments.batch:
-        rows = batch(spark, query, topic=arguments.to_topic, table=arguments.to_table, network=network)
+        rows = batch(spark, query, topic=arguments.to_topic, table=table, network=network)
         if not arguments.to_topic and not arguments.to_table:
             if arguments.json:
-                for row in rows.toJSON().toLocalIterator() if not arguments.remote else rows.toJSON().collect():
-                    sys.stdout.write(f"{row}\n")
+                from pyspark.sql import functions as f
+
+                for row in rows.select(f.to_json(f.struct("*"))).toLocalIterator():
+                    sys.stdout.write(f"{row[0]}\n")
             else:
                 rows.show(1000, truncate=False)
         return status
@@ -230,9 +248,9 @@ def run(arguments: argparse.Namespace) -> int:
         spark,
         query,
         topic=arguments.to_topic,
-        table=arguments.to_table,
+        table=table,
         network=network,
-        checkpoint=arguments.checkpoint,
+        checkpoint=common.place_of(arguments, arguments.checkpoint) if arguments.checkpoint else None,
         new_query=arguments.new_query,
         mode=arguments.mode,
         once=arguments.once,
@@ -243,11 +261,18 @@ def run(arguments: argparse.Namespace) -> int:
     return status
 
 
+def _decoder_of(arguments: argparse.Namespace, topic: str) -> Decoder:
+    schema, message, subject = (
+        dict(given).get(topic) for given in (arguments.schema, arguments.message, arguments.subject)
+    )
+    return bodies.decoder_of(arguments, [topic], schema, message, subject)
+
+
 def _read(name: str) -> str:
     try:
         text = sys.stdin.read() if name == "-" else Path(os.path.expanduser(name)).read_text()
     except OSError as exc:
-        raise PipelineError(f"the query cannot be read: {exc}") from exc
+        raise PipelineError(f"the query cannot be read: {system_reason(exc)}") from exc
     if not text.strip():
         raise PipelineError(f"there is no query in {name}")
     return text

@@ -8,20 +8,21 @@ from __future__ import annotations
 
 import importlib
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Collection
 from struct import unpack_from
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
     import pyarrow as pa
 
-__all__ = ["SCHEMA", "Shape", "arrow_schema", "frame_columns"]
+__all__ = ["COLUMNS", "SCHEMA", "Shape", "arrow_schema", "frame_columns", "without"]
 
 #: What every reader yields, as Spark writes a schema.
 SCHEMA = (
     "value BINARY, topic STRING, node STRING, offset BIGINT, id STRING, timestamp TIMESTAMP, timestamp_ns BIGINT, "
     "attempts INT"
 )
+COLUMNS = tuple(part.split()[0] for part in SCHEMA.split(", "))
 #: Arrow counts the bytes of a column in 31 bits; so much in one batch is plenty.
 BATCH_BYTES = 64 << 20
 
@@ -87,16 +88,24 @@ def plain_columns(data: Any, pos: int, stop: int, max_rows: int, max_bytes: int)
 
 
 class Shape:
-    """Makes batches of one topic on one node. What is the same in every row is made once and sliced."""
+    """Makes batches of one topic on one node. What is the same in every row is made once and sliced.
 
-    def __init__(self, topic: str, node: str, batch_rows: int) -> None:
+    Columns that are not ``wanted`` are null.
+    """
+
+    def __init__(self, topic: str, node: str, batch_rows: int, wanted: Collection[str] = COLUMNS) -> None:
         import pyarrow as pa
 
         self._pa = pa
         self._schema = arrow_schema()
+        self._wanted = frozenset(wanted)
         self._topic = pa.repeat(pa.scalar(topic, pa.string()), batch_rows)
         self._node = pa.repeat(pa.scalar(node, pa.string()), batch_rows)
-        self._no_attempts = pa.nulls(batch_rows, pa.int32())
+        self._nulls = {
+            field.name: pa.nulls(batch_rows, field.type)
+            for field in self._schema
+            if field.name not in self._wanted or field.name == "attempts"
+        }
         self._id_begins = pa.py_buffer(array("i", range(0, 16 * batch_rows + 1, 16)))
 
     def batch(self, columns: _Columns, *, offsets: Any = None, attempts: bool = False) -> pa.RecordBatch:
@@ -104,19 +113,32 @@ class Shape:
         pa = self._pa
         rows, _, seqs, stamps, micros, tries, ids, begins, bodies = columns
 
-        def fixed(kind: Any, data: Any) -> Any:
-            return pa.Array.from_buffers(kind, rows, [None, pa.py_buffer(data)])
+        def buffers(kind: Any, *data: Any) -> Any:
+            return pa.Array.from_buffers(kind, rows, [None, *map(pa.py_buffer, data)])
 
-        return pa.record_batch(
-            [
-                pa.Array.from_buffers(pa.binary(), rows, [None, pa.py_buffer(begins), pa.py_buffer(bodies)]),
-                self._topic.slice(0, rows),
-                self._node.slice(0, rows),
-                fixed(pa.int64(), seqs if offsets is None else offsets),
-                pa.Array.from_buffers(pa.string(), rows, [None, self._id_begins, pa.py_buffer(ids)]),
-                fixed(pa.timestamp("us", tz="UTC"), micros),
-                fixed(pa.int64(), stamps),
-                fixed(pa.int32(), tries) if attempts else self._no_attempts.slice(0, rows),
-            ],
-            schema=self._schema,
-        )
+        makers: dict[str, Callable[[], Any]] = {
+            "value": lambda: buffers(pa.binary(), begins, bodies),
+            "topic": lambda: self._topic.slice(0, rows),
+            "node": lambda: self._node.slice(0, rows),
+            "offset": lambda: buffers(pa.int64(), seqs if offsets is None else offsets),
+            "id": lambda: buffers(pa.string(), self._id_begins, ids),
+            "timestamp": lambda: buffers(pa.timestamp("us", tz="UTC"), micros),
+            "timestamp_ns": lambda: buffers(pa.int64(), stamps),
+            "attempts": lambda: buffers(pa.int32(), tries) if attempts else self._nulls["attempts"].slice(0, rows),
+        }
+        made = [make() if name in self._wanted else self._nulls[name].slice(0, rows) for name, make in makers.items()]
+        return pa.record_batch(made, schema=self._schema)
+
+
+def without(batch: pa.RecordBatch, wanted: Collection[str]) -> pa.RecordBatch:
+    """The batch with null in all columns that are not wanted."""
+    if all(name in wanted for name in batch.schema.names):
+        return batch
+    import pyarrow as pa
+
+    rows = batch.num_rows
+    made = [
+        column if field.name in wanted else pa.nulls(rows, field.type)
+        for field, column in zip(batch.schema, batch.columns, strict=True)
+    ]
+    return pa.record_batch(made, schema=batch.schema)

@@ -14,7 +14,7 @@ import socket
 import ssl
 import struct
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any, NamedTuple
@@ -324,6 +324,20 @@ class Found(NamedTuple):
     silent: Sequence[str] = ()
 
 
+class Waiting(NamedTuple):
+    """What a channel still has for a client."""
+
+    messages: int
+    #: Brokers that did not say it, and why: by TCP address, or by HTTP address where only that is known.
+    silent: dict[str, str]
+
+
+def _in_flight_to(client: str, channel: Mapping[str, Any]) -> int:
+    """Return the messages of a channel's statistics that were sent to a client and are not finished."""
+    clients = channel.get("clients") or []
+    return sum(int(one.get("in_flight_count") or 0) for one in clients if one.get("client_id") == client)
+
+
 class Cluster:
     """The brokers that the options name, or that the lookupds know."""
 
@@ -369,29 +383,49 @@ class Cluster:
             raise ConnectError(f"{broker.http} does not list its topics: {exc}") from exc
         return [entry["topic_name"] for entry in stats.get("topics") or []]
 
-    def waiting(self, channel: str, wanted: Callable[[str], bool]) -> int:
-        """Messages that the channel could deliver now, of the wanted topics on brokers whose HTTP side answers.
+    def waiting(self, channel: str, wanted: Callable[[str], bool], client: str) -> Waiting:
+        """Count the messages that a channel still has for a client, of the wanted topics, on all brokers.
 
-        Paused topics and channels count nothing: their messages do not come, however long one waits.
+        These are the ones that could be delivered now, and those in flight to the client. Paused topics and channels
+        count nothing: their messages do not come, however long one waits. ConnectError if no lookupd answers.
         """
         total = 0
-        for broker in self.survey().brokers:
+        silent: dict[str, str] = {}
+        for broker in self._with_topics(wanted, silent):
             if not broker.http:
                 continue
             try:
-                stats = self._web.ask("GET", broker.http, "/stats", format="json", include_clients="false")
+                stats = self._web.ask("GET", broker.http, "/stats", format="json", include_clients="true")
             except (ConnectError, HttpError) as exc:
-                logger.info("%s does not say what waits: %s", broker.http, exc)
+                silent[broker.tcp or broker.http] = str(exc)
                 continue
             for topic in stats.get("topics") or []:
-                if not wanted(topic["topic_name"]) or topic.get("paused"):
-                    continue
-                total += topic["depth"] + sum(
-                    entry["depth"]
-                    for entry in topic.get("channels") or []
-                    if entry["channel_name"] == channel and not entry.get("paused")
-                )
-        return total
+                if wanted(topic["topic_name"]) and not topic.get("paused"):
+                    total += topic["depth"]
+                    for entry in topic.get("channels") or []:
+                        if entry["channel_name"] == channel and not entry.get("paused"):
+                            total += entry["depth"] + _in_flight_to(client, entry)
+        return Waiting(total, silent)
+
+    def _with_topics(self, wanted: Callable[[str], bool], silent: dict[str, str]) -> list[Broker]:
+        """Return the brokers that may have wanted topics, with the HTTP sides that are known.
+
+        Those that did not say where theirs is are added to ``silent``.
+        """
+        network = self._network
+        if network.lookupds:
+            return [one for one in self._producers().brokers if any(map(wanted, one.topics))]
+        if len(network.http_addresses) == len(network.nsqds):
+            return [Broker(tcp, side) for tcp, side in zip(network.nsqds, network.http_addresses, strict=True)]
+        found = {side: Broker(http=side) for side in network.http_addresses}
+        for address in network.nsqds:
+            try:
+                broker = self._by_tcp(address)
+            except (ConnectError, HttpError) as exc:
+                silent[address] = str(exc)
+            else:
+                found[broker.http or address] = broker
+        return list(found.values())
 
     def _from_options(self) -> Found:
         brokers: dict[str, Broker] = {}

@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 
 from flintmq.addresses import split
 from flintmq.errors import OptionError
+from flintmq.spark.shipped.columns import COLUMNS
+from flintmq.spark.shipped.where import Where, read_where
 
 __all__ = [
     "OPTIONS",
@@ -70,6 +72,8 @@ OPTIONS = (
     Option("startingTimestamp", "source", "", "begin with what was published at or after a time"),
     Option("endingOffsets", "source", "latest", "where a batch ends: latest or JSON"),
     Option("endingTimestamp", "source", "", "end a batch before what was published at or after a time"),
+    Option("where", "source", "", "read only the rows of a batch that fit a condition on places and times, in SQL"),
+    Option("columns", "source", "all of them", "columns to read, separated by commas; the others are null"),
     Option("maxMessagesPerTrigger", "source", "", "at most so many messages in a micro-batch"),
     Option("maxOffsetsPerTrigger", "source", "", "the same, under the name that Kafka's source has for it"),
     Option("maxBytesPerTrigger", "source", "", "about so many bytes in a micro-batch"),
@@ -87,7 +91,7 @@ OPTIONS = (
     ),
     Option("spoolLocation", "source", "", "the folder of spool mode; needed unless Spark runs on one machine"),
     Option("spoolMaxBytes", "source", "1g", "take no more from the channel while the spool is larger"),
-    Option("spool.maxInFlight", "source", "2500", "messages taken and not yet in the spool"),
+    Option("spool.maxInFlight", "source", "20000", "messages taken and not yet in the spool"),
     Option("spool.flushIntervalMs", "source", "500", "a message is in the spool after so long, or sooner"),
     Option("fetch.numRetries", "both", "3", "tries after a failure that may pass"),
     Option("fetch.timeoutMs", "both", "30000", "how long an answer may take"),
@@ -151,6 +155,9 @@ class SourceOptions:
     #: None: as it is usual for streams or batches.
     starting: Start | None = None
     ending: Start | None = None
+    where: Where | None = None
+    #: The columns that are not null; None: all.
+    columns: frozenset[str] | None = None
     max_messages: int = 0
     max_bytes: int = 0
     min_messages: int = 0
@@ -162,7 +169,7 @@ class SourceOptions:
     temporary_reader: bool = False
     spool_location: str = ""
     spool_max_bytes: int = 1 << 30
-    spool_in_flight: int = 2500
+    spool_in_flight: int = 20_000
     spool_flush_interval: float = 0.5
     batch_rows: int = 10_000
 
@@ -242,6 +249,8 @@ def read_source_options(options: Mapping[str, str], *, streaming: bool) -> Sourc
         mode=mode,
         starting=given.position("startingOffsets", "startingTimestamp", ("earliest", "latest")),
         ending=given.position("endingOffsets", "endingTimestamp", ("latest",)),
+        where=read_where(given.text("where")) if given.text("where") else None,
+        columns=given.columns("columns"),
         max_messages=max_messages or alias,
         max_bytes=given.size("maxBytesPerTrigger", 0),
         min_messages=given.count("minMessagesPerTrigger", 0),
@@ -253,7 +262,7 @@ def read_source_options(options: Mapping[str, str], *, streaming: bool) -> Sourc
         temporary_reader=given.flag("temporaryReader", False),
         spool_location=given.text("spoolLocation").removeprefix("file://"),
         spool_max_bytes=given.size("spoolMaxBytes", 1 << 30) or 1 << 30,
-        spool_in_flight=given.count("spool.maxInFlight", 2500),
+        spool_in_flight=given.count("spool.maxInFlight", 20_000),
         spool_flush_interval=given.count("spool.flushIntervalMs", 500) / 1000,
         batch_rows=given.count("arrowBatchRows", 10_000),
     )
@@ -273,6 +282,8 @@ def read_source_options(options: Mapping[str, str], *, streaming: bool) -> Sourc
         raise OptionError("readerName: 1 to 128 letters, digits and ._:- make a name")
     if read.temporary_reader and len(read.reader_name) > 100:
         raise OptionError("readerName: a temporary reader's name has 100 characters at most")
+    if streaming and read.where:
+        raise OptionError("where is for batches (spark.read): filter a stream by filter()")
     if streaming and read.ending:
         raise OptionError("a stream has no end: endingOffsets and endingTimestamp are for batches (spark.read)")
     if read.min_messages and read.max_messages and read.min_messages > read.max_messages:
@@ -396,6 +407,16 @@ class _Given:
             if not NAME.fullmatch(found):
                 raise OptionError(f'{name}: "{found}" is no name of a topic')
         return names
+
+    def columns(self, name: str) -> frozenset[str] | None:
+        """Names of columns, in any case, as Spark has them."""
+        names = [part.strip().lower() for part in self.text(name).split(",") if part.strip()]
+        for found in names:
+            if found not in COLUMNS:
+                near = difflib.get_close_matches(found, COLUMNS, n=1, cutoff=0.5)
+                hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(COLUMNS)}"
+                raise OptionError(f'{name}: there is no column "{found}": {hint}')
+        return frozenset(names) or None
 
     def addresses(self, name: str) -> tuple[str, ...]:
         found = tuple(dict.fromkeys(part.strip() for part in self.text(name).split(",") if part.strip()))

@@ -6,8 +6,11 @@ Where a chunk ends means nothing to anybody: it depends on how Spark cut the row
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from struct import pack
+from array import array
+from bisect import bisect_right
+from collections import deque
+from collections.abc import Callable, Sequence
+from struct import pack, unpack_from
 from typing import TYPE_CHECKING, NamedTuple
 
 from flintmq.errors import OptionError
@@ -23,9 +26,8 @@ _HELD_BYTES = 32 << 20
 #: Topics and delays that may wait at a time.
 _HELD_KEYS = 4096
 _LONGEST_DEFER = 365 * 86_400_000
-#: Sizes below this have their four bytes made once.
-_KNOWN_SIZES = 4096
-_SIZES = [pack(">I", size) for size in range(_KNOWN_SIZES)]
+#: Bytes of a column from which on Arrow counts in 64 bits: the sizes come on top.
+_LARGE = 1 << 30
 
 
 class Chunk(NamedTuple):
@@ -34,33 +36,74 @@ class Chunk(NamedTuple):
     topic: str
     #: Milliseconds until they are delivered; 0 is at once.
     delay: int
-    rows: list[bytes]
+    messages: int
+    #: As ``/mpub?binary=true`` takes them: [4 bytes number of rows] [4 bytes size] [row] [4 bytes size] [row] ...
+    body: bytes
+
+    @classmethod
+    def of(cls, topic: str, delay: int, rows: Sequence[bytes]) -> Chunk:
+        records = (part for row in rows for part in (pack(">I", len(row)), row))
+        return cls(topic, delay, len(rows), b"".join([pack(">I", len(rows)), *records]))
+
+    @property
+    def rows(self) -> list[bytes]:
+        found, at = [], 4
+        for _ in range(self.messages):
+            [size] = unpack_from(">I", self.body, at)
+            found.append(self.body[at + 4 : at + 4 + size])
+            at += 4 + size
+        return found
 
     def too_large(self, said: str) -> str:
         """Return what to say of a chunk that a broker refused because of a size; ``said`` is what it said."""
-        largest = max(map(len, self.rows))
-        size = sum(map(len, self.rows)) + 4 * len(self.rows) + 4
-        if "BODY" in said.partition(" ")[0] and len(self.rows) > 1:
+        if "BODY" in said.partition(" ")[0] and self.messages > 1:
             return (
-                f"{len(self.rows)} rows for {self.topic}, {size} bytes together, are too much for one request: {said}. "
-                "Set mpubMaxBytes below its --max-body-size, or raise that"
+                f"{self.messages} rows for {self.topic}, {len(self.body)} bytes together, are too much for one "
+                f"request: {said}. Set mpubMaxBytes below its --max-body-size, or raise that"
             )
+        largest = max(map(len, self.rows))
         return (
             f"a row for {self.topic} has {largest} bytes, and that is too large for a message: {said}. Make such rows "
             "smaller or filter them, or raise --max-msg-size and --max-body-size of the broker"
         )
 
-    def body(self) -> bytes:
-        """Return the rows as ``/mpub?binary=true`` takes them.
 
-        [4 bytes number of rows] [4 bytes size] [row] [4 bytes size] [row] ...
-        """
-        rows = self.rows
-        parts = [b""] * (2 * len(rows) + 1)
-        parts[0] = pack(">I", len(rows))
-        parts[1::2] = [_SIZES[size] if size < _KNOWN_SIZES else pack(">I", size) for size in map(len, rows)]
-        parts[2::2] = rows
-        return b"".join(parts)
+class _Waiting:
+    """Rows for one topic and one delay that no chunk has yet: their records, in pieces."""
+
+    def __init__(self) -> None:
+        self.rows = 0
+        self.bytes = 0
+        #: Where its records begin in the data, and the last one ends; the data; the first row that is left.
+        self._pieces: deque[tuple[memoryview[int], memoryview, int]] = deque()
+
+    def add(self, begins: memoryview[int], data: memoryview) -> None:
+        self._pieces.append((begins, data, 0))
+        self.rows += len(begins) - 1
+        self.bytes += begins[-1] - begins[0]
+
+    def take(self, most_rows: int, most_bytes: int) -> tuple[int, list[memoryview]]:
+        """Return so many rows at most, and no more bytes than that unless one row has more; and their records."""
+        rows = size = 0
+        records: list[memoryview] = []
+        while self._pieces and rows < most_rows:
+            begins, data, first = self._pieces[0]
+            stop = min(len(begins) - 1, first + most_rows - rows)
+            stop = bisect_right(begins, begins[first] + most_bytes - size, first, stop + 1) - 1
+            if stop == first:
+                if rows:
+                    break
+                stop += 1
+            records.append(data[begins[first] : begins[stop]])
+            rows += stop - first
+            size += len(records[-1])
+            if stop < len(begins) - 1:
+                self._pieces[0] = (begins, data, stop)
+                break
+            self._pieces.popleft()
+        self.rows -= rows
+        self.bytes -= size
+        return rows, records
 
 
 class Chunks:
@@ -70,32 +113,36 @@ class Chunks:
         self.rows = 0
         self._options = options
         self._put = put
-        self._waiting: dict[tuple[str, int], list[bytes]] = {}
-        self._sizes: dict[tuple[str, int], int] = {}
+        self._waiting: dict[tuple[str, int], _Waiting] = {}
         self._held = 0
 
     def add(self, batch: pa.RecordBatch) -> None:
         """Take the rows of a batch; OptionError for a row that cannot be a message."""
         names = batch.schema.names
-        bodies = _bodies(batch.column("value"))
+        values = batch.column("value")
         default = self._options.topic
         # The option is for all rows: a table that was read has a column that says where its rows came from.
-        topics = batch.column("topic").to_pylist() if "topic" in names and not default else None
+        topics: list[str | None] | None = None
+        if "topic" in names and not default:
+            if "defer_ms" not in names and (only := _only(batch.column("topic"))):
+                default = only
+            else:
+                topics = batch.column("topic").to_pylist()
         delays = batch.column("defer_ms").to_pylist() if "defer_ms" in names else None
-        self.rows += len(bodies)
+        self.rows += len(values)
         if topics is None and delays is None:
-            self._extend((default, 0), bodies)
+            self._extend((default, 0), values)
         else:
-            groups: dict[tuple[str, int], list[bytes]] = {}
-            for row, body in enumerate(bodies):
+            groups: dict[tuple[str, int], array[int]] = {}
+            for row in range(len(values)):
                 topic = default if topics is None else topics[row] or ""
                 delay = (delays[row] if delays is not None else None) or 0
                 group = groups.get((topic, delay))
                 if group is None:
-                    group = groups[topic, delay] = []
-                group.append(body)
+                    group = groups[topic, delay] = array("q")
+                group.append(row)
             for key, group in groups.items():
-                self._extend(key, group)
+                self._extend(key, _taken(values, group))
         if self._held > _HELD_BYTES or len(self._waiting) > _HELD_KEYS:
             self.finish()
 
@@ -103,54 +150,77 @@ class Chunks:
         for key in list(self._waiting):
             self._cut(key, rest=True)
 
-    def _extend(self, key: tuple[str, int], bodies: list[bytes]) -> None:
-        if not all(bodies):
-            what = "null" if None in bodies else "empty"
-            raise OptionError(
-                f"a row for {key[0]} has a value that is {what}, and NSQ takes no such message: filter it"
-            )
+    def _extend(self, key: tuple[str, int], values: pa.Array) -> None:
+        if not len(values):
+            return
         waiting = self._waiting.get(key)
         if waiting is None:
             _check(*key)
-            waiting = self._waiting[key] = []
-            self._sizes[key] = 0
-        waiting += bodies
-        size = sum(map(len, bodies)) + 4 * len(bodies)
-        self._sizes[key] += size
-        self._held += size
-        if len(waiting) >= self._options.max_messages or self._sizes[key] >= self._options.max_bytes:
-            self._cut(key)
+            waiting = self._waiting[key] = _Waiting()
+        before = waiting.bytes
+        waiting.add(*_records(values, key[0]))
+        self._held += waiting.bytes - before
+        self._cut(key)
 
     def _cut(self, key: tuple[str, int], rest: bool = False) -> None:
         """Hand on the full chunks of a topic, with ``rest`` all of it."""
-        options = self._options
-        waiting, size = self._waiting.pop(key), self._sizes.pop(key)
-        first = 0
-        while first < len(waiting):
-            left = len(waiting) - first
-            if not rest and left < options.max_messages and size < options.max_bytes:
-                self._waiting[key], self._sizes[key] = waiting[first:], size
-                return
-            rows = waiting[first : first + options.max_messages]
-            bytes_here = sum(map(len, rows)) + 4 * len(rows)
-            while bytes_here > options.max_bytes and len(rows) > 1:
-                rows = rows[: len(rows) // 2]
-                bytes_here = sum(map(len, rows)) + 4 * len(rows)
-            self._put(Chunk(key[0], key[1], rows))
-            first += len(rows)
-            size -= bytes_here
-            self._held -= bytes_here
+        options, waiting = self._options, self._waiting[key]
+        while waiting.rows and (rest or waiting.rows >= options.max_messages or waiting.bytes >= options.max_bytes):
+            before = waiting.bytes
+            count, records = waiting.take(options.max_messages, options.max_bytes)
+            self._held -= before - waiting.bytes
+            self._put(Chunk(*key, count, b"".join([pack(">I", count), *records])))
+        if not waiting.rows:
+            del self._waiting[key]
 
 
-def _bodies(column: pa.Array) -> list[bytes]:
-    """Return the values as bytes. Text is UTF-8 in Arrow already, and is not decoded."""
+def _taken(values: pa.Array, rows: array[int]) -> pa.Array:
     import pyarrow as pa
 
-    if pa.types.is_string(column.type):
-        column = column.cast(pa.binary())
-    elif pa.types.is_large_string(column.type):
-        column = column.cast(pa.large_binary())
-    found: list[bytes] = column.to_pylist()
+    return values.take(pa.Array.from_buffers(pa.int64(), len(rows), [None, pa.py_buffer(rows)]))
+
+
+def _records(values: pa.Array, topic: str) -> tuple[memoryview[int], memoryview]:
+    """Return where records begin, with the end of the last, and the records: ``[4-byte size][row]`` each.
+
+    Arrow puts them together. Text is UTF-8 in Arrow already, and is not decoded.
+    """
+    import pyarrow as pa
+    import pyarrow.compute as compute
+
+    if values.null_count:
+        raise _no_message(topic, "null")
+    is_large = values.nbytes > _LARGE or pa.types.is_large_string(values.type) or pa.types.is_large_binary(values.type)
+    kind, number = (pa.large_binary(), "q") if is_large else (pa.binary(), "i")
+    values = values.cast(kind)
+    sizes = array("i", _numbers(compute.binary_length(values).cast(pa.int32()), 0))
+    if 0 in sizes:
+        raise _no_message(topic, "empty")
+    sizes.byteswap()
+    begins = array(number, range(0, 4 * len(sizes) + 1, 4))
+    heads = pa.Array.from_buffers(kind, len(sizes), [None, pa.py_buffer(begins), pa.py_buffer(sizes)])
+    records = compute.binary_join_element_wise(heads, values, pa.scalar(b"", kind))
+    return _numbers(records, 1, is_large), memoryview(records.buffers()[2])
+
+
+def _numbers(column: pa.Array, more: int, is_large: bool = False) -> memoryview[int]:
+    """The numbers of a column, or where its rows begin: one for each row and so many more."""
+    found = memoryview(column.buffers()[1]).cast("B")
+    numbers = found.cast("q") if is_large else found.cast("i")
+    return numbers[column.offset : column.offset + len(column) + more]
+
+
+def _no_message(topic: str, what: str) -> OptionError:
+    return OptionError(f"a row for {topic} has a value that is {what}, and NSQ takes no such message: filter it")
+
+
+def _only(column: pa.Array) -> str | None:
+    """Return the text that all rows have, if they do."""
+    import pyarrow.compute as compute
+
+    if not len(column) or not compute.all(compute.equal(column, column[0]), skip_nulls=False).as_py():
+        return None
+    found: str | None = column[0].as_py()
     return found
 
 

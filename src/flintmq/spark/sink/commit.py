@@ -20,7 +20,7 @@ from typing import Any
 
 from flintmq.errors import ConnectError, FlintError, PublishError
 from flintmq.spark.sink.home import Checkpoint
-from flintmq.spark.sink.staging import Broker, Calls, Write
+from flintmq.spark.sink.staging import LOST, Broker, Calls, Write, check_witness
 
 __all__ = ["Commit", "Staged"]
 
@@ -76,6 +76,11 @@ class Commit:
         last = opened.get("decided")
         if last is not None and not last["done"]:
             self._complete(last)
+        is_noted = not write.is_nameless and checkpoint.query == write.producer
+        if is_noted:
+            self._check_note(checkpoint, last)
+        elif not write.is_nameless:
+            self._ask_witnesses(last)
         sets, topics = self._prepare()
         offsets = checkpoint.offsets(write.txn, write.producer)
         mark = fingerprint(offsets.digest, topics)
@@ -90,8 +95,14 @@ class Commit:
         )
         decided = answer["decided"]
         if decided["nodes"] == sets and decided["print"] == mark:
+            unused = [node for node in self._brokers if node not in sets]
+            is_noted = is_noted and self._note(checkpoint)
+            if not is_noted and not write.is_nameless:
+                # Before a row is visible: if the home forgets the decision, somebody else must know of it.
+                self._drop(unused, told=write.txn)
+                unused = []
             self._complete(decided)
-            self._drop(node for node in self._brokers if node not in sets)
+            self._drop(unused)
             return
         # This batch was committed before.
         self._complete(decided)
@@ -104,6 +115,38 @@ class Commit:
             if not skip:
                 raise PublishError(text, code="E_STAGE_DECIDED")
             logger.warning("%s. It is skipped", text)
+
+    def _check_note(self, checkpoint: Checkpoint, last: Mapping[str, Any] | None) -> None:
+        """PublishError if the checkpoint notes that this batch is decided, and the home does not know it."""
+        write = self._write
+        if (last["txn"] if last else -1) < write.txn <= checkpoint.read_decided(write.producer):
+            raise PublishError(
+                f"{write} was committed, as {checkpoint.decided_path} notes, and its home {self._home} does not know "
+                f"it: {LOST}. To publish the batch once more, delete that file",
+                code="E_STAGE_HOME",
+            )
+
+    def _ask_witnesses(self, last: Mapping[str, Any] | None) -> None:
+        """PublishError if a broker that no task has asked knows of a later decision than the home."""
+        for node, broker in self._brokers.items():
+            if node == self._home.node or node in self._used:
+                continue
+            try:
+                known = self._calls.known(broker, self._write.producer)
+            except ConnectError as exc:
+                logger.info("%s: nsqd %s does not say what it knows: %s", self._write, broker, exc)
+                continue
+            if known is not None:
+                check_witness(broker, known, self._write, self._home, last)
+
+    def _note(self, checkpoint: Checkpoint) -> bool:
+        """Note in the checkpoint that this batch is decided; return whether that was possible."""
+        try:
+            checkpoint.write_decided(self._write.producer, self._write.txn)
+        except OSError as exc:
+            logger.warning("%s cannot be noted in the checkpoint (%s): brokers are told", self._write, exc)
+            return False
+        return True
 
     def abort(self) -> None:
         """Drop what was staged, unless it is decided: Spark aborts also after a commit that failed on its way."""
@@ -169,13 +212,17 @@ class Commit:
                 ) from exc
         self._calls.call(self._home, "done", producer=producer, txn=txn)
 
-    def _drop(self, nodes: Iterable[str]) -> None:
-        """Have brokers drop what else they hold of this batch, as far as they answer."""
+    def _drop(self, nodes: Iterable[str], told: int = -1) -> None:
+        """Have brokers drop what else they hold of this batch, as far as they answer; ``told`` is for them to remember.
+
+        A home that is restored from an old backup has forgotten its last decisions. Who was told of them remembers.
+        """
         write = self._write
+        more = {"told": told} if told >= 0 else {}
         for node in sorted(nodes):
             broker = self._used.get(node) or self._brokers[node]
             try:
-                self._calls.once(broker, "abort", producer=write.producer, epoch=self._epoch, txn=write.txn)
+                self._calls.once(broker, "abort", producer=write.producer, epoch=self._epoch, txn=write.txn, **more)
             except FlintError as exc:
                 logger.info("%s: nsqd %s keeps what it staged until its timeout: %s", write, broker, exc)
 

@@ -18,11 +18,14 @@ from pathlib import Path
 from typing import NamedTuple
 
 from flintmq.errors import ConnectError, OptionError, PublishError
+from flintmq.spark.shipped.files import sync_folder
 from flintmq.spark.sink.staging import Broker, Calls, Write, ranked
 
 __all__ = ["Checkpoint", "Offsets", "choose", "find", "named"]
 
 FILE = "_nsq_home"
+#: The file in a checkpoint that notes the newest batch that is decided: the home may forget it, if it is restored.
+DECIDED = "_nsq_decided"
 
 
 class Offsets(NamedTuple):
@@ -83,12 +86,39 @@ class Checkpoint:
                 os.link(partial, path)
         finally:
             partial.unlink()
-        folder = os.open(self._folder, os.O_RDONLY)
-        try:
-            os.fsync(folder)
-        finally:
-            os.close(folder)
+        sync_folder(self._folder)
         return self.read_home()
+
+    @property
+    def decided_path(self) -> Path:
+        assert self._folder is not None
+        return self._folder / DECIDED
+
+    def read_decided(self, query: str) -> int:
+        """Return the newest batch of a query that is noted to be decided; -1 if none is."""
+        try:
+            note = json.loads(self.decided_path.read_text())
+            # The folder may have been another query's before.
+            return int(note["batch"]) if note["query"] == query else -1
+        except (OSError, ValueError, KeyError, TypeError):
+            return -1
+
+    def write_decided(self, query: str, batch: int) -> None:
+        """Note that a batch of a query is decided. Returns when the note is on the device."""
+        if batch <= self.read_decided(query):
+            return
+        assert self._folder is not None
+        partial = self._folder / f".{DECIDED}.{uuid.uuid4().hex}"
+        try:
+            with open(partial, "x") as file:
+                json.dump({"query": query, "batch": batch}, file)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(partial, self.decided_path)
+        except OSError:
+            partial.unlink(missing_ok=True)
+            raise
+        sync_folder(self._folder)
 
     @property
     def is_new(self) -> bool:

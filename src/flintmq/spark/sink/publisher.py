@@ -48,12 +48,12 @@ class Publisher:
     def put(self, chunk: Chunk) -> None:
         topic = chunk.topic.encode()
         if not chunk.delay:
-            body = chunk.body()
-            self._publish(_Command(b"MPUB %b\n" % topic + pack(">I", len(body)) + body, chunk))
+            data = b"".join([b"MPUB %b\n" % topic, pack(">I", len(chunk.body)), chunk.body])
+            self._publish(_Command(data, chunk))
             return
         for row in chunk.rows:
             head = b"DPUB %b %d\n" % (topic, chunk.delay)
-            self._publish(_Command(head + pack(">I", len(row)) + row, chunk._replace(rows=[row])))
+            self._publish(_Command(head + pack(">I", len(row)) + row, Chunk.of(chunk.topic, chunk.delay, [row])))
 
     def finish(self) -> None:
         """Wait for the answers to everything."""

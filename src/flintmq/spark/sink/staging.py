@@ -15,7 +15,7 @@ import json
 import logging
 import time
 import uuid
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any, NamedTuple
 
 from flintmq.errors import ConnectError, HttpError, OptionError, PublishError
@@ -23,7 +23,7 @@ from flintmq.spark.shipped.net import Refused, Web
 from flintmq.spark.shipped.options import SinkOptions
 from flintmq.spark.sink.chunks import Chunk
 
-__all__ = ["Attempt", "Broker", "Calls", "Write"]
+__all__ = ["LOST", "Attempt", "Broker", "Calls", "Write", "check_witness"]
 
 logger = logging.getLogger("flintmq.spark")
 
@@ -34,7 +34,8 @@ _ELSEWHERE = 421
 #: Calls whose time depends on how many rows there are.
 _LONG = ("prepare", "apply")
 _FIRST_PAUSE, _LONGEST_PAUSE = 0.1, 2.0
-_LOST = (
+#: What is wrong, and what to do, when a home does not know what it decided.
+LOST = (
     "the home lost its decisions, as when it was restored from an old backup. Restore a newer one, or begin with a new "
     "checkpoint after the last batch that was committed"
 )
@@ -132,7 +133,7 @@ class Calls:
         query = {**query, "chunk": number, "topic": chunk.topic}
         if chunk.delay:
             query["defer"] = chunk.delay
-        self._web.ask("POST", broker.http, "/stage/put", chunk.body(), **query)
+        self._web.ask("POST", broker.http, "/stage/put", chunk.body, **query)
 
     def known(self, broker: Broker, producer: str) -> dict[str, Any] | None:
         """Return what a broker knows of a producer: its entry in ``GET /stage``. Asked once."""
@@ -200,6 +201,21 @@ def refusal(broker: Broker, exc: Refused) -> PublishError:
     """Return the error for a call that a broker refused; its ``code`` is what the broker said."""
     code = exc.reason.partition(" ")[0].rstrip(":")
     return PublishError(f"nsqd {broker} refused to stage: {exc.reason}", code=code)
+
+
+def check_witness(
+    broker: Broker, about: Mapping[str, Any], write: Write, home: Broker, decided: Mapping[str, Any] | None
+) -> None:
+    """PublishError if a broker knows of a later decision than the home's last: then the home forgot it."""
+    last = int(decided["txn"]) if decided else -1
+    applied, told = int(about.get("applied", -1)), int(about.get("told", -1))
+    if max(applied, told) > last:
+        how = "has rows of" if applied > last else "was told of"
+        raise PublishError(
+            f"nsqd {broker} {how} batch {max(applied, told)} of {write.producer}, but the last batch that its home "
+            f"{home} knows is {last if decided else 'none'}: {LOST}",
+            code="E_STAGE_HOME",
+        )
 
 
 def ranked(brokers: Iterable[Broker], key: str) -> list[Broker]:
@@ -288,14 +304,8 @@ class Attempt:
             if exc.code == "E_STAGE_FENCED":
                 self._check_home(broker, exc)
             raise
-        stored, applied = answer["next"], answer.get("applied")
-        if applied is not None and applied > (self._decided["txn"] if self._decided else -1):
-            last = self._decided["txn"] if self._decided else "none"
-            raise PublishError(
-                f"nsqd {broker} has the rows of batch {applied} of {write.producer}, but the last batch that its home "
-                f"{self._home} knows is {last}: {_LOST}",
-                code="E_STAGE_HOME",
-            )
+        stored = answer["next"]
+        check_witness(broker, answer, write, self._home, self._decided)
         if stored < self.chunks:
             raise PublishError(
                 f"nsqd {broker} has {stored} of {self.chunks} chunks that it had taken: it lost power, and the task is "
@@ -310,6 +320,6 @@ class Attempt:
         if opened["epoch"] == self.epoch and broker.node != self._home.node:
             raise PublishError(
                 f"nsqd {broker} knows a later epoch of {self._write.producer} than {self.epoch}, the last one that its "
-                f"home {self._home} has given: {_LOST}",
+                f"home {self._home} has given: {LOST}",
                 code="E_STAGE_HOME",
             ) from refused

@@ -1,0 +1,520 @@
+"""`flintmq pipeline backfill`: what an archive lacks of a time, out of the brokers' logs or out of another archive.
+
+The time is cut into spans. Of each, the messages of the source are compared with the rows of the table by topic, node,
+id and time of publishing, first without their bodies; those that are missing are then written, and one commit adds
+them, under a query name of the backfill's own. A backfill that was stopped or killed is simply run again: it finds what
+is still missing.
+
+An archive query that runs beside it is not disturbed. Messages that it has yet to read are not missing, but waiting:
+the table's own log says how far each query is, and what lies behind that is left to it. A commit is only taken if no
+file with rows of the span came in since they were compared; if one did, the span is compared again.
+"""
+
+from __future__ import annotations
+
+import argparse
+import datetime
+import json
+import sys
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, ClassVar
+
+from flintmq.errors import DataLossError, PipelineError
+from flintmq.spark.decoding import Decoder
+from flintmq.spark.pipelines import bodies, common
+from flintmq.spark.pipelines.archive import (
+    Target,
+    laid_out,
+    read_files,
+    table_files,
+    target_of,
+    write_batch,
+)
+from flintmq.spark.pipelines.screen import Display, Silent
+from flintmq.spark.pipelines.tables import ParquetFolder, Table, format_of
+from flintmq.spark.shipped.columns import COLUMNS, SCHEMA
+from flintmq.spark.shipped.files import DataFile
+from flintmq.spark.shipped.offsets import Key, Mark, Marks, log_offset
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame, SparkSession
+
+__all__ = ["ArchiveSource", "Filled", "LogSource", "Span", "add_arguments", "backfill", "positions", "run"]
+
+#: Messages of a span, about.
+SPAN_MESSAGES = 1_000_000
+#: What a message is known by. Offsets count anew in a topic that was deleted and created again, and mean rows in a
+#: spool; the time tells such messages apart.
+KEY = ("topic", "node", "id", "timestamp_ns")
+#: How often a span is compared again because rows of its time came in meanwhile.
+_ATTEMPTS = 5
+_HOUR_NS = 3_600_000_000_000
+_NAMES = uuid.UUID("6f0c3a52-7d0b-4e0c-9a55-1f6b1e0d2c11")
+
+
+@dataclass(frozen=True)
+class Span:
+    """A part of the time: from a moment on, until before another, in ns since 1970."""
+
+    since: int
+    until: int
+
+    def __str__(self) -> str:
+        return f"{_shown(self.since)} to {_shown(self.until)}"
+
+
+def _shown(ns: int) -> str:
+    when = datetime.datetime.fromtimestamp(ns // 1_000_000_000, datetime.UTC)
+    return when.strftime("%Y-%m-%dT%H:%M:%SZ")
+
+
+# --- Where messages come from -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class LogSource:
+    """The logs of topics. Options as for `format("nsq")`."""
+
+    topics: Sequence[str]
+    options: Mapping[str, str]
+    #: How far archive queries are; nothing of a topic that they know is taken from there on.
+    limits: Mapping[Key, Mark] = field(default_factory=dict)
+    #: The shortest part of the time, in ns, that is worth reading for itself.
+    finest: ClassVar[int] = 1_000_000_000
+
+    def limited(self, limits: Mapping[Key, Mark]) -> LogSource:
+        return LogSource(self.topics, self.options, limits)
+
+    def count(self, spark: SparkSession, span: Span) -> int:
+        """Count the messages of a span, by the index of the logs."""
+        from flintmq.spark.counting import count
+
+        return count(self._options(span))
+
+    def read(self, spark: SparkSession, span: Span, columns: Sequence[str] = ()) -> DataFrame:
+        common.register(spark)
+        more = {"columns": ",".join(columns)} if columns else {}
+        tasks = {"minPartitions": str(common.parallelism(spark))}
+        found = spark.read.format("nsq").options(**tasks | self._options(span) | more).load()
+        return found.select(*columns) if columns else found
+
+    def waiting(self, spark: SparkSession, span: Span) -> int:
+        """Count the messages of a span that are left to archive queries."""
+        if not self.limits:
+            return 0
+        return max(0, LogSource(self.topics, self.options).count(spark, span) - self.count(spark, span))
+
+    def _options(self, span: Span) -> dict[str, str]:
+        kept = {key: value for key, value in self.options.items() if key.lower() != "where"}
+        own = next((value for key, value in self.options.items() if key.lower() == "where"), "")
+        terms = [f"timestamp_ns >= {span.since} AND timestamp_ns < {span.until}"]
+        terms += [own] if own else []
+        terms += [_within(self.limits)] if self.limits else []
+        joined = " AND ".join(f"({term})" for term in terms)
+        return {"subscribe": ",".join(self.topics), **kept, "where": joined}
+
+    def current(self, limits: Mapping[Key, Mark]) -> dict[Key, Mark]:
+        """The limits as they are for the logs that there are now: of a log that was made anew nothing was read."""
+        from flintmq.spark.log_mode.topic_log import Planner
+        from flintmq.spark.shipped.options import read_source_options
+
+        planner = Planner(read_source_options({"subscribe": ",".join(self.topics), **self.options}, streaming=False))
+        try:
+            infos = planner.observe(strict=True)
+        finally:
+            planner.close()
+        known = {topic for topic, _ in limits}
+        found = {}
+        for key, info in infos.items():
+            if key[0] in known:
+                mark = limits.get(key)
+                is_same = mark is not None and mark.epoch in ("", info.epoch)
+                found[key] = mark if mark is not None and is_same else Mark(info.epoch, 0)
+        return found
+
+
+@dataclass(frozen=True)
+class ArchiveSource:
+    """The messages of another archive."""
+
+    target: Target
+    topics: Sequence[str]
+    limits: Mapping[Key, Mark] = field(default_factory=dict)
+    finest: ClassVar[int] = _HOUR_NS
+
+    def limited(self, limits: Mapping[Key, Mark]) -> ArchiveSource:
+        return ArchiveSource(self.target, self.topics, limits)
+
+    def count(self, spark: SparkSession, span: Span) -> int:
+        """Count the rows of the files that have some of the span: no fewer than there are."""
+        return sum(file.rows for file in self._files(spark, span))
+
+    def waiting(self, spark: SparkSession, span: Span) -> int:
+        return 0
+
+    def read(self, spark: SparkSession, span: Span, columns: Sequence[str] = ()) -> DataFrame:
+        table, files = self.target.open(), self._files(spark, span)
+        if not files:
+            return spark.createDataFrame([], SCHEMA).select(*(columns or COLUMNS))
+        found = read_files(spark, table, files, columns=tuple(columns) or COLUMNS)
+        found = found.filter(f"timestamp_ns >= {span.since} AND timestamp_ns < {span.until}")
+        if self.limits and "offset" in found.columns:
+            found = found.filter(_within(self.limits, others=True))
+        # It may have a message twice.
+        return found.dropDuplicates(list(KEY))
+
+    def current(self, limits: Mapping[Key, Mark]) -> dict[Key, Mark]:
+        return dict(limits)
+
+    def _files(self, spark: SparkSession, span: Span) -> list[DataFile]:
+        return overlapping(table_files(spark, self.target.open()), self.topics, span)
+
+
+def _within(limits: Mapping[Key, Mark], *, others: bool = False) -> str:
+    """What is before the limits, as a condition; of topics without any, and with `others` of such nodes, all."""
+    topics = sorted({topic for topic, _ in limits})
+    terms = [
+        f"(topic = '{topic}' AND node = '{node}' AND offset < {mark.seq})" for (topic, node), mark in limits.items()
+    ]
+    terms.append(f"(topic NOT IN ({', '.join(repr(topic) for topic in topics)}))")
+    if others:
+        for topic in topics:
+            nodes = ", ".join(repr(node) for name, node in limits if name == topic)
+            terms.append(f"(topic = '{topic}' AND node NOT IN ({nodes}))")
+    return " OR ".join(terms)
+
+
+def overlapping(files: Sequence[DataFile], topics: Sequence[str], span: Span) -> list[DataFile]:
+    """The files that may have rows of these topics and of this time; one that does not say its times may."""
+    return [
+        file
+        for file in files
+        if file.partition.get("topic", topics[0]) in topics
+        and (file.oldest is None or file.newest is None or (file.oldest < span.until and file.newest >= span.since))
+    ]
+
+
+# --- How far archive queries are --------------------------------------------------------------------------------------
+
+
+def positions(table: Table) -> Marks:
+    """How far the archive queries of a table are, in each log, as its own log says. PipelineError if one has a spool.
+
+    Of several queries, the one that is furthest.
+    """
+    found: Marks = {}
+    # The newest first.
+    for end in table.last_ends().values():
+        for line in end:
+            try:
+                said = json.loads(line)
+            except ValueError:
+                continue
+            mode = said.get("mode") if isinstance(said, dict) else None
+            if mode == "spool":
+                raise PipelineError(
+                    f"{table.place} is filled from a channel, which may still have what is missing: give --complete if "
+                    "no query fills it any more"
+                )
+            if mode != "log":
+                continue
+            try:
+                marks = log_offset(said).marks
+            except DataLossError:
+                continue
+            for key, mark in marks.items():
+                known = found.setdefault(key, mark)
+                if known.epoch == mark.epoch and mark.seq > known.seq:
+                    found[key] = mark
+    return found
+
+
+def _newest_archived(spark: SparkSession, table: Table, topics: Sequence[str]) -> Marks:
+    """Up to where these topics are archived, by the rows themselves."""
+    from pyspark.sql import functions as f
+
+    files = [file for file in table.files() if file.partition.get("topic") in topics]
+    if not files:
+        return {}
+    rows = read_files(spark, table, files, columns=("topic", "node", "offset"))
+    newest = rows.groupBy("topic", "node").agg(f.max("offset").alias("offset")).collect()
+    # The epoch is not known.
+    return {(row["topic"], row["node"]): Mark("", row["offset"] + 1) for row in newest if row["offset"] is not None}
+
+
+# --- Filling ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Filled:
+    """What a backfill found and did."""
+
+    #: Messages of the time that the source has, as far as they are not waiting; and those that the table lacks.
+    found: int = 0
+    missing: int = 0
+    added: int = 0
+    #: Messages that are left to archive queries, which have not read as far yet.
+    waiting: int = 0
+    spans: int = 0
+    done: int = 0
+    commits: int = 0
+    seconds: float = 0.0
+    dry_run: bool = False
+
+    @property
+    def is_whole(self) -> bool:
+        return self.done == self.spans
+
+    def as_json(self) -> str:
+        facts = {name: getattr(self, name) for name in self.__dataclass_fields__}
+        return json.dumps({"pipeline": "backfill", **facts, "seconds": round(self.seconds, 3)})
+
+    def __str__(self) -> str:
+        waiting = (
+            f"; {self.waiting:,} are left to the archive query, which has not read them yet" if self.waiting else ""
+        )
+        rest = "" if self.is_whole else f"; stopped after {self.done:,} of {self.spans:,} parts: run it again"
+        if self.dry_run:
+            return f"backfill: {self.missing:,} of {self.found:,} messages are missing{waiting}{rest}"
+        text = f"{self.added:,} of {self.found:,} messages were missing and are added, {self.seconds:.1f} s"
+        return f"backfill: {text}{waiting}{rest}"
+
+
+def backfill(
+    spark: SparkSession,
+    source: LogSource | ArchiveSource,
+    to: str | Path | Target,
+    span: Span,
+    *,
+    dry_run: bool = False,
+    complete: bool = False,
+    decode: bool | Decoder = False,
+    span_messages: int = SPAN_MESSAGES,
+    name: str = "",
+    quiet: bool = True,
+) -> Filled:
+    """Add to an archive what it lacks of a time, until it is done or a signal comes. PipelineError says why not.
+
+    `complete` says that no archive query fills the table any more, so that what none has read yet is missing too. With
+    `dry_run` it is only counted. Where the archive's messages are decoded `decode` says how: True for JSON, by the
+    schema that the table keeps. `name` is that of the backfill in the table's transactions; the same for the same.
+    """
+    if span.until <= span.since:
+        raise PipelineError("--until is a time after --since")
+    table = _opened(Target.of(to), decode)
+    if not complete:
+        limits = positions(table)
+        unknown = [topic for topic in source.topics if topic not in {known for known, _ in limits}]
+        limits |= _newest_archived(spark, table, unknown)
+        source = source.limited(source.current({key: mark for key, mark in limits.items() if key[0] in source.topics}))
+    filling = _Filling(spark, source, table, name or str(uuid.uuid4()), decode)
+    done = Filled(dry_run=dry_run)
+    started = time.monotonic()
+    with common.asked_to_stop() as asked, Display("backfill") if not quiet else Silent() as display:
+        display.show("looking for what there is")
+        done.waiting = source.waiting(spark, span)
+        spans = cut(span, lambda part: source.count(spark, part), span_messages, source.finest)
+        done.spans = len(spans)
+        for one in spans:
+            if asked.is_set():
+                break
+            part = f"part {done.done + 1:,} of {done.spans:,}"
+            display.show(f"{one}, {part}, so far {done.missing:,} missing, {done.added:,} added")
+            filling.fill(one, done)
+    done.seconds = time.monotonic() - started
+    return done
+
+
+def cut(span: Span, count: Callable[[Span], int], most: int, finest: int) -> list[Span]:
+    """Halve a time until no part has more than so many messages, or is shorter than `finest`; leave out empty ones."""
+    messages = count(span)
+    if not messages:
+        return []
+    length = span.until - span.since
+    if messages <= most or length < 2 * finest:
+        return [span]
+    middle = span.since + length // 2
+    if length >= 4 * _HOUR_NS:
+        # The files of a table are by hours.
+        middle -= middle % _HOUR_NS
+    halves = (Span(span.since, middle), Span(middle, span.until))
+    return [part for half in halves for part in cut(half, count, most, finest)]
+
+
+def _opened(target: Target, decode: bool | Decoder) -> Table:
+    if target.catalog is None and format_of(target.place) is None:
+        raise PipelineError(f"there is no archive at {target.place}: flintmq pipeline archive makes one, by --to")
+    table = target.open()
+    if isinstance(table, ParquetFolder):
+        raise PipelineError(
+            f"{table.place} is plain Parquet, whose list of files is that of Spark's own sink: nothing is added to it"
+        )
+    known = table.schema()
+    if known is None:
+        raise PipelineError(f"there is no archive at {target.place}: flintmq pipeline archive makes one, by --to")
+    if lacking := [column for column in (*KEY, "value") if column not in known.names]:
+        raise PipelineError(f"{target.place} is no archive of messages: it has no column {lacking[0]}")
+    if "_undecoded" in known.names and not decode:
+        raise PipelineError(f"the messages in {target.place} are decoded: give the --decode that its archive query has")
+    if "_undecoded" not in known.names and decode:
+        raise PipelineError(f"the messages in {target.place} are not decoded: leave --decode and --schema out")
+    return table
+
+
+class _Filling:
+    """Brings what is missing into one table, span by span."""
+
+    def __init__(
+        self,
+        spark: SparkSession,
+        source: LogSource | ArchiveSource,
+        table: Table,
+        name: str,
+        decode: bool | Decoder,
+    ) -> None:
+        self._spark = spark
+        self._decode = decode
+        self._source = source
+        self._table = table
+        self._query = name
+
+    def fill(self, span: Span, done: Filled) -> None:
+        from pyspark.sql import functions as f
+
+        for _ in range(_ATTEMPTS):
+            known = self._table.files()
+            found = self._source.read(self._spark, span, (*KEY, "offset"))
+            counted = common.observation(found)
+            found = found.observe(counted, f.count(f.lit(1)).alias("rows"))
+            missing = self._missing(found, known, span)
+            [row] = missing.agg(
+                f.count(f.lit(1)).alias("rows"),
+                f.min("timestamp_ns").alias("first"),
+                f.max("timestamp_ns").alias("last"),
+            ).collect()
+            if not row["rows"] or done.dry_run:
+                break
+            # No more bodies are read than those of the gap.
+            gap = Span(row["first"], row["last"] + 1)
+            found = self._missing(self._source.read(self._spark, gap), known, gap)
+            rows = laid_out(self._table, found, self._decode)
+            last = self._table.position(self._query)
+            batch = 0 if last is None else last.batch + 1
+            files = write_batch(self._table, rows, f"{self._query}-{batch:010d}", partitioned=True)
+            if not files or self._commit(batch, gap, known, files):
+                done.added += sum(file.rows for file in files)
+                done.commits += bool(files)
+                break
+        else:
+            raise PipelineError(
+                f"other rows of {span} came into {self._table.place} each of the {_ATTEMPTS} times that it was "
+                "compared: run the backfill again when no other writes there"
+            )
+        done.found += int(counted.get["rows"])
+        done.missing += row["rows"]
+        done.done += 1
+
+    def _missing(self, found: DataFrame, known: Sequence[DataFile], span: Span) -> DataFrame:
+        """The rows that are not in the files."""
+        files = overlapping(known, self._source.topics, span)
+        if not files:
+            return found
+        there = read_files(self._spark, self._table, files, columns=KEY)
+        there = there.filter(f"timestamp_ns >= {span.since} AND timestamp_ns < {span.until}")
+        return found.join(there, list(KEY), "left_anti").select(*found.columns)
+
+    def _commit(self, batch: int, gap: Span, known: Sequence[DataFile], files: Sequence[DataFile]) -> bool:
+        """Add the files. False if others with rows of the same time came in since `known` was read."""
+        paths = {file.path for file in known}
+
+        def is_other(file: DataFile) -> bool:
+            return file.path not in paths and bool(overlapping([file], self._source.topics, gap))
+
+        end = [json.dumps({"mode": "backfill", "since": gap.since, "until": gap.until})]
+        return self._table.commit_unless(self._query, batch, end, files, is_other)
+
+
+# --- Command line -----------------------------------------------------------------------------------------------------
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.description = (
+        "Add to an archive what it lacks of a time: out of the topics' logs, or out of another archive. Messages that "
+        "are there are not added again, and an archive query may run beside it."
+    )
+    parser.add_argument("topics", metavar="TOPIC", nargs="+", help="topics")
+    parser.add_argument("--to", metavar="URI", required=True, help="the archive that lacks something")
+    parser.add_argument(
+        "--since", metavar="TIME", type=common.moment, required=True, help="what was published then or later (RFC 3339)"
+    )
+    parser.add_argument("--until", metavar="TIME", type=common.moment, help="what was published before (default: now)")
+    parser.add_argument("--archive", metavar="URI", help="take it from this archive; without it, from the topics' logs")
+    parser.add_argument("--dry-run", action="store_true", help="say how many messages are missing, and add none")
+    parser.add_argument(
+        "--complete",
+        action="store_true",
+        help="no archive query fills the table any more: what none has read yet is missing, too",
+    )
+    bodies.decode_arguments(parser)
+    common.table_arguments(parser)
+    common.broker_arguments(parser)
+    common.spark_arguments(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    if arguments.remote:
+        raise PipelineError("backfill adds files to the table from here: give a --master, not --remote")
+    until = arguments.until or datetime.datetime.now(datetime.UTC)
+    span = Span(common.nanoseconds(arguments.since), common.nanoseconds(until))
+    if span.until <= span.since:
+        raise PipelineError("--until is a time after --since")
+    target = target_of(arguments, arguments.to)
+    # What is wrong is said before Spark starts.
+    common.check_places(arguments, "to")
+    bodies.check_decoding(arguments)
+    decode: bool | Decoder = arguments.decode is not None or arguments.schema is not None
+    _opened(target, decode)
+    source: LogSource | ArchiveSource
+    topics = list(dict.fromkeys(arguments.topics))
+    status = 0
+    if arguments.archive:
+        other = Target(common.place_of(arguments, arguments.archive))
+        if other.place == target.place:
+            raise PipelineError("--archive and --to are the same table")
+        if format_of(other.place) is None:
+            raise PipelineError(f"there is no archive at {other.place}")
+        source = ArchiveSource(other, topics)
+    else:
+        options = {**dict(arguments.option), **common.network_options(arguments)}
+        source = LogSource(topics, options)
+        named = argparse.Namespace(**{**vars(arguments), "topics": topics, "channel": None, "start": "earliest"})
+        status = common.check_topics(named, batch=True)
+    if decode and not bodies.needs_spark(arguments):
+        decode = bodies.decoder_of(arguments, topics, arguments.schema, arguments.message, arguments.subject)
+    spark = common.open_session(arguments, "flintmq backfill")
+    if decode is True and not bodies.is_found_out(arguments, arguments.schema):
+        decode = bodies.decoder_of(arguments, topics, arguments.schema, arguments.message, arguments.subject)
+    terms = [sorted(topics), span.since, arguments.until and span.until, arguments.archive and str(other.place)]
+    try:
+        done = backfill(
+            spark,
+            source,
+            target,
+            span,
+            dry_run=arguments.dry_run,
+            complete=arguments.complete,
+            decode=decode,
+            span_messages=SPAN_MESSAGES,
+            name=str(uuid.uuid5(_NAMES, json.dumps(terms))),
+            quiet=False,
+        )
+    except PipelineError:
+        raise
+    except Exception as exc:
+        raise PipelineError(common.explain(exc)) from exc
+    sys.stdout.write((done.as_json() if arguments.json else str(done)) + "\n")
+    return status if done.is_whole else 1

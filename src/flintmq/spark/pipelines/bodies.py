@@ -1,0 +1,104 @@
+"""What command lines of pipelines say about the bodies of messages: their format, and where their schema is."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from flintmq.errors import PipelineError
+from flintmq.spark.decoding import FORMATS, Decoder, decoder
+from flintmq.spark.pipelines.common import pair
+from flintmq.spark.shipped.registry import Registry
+
+if TYPE_CHECKING:
+    from pyspark.sql import DataFrame
+
+__all__ = ["check_decoding", "decode_arguments", "decoded", "decoder_of", "is_found_out", "needs_spark"]
+
+#: Formats whose schema is in the language of Spark, which parses it.
+_BY_SPARK = ("json", "msgpack")
+
+
+def decode_arguments(parser: argparse.ArgumentParser, *, by_topic: bool = False) -> None:
+    """What bodies are, and where their schema is; `by_topic` where each topic has its own."""
+    group = parser.add_argument_group("decoding")
+    group.add_argument(
+        "--decode",
+        metavar="FORMAT",
+        nargs="?",
+        const="json",
+        choices=FORMATS,
+        help="add what the messages say, as columns data and error: json (default), avro, protobuf or msgpack",
+    )
+    prefix = "TOPIC=" if by_topic else ""
+    kind: dict[str, Any] = {"type": pair, "action": "append", "default": []} if by_topic else {}
+    group.add_argument(
+        "--schema",
+        metavar=f"{prefix}SCHEMA",
+        help="'id BIGINT, name STRING', Avro's JSON, or @FILE; for protobuf a descriptor set (default: JSON as found)",
+        **kind,
+    )
+    group.add_argument("--message", metavar=f"{prefix}NAME", help="the message type of protobuf", **kind)
+    group.add_argument(
+        "--registry", metavar="URL", help="a schema registry: bodies begin with the id of their schema in it"
+    )
+    group.add_argument(
+        "--registry-option",
+        metavar="KEY=VALUE",
+        type=pair,
+        action="append",
+        default=[],
+        help="user, password, token, ca or timeout, for the registry; may be repeated",
+    )
+    group.add_argument(
+        "--subject", metavar=f"{prefix}NAME", help="whose newest schema is read by (default TOPIC-value)", **kind
+    )
+
+
+def check_decoding(arguments: argparse.Namespace) -> None:
+    """PipelineError, before Spark starts, for arguments about decoding that mean nothing or do not fit."""
+    for name in ("message", "registry", "registry_option", "subject"):
+        if getattr(arguments, name) and not arguments.decode:
+            raise PipelineError(f"--{name.replace('_', '-')} says how to decode: say what, by --decode FORMAT")
+    if arguments.registry_option and not arguments.registry:
+        raise PipelineError("--registry-option is for a --registry")
+
+
+def decoder_of(
+    arguments: argparse.Namespace, topics: Sequence[str], schema: str | None, message: str | None, subject: str | None
+) -> Decoder:
+    """What a command line says about the bodies of topics. Where Spark is to parse a schema, it must have started."""
+    format = arguments.decode or "json"
+    registry = Registry.of(arguments.registry, dict(arguments.registry_option)) if arguments.registry else None
+    if registry is not None and schema is None and subject is None and format not in _BY_SPARK:
+        if len(topics) != 1:
+            raise PipelineError("several topics have one column data: name the --subject that it is of")
+        subject = f"{topics[0]}-value"
+    given = Path(schema[1:]) if schema is not None and schema.startswith("@") else schema
+    return decoder(format, schema=given, message=message, registry=registry, subject=subject)
+
+
+def needs_spark(arguments: argparse.Namespace) -> bool:
+    """Can the schema of a command line only be read when Spark has started?"""
+    return (arguments.decode or "json") in _BY_SPARK
+
+
+def is_found_out(arguments: argparse.Namespace, schema: str | None) -> bool:
+    """Is it left to the messages what they look like, or nothing decoded at all?"""
+    return schema is None and arguments.decode in (None, "json") and not arguments.registry
+
+
+def decoded(messages: DataFrame, decoder: Decoder | None) -> DataFrame:
+    """The messages with what a decoder says of them, and `_undecoded`, the bytes that would not decode.
+
+    None stands for messages that have nothing to be decoded.
+    """
+    from pyspark.sql import functions as f
+
+    if decoder is None:
+        error = f.lit("none of the first messages is a JSON object")
+        return messages.withColumns({"error": error, "_undecoded": f.col("value")})
+    found = decoder(messages)
+    return found.withColumn("_undecoded", f.when(f.col("error").isNotNull(), f.col("value")))

