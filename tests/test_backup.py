@@ -6,6 +6,7 @@ import asyncio
 import contextlib
 import fcntl
 import hashlib
+import json
 import os
 import random
 import re
@@ -481,6 +482,21 @@ async def test_the_commands_say_what_they_did(stopped: Path, tmp_path: Path) -> 
     again = flintmq("restore", copy, "--data-path", new)
     assert (again.returncode, again.stdout) == (1, "")
     assert again.stderr == f"flintmq restore: {new} holds data already: restore to an empty folder\n"
+
+
+async def test_the_commands_answer_in_json_for_scripts(stopped: Path, tmp_path: Path) -> None:
+    copy, again = tmp_path / "copy", tmp_path / "again"
+    results = [
+        json.loads(flintmq(*words, "--json").stdout)
+        for words in (
+            ("backup", "--data-path", stopped, copy),
+            ("backup", "--verify", copy),
+            ("restore", copy, "--data-path", again),
+        )
+    ]
+    assert [result.pop("path") for result in results] == [str(copy), str(copy), str(again)]
+    assert results[0] == results[1] == results[2]
+    assert results[0]["messages"] > 0 and results[0]["damage"] == results[0]["left_out"] == []
 
 
 async def test_a_damaged_data_path_or_backup_ends_the_command_with_status_1(stopped: Path, tmp_path: Path) -> None:

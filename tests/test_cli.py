@@ -26,7 +26,9 @@ import pytest
 import flintmq
 from flintmq import __main__ as programs
 from flintmq import kernel
+from flintmq.errors import StartError
 from flintmq.options import NsqdOptions, NsqlookupdOptions, option_table
+from flintmq.tools._fleet import ports
 
 ROOT = Path(__file__).parents[1]
 # A guard against hanging, nowhere a measure.
@@ -441,6 +443,17 @@ def test_a_signal_ends_sub_cleanly_and_what_was_printed_is_finished(nsqd, number
 
 
 @needs_broker
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_before_the_last_message_that_was_asked_for_has_status_130(nsqd, number):
+    with process("sub", "t/c", "-n", "2", "--nsqd", nsqd) as consumer:
+        run("pub", "t", "x", "--nsqd", nsqd)
+        read_until(consumer, "stdout", "x\n")
+        consumer.send_signal(number)
+        _, stderr = consumer.communicate(timeout=PATIENCE)
+        assert (consumer.returncode, stderr) == (130, b"")
+
+
+@needs_broker
 def test_messages_nobody_read_from_the_pipe_come_back(nsqd):
     # Each is larger than a pipe holds, so a message is printed only if someone reads it.
     bodies = [b"%d" % number + b"x" * 150_000 for number in range(10)]
@@ -663,6 +676,124 @@ def test_up_that_cannot_make_its_folder_says_so(tmp_path):
     assert result.stderr.startswith(b"flintmq up: cannot create the directory ")
 
 
+# --- up with several nodes
+
+
+def children(running):
+    """The brokers of a fleet."""
+    return [int(pid) for pid in Path(f"/proc/{running.pid}/task/{running.pid}/children").read_text().split()]
+
+
+def eventually(question):
+    deadline = time.monotonic() + PATIENCE
+    while not (found := question()):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    return found
+
+
+def is_gone(pid):
+    """Did the process end? One that nobody has waited for counts as ended."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except FileNotFoundError:
+        return True
+
+
+needs_proc = pytest.mark.skipif(sys.platform != "linux", reason="it looks for child processes in /proc")
+
+
+@needs_broker
+@needs_proc
+def test_up_with_several_nodes_keeps_them_running(tmp_path):
+    with process("up", "--nodes=3", "--data-path", str(tmp_path), *FREE_PORTS) as running:
+        pattern = r"nsqd \(TCP\) +([^\n]+)\n(?s:.*)nsqlookupd \(HTTP\) +(\S+)\n(?s:.*)hello"
+        tcp, lookupd = read_until(running, "stdout", pattern).groups()
+        eventually(lambda: len(json.loads(fetch(lookupd, "/nodes"))["producers"]) == 3)
+        for number, address in enumerate(tcp.split()):
+            assert run("pub", "t", f"message {number}", "--nsqd", address).returncode == 0
+        before = children(running)
+        flags = [Path(f"/proc/{pid}/cmdline").read_text().split("\0") for pid in before]
+        assert len({flag for of in flags for flag in of if flag.startswith("--node-id=")}) == 3, "ids must differ"
+        os.kill(before[1], signal.SIGKILL)
+        assert (
+            b"was ended by signal 9, it is started again" in read_until(running, "stderr", r"[^\n]+").group().encode()
+        )
+        eventually(lambda: len(after := children(running)) == 3 and after != before)
+        port = tcp.split()[1]
+        eventually(lambda: run("pub", "t", "again", "--nsqd", port).returncode == 0)
+        running.send_signal(signal.SIGINT)
+        running.communicate(timeout=PATIENCE)
+        assert running.returncode == 0
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["node-1", "node-2", "node-3"]
+    with process("up", "--nodes=3", "--data-path", str(tmp_path), *FREE_PORTS) as running:
+        [http] = read_until(running, "stdout", r"nsqd \(HTTP\) +([^\n]+)\n(?s:.*)hello").groups()
+        stats = [json.loads(fetch(address, "/stats?format=json"))["topics"] for address in http.split()]
+        assert [[topic["depth"] for topic in topics] for topics in stats] == [[1], [2], [1]]
+        # Whoever ends the fleet the hard way ends the nodes too.
+        brokers = children(running)
+        running.kill()
+        running.communicate(timeout=PATIENCE)
+        eventually(lambda: all(map(is_gone, brokers)))
+
+
+@needs_broker
+def test_up_with_a_node_that_cannot_start_ends_all_of_them(tmp_path):
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        addresses = [*FREE_PORTS, f"--http-address=127.0.0.1:{port - 2}"]
+        result = run("up", "--nodes=2", "--data-path", str(tmp_path), *addresses)
+    assert result.returncode == 1
+    text = result.stderr.decode()
+    assert f"listen (127.0.0.1:{port}) failed" in text
+    assert re.search(
+        r"flintmq up: nsqd 2 \(\S+\) ended with status 1 before it was ready; its lines above say why\n", text
+    )
+    assert "Traceback" not in text
+
+
+@pytest.mark.parametrize(
+    ("there", "nodes", "advice"),
+    [
+        (["flintmq"], 2, "is that of a single node: give another --data-path, or move its content to "),
+        (["node-1/flintmq", "node-2/flintmq"], 1, "is that of 2 nodes: give --nodes 2"),
+        (["node-1/flintmq", "node-3/flintmq"], 2, "is that of 3 nodes: give --nodes 3. To use fewer, "),
+    ],
+)
+def test_up_leaves_no_messages_behind(tmp_path, there, nodes, advice):
+    for name in there:
+        (tmp_path / name).mkdir(parents=True)
+    result = run("up", f"--nodes={nodes}", "--data-path", str(tmp_path), *FREE_PORTS)
+    assert (result.returncode, advice in result.stderr.decode()) == (1, True)
+
+
+@pytest.mark.parametrize("nodes", ["0", "-1", "65", "two"])
+def test_up_takes_a_sensible_number_of_nodes(tmp_path, nodes):
+    result = run("up", f"--nodes={nodes}", "--data-path", str(tmp_path))
+    assert (result.returncode, b"--nodes" in result.stderr) == (2, True)
+
+
+@pytest.mark.parametrize(
+    ("tcp", "http", "count", "found"),
+    [
+        ("h:4150", "h:4151", 2, [(4150, 4151), (4152, 4153)]),
+        ("h:4150", "h:4151", 7, [*((4150 + 2 * i, 4151 + 2 * i) for i in range(5)), (4162, 4163), (4164, 4165)]),
+        ("h:4168", "h:4169", 2, [(4168, 4169), (4172, 4173)]),
+        ("h:10", "h:12", 3, [(10, 12), (14, 16), (18, 20)]),
+        ("h:0", "h:0", 2, [(0, 0), (0, 0)]),
+        ("h:0", "h:70", 2, [(0, 70), (0, 72)]),
+    ],
+)
+def test_nodes_have_consecutive_ports_that_nobody_else_has(tcp, http, count, found):
+    taken = ("h:4160", "h:4161", "h:4171")
+    assert ports(tcp, http, count, taken) == [(f"h:{a}", f"h:{b}") for a, b in found]
+
+
+def test_there_may_be_too_few_ports():
+    with pytest.raises(StartError, match="not enough ports after h:65534 and h:1 for 2 nodes"):
+        ports("h:65534", "h:1", 2, ())
+
+
 @needs_broker
 @pytest.mark.skipif(not hasattr(resource, "prlimit"), reason="the limits of another process cannot be set here")
 def test_a_stop_that_loses_messages_has_status_1(tmp_path):
@@ -688,5 +819,42 @@ def test_every_script_ends_quietly_when_ctrl_c_comes_during_its_imports(monkeypa
     assert set(scripts) == set(programs.__all__)
     assert set(scripts.values()) == {f"flintmq.__main__:{name}" for name in scripts}
     monkeypatch.setattr(importlib, "import_module", interrupt)
+    monkeypatch.setattr(signal, "signal", lambda *_: None)
     assert [getattr(programs, name)() for name in scripts] == [130] * len(scripts)
     assert all(importlib.util.find_spec(name) is not None for name in imported)
+
+
+@pytest.mark.parametrize("program", ["flintmq", "nsqd", "nsqlookupd", "nsqadmin"])
+def test_a_reader_that_has_read_enough_is_no_error(program: str) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    call = (
+        f"import sys; from flintmq.__main__ import {program}; sys.argv = ['{program}', '--help']; sys.exit({program}())"
+    )
+    with open(write, "wb") as closed:
+        done = subprocess.run(
+            [sys.executable, "-c", call], stdout=closed, stderr=subprocess.PIPE, timeout=60, check=False
+        )
+    assert (done.returncode, done.stderr) == (0, b"")
+
+
+@pytest.mark.parametrize("buffered", [True, False])
+@pytest.mark.parametrize(
+    ("file", "reason"), [(">/dev/full", b"No space left on device"), (">&-", b"Bad file descriptor")]
+)
+@pytest.mark.parametrize("argv", [["--help"], ["--version"], ["nsqd", "--help"], ["completion", "bash"]], ids=" ".join)
+def test_output_that_cannot_be_written_is_one_line_and_a_failure(
+    argv: list[str], file: str, reason: bytes, buffered: bool
+) -> None:
+    environment = os.environ | {"PYTHONUNBUFFERED": "" if buffered else "1"}
+    words = ["bash", "-c", f'"$@" {file}', "bash", *command(*argv)]
+    done = subprocess.run(words, capture_output=True, timeout=PATIENCE, env=environment, check=False)
+    assert (done.returncode, done.stderr) == (1, b"cannot write to standard output: " + reason + b"\n")
+
+
+@needs_broker
+def test_a_publish_whose_report_cannot_be_written_says_so(nsqd):
+    words = ["bash", "-c", '"$@" >/dev/full', "bash", *command("pub", "full", "x", "--nsqd", nsqd)]
+    done = subprocess.run(words, capture_output=True, timeout=PATIENCE, check=False)
+    assert (done.returncode, done.stderr) == (1, b"cannot write to standard output: No space left on device\n")
+    assert run("sub", "full/c", "-n", "1", "--nsqd", nsqd).stdout == b"x\n"

@@ -79,6 +79,32 @@ def test_metrics_need_no_library() -> None:
     assert (result.stdout, result.returncode) == ("Broker 200 True\nLookupd 200 True\n", 0), result.stderr
 
 
+# Starts a daemon as the command line does, and says what was imported by the time it serves its clients.
+START = """
+import asyncio, sys, tempfile
+from flintmq.broker.daemon import Broker
+from flintmq.cli import nsqd
+
+async def main(folder):
+    async with Broker(data_path=folder, disk_reserve=0, http_address="127.0.0.1:0"):
+        print(*sys.modules)
+
+with tempfile.TemporaryDirectory() as folder:
+    asyncio.run(main(folder))
+"""
+
+
+def test_a_start_imports_nothing_that_only_some_programs_or_requests_need() -> None:
+    result = subprocess.run(
+        [sys.executable, "-c", START], capture_output=True, text=True, timeout=90, env=os.environ, check=False
+    )
+    imported = set(result.stdout.split())
+    assert "flintmq.broker.http.api" in imported, result.stderr
+    rarely = {"aiohttp", "argparse", "difflib", "email", "http.client", "rich", "tomllib", "urllib.request"}
+    rarely |= {"flintmq.broker.backup", "flintmq.broker.net.auth", "flintmq.broker.takeover", "flintmq.client"}
+    assert imported & rarely == set()
+
+
 def test_the_lock_for_images_has_every_dependency_with_its_hash() -> None:
     lines = [line for line in (ROOT / "deploy" / "requirements.lock").read_text().splitlines() if line[:1] != "#"]
     assert all(re.fullmatch(r"[a-z0-9_.-]+==\S+ --hash=sha256:[0-9a-f]{64}", line) for line in lines)

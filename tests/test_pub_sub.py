@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -65,15 +66,13 @@ def test_encrypted(certificates: Certificates, tmp_path: Path) -> None:
         converse(broker, "--tls", "--tls-root-ca-file", certificates.ca)
         converse(broker, "--tls-root-ca-file", certificates.ca, "--snappy")  # who names an authority wants TLS
         # The system's authorities do not know this one.
-        assert "certificate" in refused(broker, "--tls")
+        assert refused(broker, "--tls").endswith("--tls-root-ca-file (--tls-insecure checks nothing)")
+        for tool, what in (("pub", ("t", "x")), ("sub", ("t/c", "-n", "1"))):
+            assert run(tool, *what, "--nsqd", broker.address)[2].endswith("(TLS required); give --tls\n")
         converse(broker, "--tls-insecure")
         (tmp_path / "nonsense").write_text("nonsense")
         for flag, file in (("--tls-root-ca-file", "missing.pem"), ("--tls-cert", str(tmp_path / "nonsense"))):
             assert refused(broker, flag, file).startswith("cannot use the files of --tls-root-ca-file, ")
-        # In clear.
-        status, _, errors = run("pub", "t", "x", "--nsqd", broker.address)
-        assert status == 1
-        assert "TLS required" in errors
 
 
 def test_a_certificate_of_ones_own(certificates: Certificates, tmp_path: Path) -> None:
@@ -93,6 +92,18 @@ def test_a_certificate_of_ones_own(certificates: Certificates, tmp_path: Path) -
         # Not the key of this certificate, and none at all.
         refused(broker, *trust, "--tls-cert", str(tmp_path / "client.pem"), "--tls-key", certificates.key)
         refused(broker, *trust, "--tls-cert", str(tmp_path / "client.pem"))
+
+
+def test_commands_over_http_are_told_where_https_is(certificates: Certificates) -> None:
+    with NsqBroker(**certificates.options, tls_required="true", https_address="127.0.0.1:0") as broker:
+        advice = r"refuses plain HTTP, use (https://127\.0\.0\.1:\d+); see --nsqd-http-address$"
+        for command in (("peek", "t"), ("ls",)):
+            status, _, errors = run(*command, "--nsqd-http-address", broker.http_address)
+            found = re.search(advice, errors)
+            assert (status, bool(found)) == (1, True), errors
+        assert found is not None
+        trust = ("--tls-root-ca-file", certificates.ca)
+        assert run("ls", "--nsqd-http-address", found[1], *trust)[::2] == (0, "")
 
 
 async def test_a_broker_without_tls_is_not_spoken_to_in_clear(nsq_broker: NsqBroker) -> None:

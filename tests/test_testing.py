@@ -479,7 +479,7 @@ def test_the_examples_of_the_document_pass(tmp_path: Path) -> None:
 
 def test_the_document_has_the_examples_as_they_are() -> None:
     document = (REPOSITORY / "docs" / "testing.md").read_text()
-    shown = dict(re.findall(r"```python (examples/\S+\.py)\n(.*?)```", document, re.DOTALL))
+    shown = dict(re.findall(r"```python title=\"(examples/\S+\.py)\"\n(.*?)```", document, re.DOTALL))
     assert shown == {f"examples/testing/{example.name}": example.read_text() for example in EXAMPLES}
     # And nothing that nobody runs.
     assert document.count("```") == 2 * len(EXAMPLES)

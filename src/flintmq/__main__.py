@@ -6,6 +6,8 @@ A program's imports take most of its first moments, so they happen inside.
 from __future__ import annotations
 
 import importlib
+import os
+import signal
 import sys
 
 __all__ = [
@@ -27,10 +29,46 @@ _INTERRUPTED = 130
 
 def _run(module: str, function: str) -> int:
     try:
-        status: int = getattr(importlib.import_module(module), function)()
+        if None in (sys.stdout, sys.stderr):
+            # Closed by whoever started us (`>&-`).
+            from flintmq.tools._output import open_standard_files
+
+            open_standard_files()
+        try:
+            status: int = getattr(importlib.import_module(module), function)()
+        except SystemExit:
+            sys.stdout.flush()
+            raise
+        sys.stdout.flush()
     except KeyboardInterrupt:
         return _INTERRUPTED
+    except RuntimeError as exc:
+        # Until Python 3.12, what happens while a class is made comes out as such an error.
+        if not isinstance(exc.__cause__, KeyboardInterrupt):
+            raise
+        return _INTERRUPTED
+    except BrokenPipeError:
+        # The reader of our output has read enough (`nsqd --help | head -1`).
+        _drop_output()
+        return 0
+    except OSError:
+        from flintmq.tools._output import output_error
+
+        why = output_error()
+        if why is None:
+            raise
+        sys.stderr.write(f"cannot write to standard output: {why.strerror}\n")
+        _drop_output()
+        return 1
+    finally:
+        # Python tidies up now, and would show where ctrl-C has met it.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
     return status
+
+
+def _drop_output() -> None:
+    """Have the last flush, at Python's end, go nowhere."""
+    os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
 def flintmq() -> int:

@@ -19,7 +19,7 @@ import sys
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
 
-from flintmq.errors import OptionError, StartError
+from flintmq.errors import OptionError, StartError, permission_hint
 
 __all__ = ["Address", "HeldPort", "bind", "host_of", "http_url", "join", "port_of", "reason_of", "split", "text_of"]
 
@@ -137,8 +137,17 @@ def bind(address: str, *, unix: bool = True, mode: int | None = None) -> socket.
             sock.close()
             raise
     except (OptionError, OSError, ValueError) as exc:
-        raise StartError(f"listen ({address}) failed - {reason_of(exc)}") from exc
+        raise StartError(f"listen ({address}) failed - {reason_of(exc)}{_remedy(exc, address)}") from exc
     return sock
+
+
+def _remedy(exc: BaseException, address: str) -> str:
+    """Return what to do where a permission is missing to listen, as the end of a sentence."""
+    if not isinstance(exc, PermissionError):
+        return ""
+    if path := split(address, listening=True).path:
+        return permission_hint(exc, os.path.dirname(path) or ".")
+    return "; ports below 1024 need a privilege (CAP_NET_BIND_SERVICE): choose a higher one"
 
 
 def reason_of(exc: BaseException) -> str:

@@ -8,29 +8,33 @@ Exit status: 0 after a clean end, 1 when something failed, 2 when the command li
 
 from __future__ import annotations
 
-import argparse
 import asyncio
+import contextlib
 import gc
 import importlib
-import importlib.util
 import logging
 import os
-import pkgutil
-import platform
 import resource
-import shutil
 import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Coroutine, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from flintmq import __version__, logs
-from flintmq.errors import BackupError, FlintError, OptionError, StartError, StorageError
+from flintmq.errors import (
+    BackupError,
+    FlintError,
+    OptionError,
+    StartError,
+    StorageError,
+    permission_hint,
+    system_reason,
+)
 from flintmq.options import (
     NsqadminOptions,
     NsqdOptions,
@@ -64,8 +68,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if command in ("-version", "--version"):
         print(_own_version())
         return 0
+    from importlib.util import find_spec
+
     is_name = command.isidentifier() and not command.startswith("_")
-    if is_name and importlib.util.find_spec(f"flintmq.tools.{command}") is not None:
+    if is_name and find_spec(f"flintmq.tools.{command}") is not None:
         status: int = importlib.import_module(f"flintmq.tools.{command}").main(rest)
         return status
     known = [*_COMMANDS, *_tools()]
@@ -78,6 +84,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def _tools(*, imported: bool = True) -> dict[str, str]:
     """Return the commands that are modules of `flintmq.tools`, each with its line of help where it may be imported."""
+    import pkgutil
+
     from flintmq import tools
 
     found = (module.name for module in pkgutil.iter_modules(tools.__path__))
@@ -160,7 +168,7 @@ def _daemon(
     if isinstance(options, NsqdOptions):
         logger.info("ID: %d", options.id)
     try:
-        return _run(serve(options, partial(_report_changes, options, flags)), loop_factory)
+        return _run(partial(serve, options, partial(_report_changes, options, flags)), loop_factory)
     except (StartError, OptionError) as exc:
         # Go's daemons name the step that failed, and for all but loading something the step is their constructor.
         if str(exc).startswith("failed to load "):
@@ -184,12 +192,24 @@ def _report_changes(options: Options, flags: Mapping[str, Any]) -> None:
 
 def _up(argv: Sequence[str]) -> int:
     """Run everything on this machine with nothing to set up: the first command of a newcomer."""
+    import argparse
+
+    from flintmq.tools._fleet import MOST_NODES, check_data_path
+
     parser = argparse.ArgumentParser(
         prog="flintmq up",
-        description="Run the whole platform in one process, reachable from this machine only. Ctrl-C ends it.",
+        description="Run the whole platform, reachable from this machine only. Ctrl-C ends it.",
     )
     parser.add_argument(
         "--data-path", metavar="DIR", default="flintmq-data", help="created if missing (default ./%(default)s)"
+    )
+    parser.add_argument(
+        "--nodes",
+        metavar="N",
+        type=int,
+        default=1,
+        help="brokers, to use more cores: each has its own process, the next two ports, and the folder node-1, node-2, "
+        "… of the data path (default %(default)s, in this process)",
     )
     parser.add_argument(
         "--tcp-address", metavar="ADDRESS", default="127.0.0.1:4150", help="of the broker (default %(default)s)"
@@ -226,11 +246,15 @@ def _up(argv: Sequence[str]) -> int:
         help="debug, info, warn, error or fatal (default %(default)s)",
     )
     arguments = parser.parse_args(argv)
+    if not 1 <= arguments.nodes <= MOST_NODES:
+        parser.error(f"--nodes must be from 1 to {MOST_NODES}")
     logs.setup("[nsqd] ", arguments.log_level)
     try:
         os.makedirs(arguments.data_path, exist_ok=True)
     except OSError as exc:
-        print(f"flintmq up: cannot create the directory {arguments.data_path}: {exc.strerror}", file=sys.stderr)
+        wrong = f"cannot create the directory {arguments.data_path}: {exc.strerror}"
+        wrong += permission_hint(exc, arguments.data_path)
+        print(f"flintmq up: {wrong}; choose another with --data-path", file=sys.stderr)
         return 1
     options = NsqdOptions(
         data_path=arguments.data_path,
@@ -247,8 +271,10 @@ def _up(argv: Sequence[str]) -> int:
         log_level=arguments.log_level,
     )
     try:
-        serving = _serve_all(options, lookupd_options, arguments.admin_http_address)
-        return _run(serving, _event_loop(options.event_loop))
+        check_data_path(Path(arguments.data_path), arguments.nodes)
+        serve = _serve_all if arguments.nodes == 1 else partial(_serve_fleet, arguments.nodes)
+        main = partial(serve, options, lookupd_options, arguments.admin_http_address)
+        return _run(main, _event_loop(options.event_loop))
     except StartError as exc:
         print(f"flintmq up: {exc}", file=sys.stderr)
         if str(exc).startswith("listen "):
@@ -261,27 +287,39 @@ def _up(argv: Sequence[str]) -> int:
                 f"  flintmq up --{flag} 127.0.0.1:5150",
                 file=sys.stderr,
             )
-        elif "data-path" in str(exc):
+        elif "failed to lock data-path" in str(exc) and not isinstance(exc.__cause__, PermissionError):
             print("Stop the other broker, or choose another directory: flintmq up --data-path DIR", file=sys.stderr)
+        return 1
+    except OSError as exc:
+        if exc.filename is None:
+            raise
+        print(f"flintmq up: {system_reason(exc)}", file=sys.stderr)
         return 1
 
 
-def _welcome(broker: Broker, options: NsqdOptions, lookupd: Lookupd, admin: str) -> None:
+def _welcome(nsqds: Sequence[tuple[str, str]], options: NsqdOptions, lookupd: Lookupd, admin: str) -> None:
     """Say where things are, and what to type next."""
-    address = broker.tcp_address
+    import shlex
+    import shutil
+
+    address = nsqds[0][0]
     elsewhere = "" if address == "127.0.0.1:4150" else f" --nsqd {address}"
     facts = (
         f"in your browser     {admin}\n"
-        f"nsqd (TCP)          {address}\n"
-        f"nsqd (HTTP)         {broker.http_address}\n"
+        f"nsqd (TCP)          {' '.join(tcp for tcp, _ in nsqds)}\n"
+        f"nsqd (HTTP)         {' '.join(http for _, http in nsqds)}\n"
         f"nsqlookupd (TCP)    {lookupd.tcp_address}   for more nsqds: --lookupd-tcp-address\n"
         f"nsqlookupd (HTTP)   {lookupd.http_address}\n"
         f"messages            {os.path.abspath(options.data_path)}"
     )
-    example = f'flintmq sub greetings/printer{elsewhere}\nflintmq pub greetings "hello"{elsewhere}'
+    consume = f"flintmq sub greetings/printer{elsewhere}"
+    if len(nsqds) > 1:
+        # From all of them.
+        consume = f"nsq_tail --topic greetings --lookupd-http-address {lookupd.http_address}"
+    example = f'{consume}\nflintmq pub greetings "hello"{elsewhere}'
     if shutil.which("flintmq") is None and sys.prefix != sys.base_prefix:
         # Started by its path: other terminals do not find it either.
-        example = f"source {os.path.join(sys.prefix, 'bin', 'activate')}\n{example}"
+        example = f"source {shlex.quote(os.path.join(sys.prefix, 'bin', 'activate'))}\n{example}"
     if not sys.stdout.isatty():
         print(f"flintmq {__version__} is up\n\n{facts}\n\nTry, in two other terminals:\n\n{example}\n", flush=True)
         return
@@ -297,6 +335,8 @@ def _welcome(broker: Broker, options: NsqdOptions, lookupd: Lookupd, admin: str)
 
 
 def _backup(argv: Sequence[str]) -> int:
+    import argparse
+
     parser = argparse.ArgumentParser(
         prog="flintmq backup",
         description="Copy the data path of a broker to a new directory. The broker may be running.",
@@ -304,6 +344,7 @@ def _backup(argv: Sequence[str]) -> int:
     parser.add_argument("target", metavar="TARGET", help="the directory to create; with --verify, the backup to check")
     parser.add_argument("--data-path", metavar="DIR", help="the broker's data path")
     parser.add_argument("--verify", action="store_true", help="only check an existing backup")
+    parser.add_argument("--json", action="store_true", help="print the result as a JSON object")
     arguments = parser.parse_args(argv)
     if bool(arguments.data_path) == arguments.verify:
         parser.error("give --data-path to create a backup, or --verify to check one")
@@ -313,20 +354,27 @@ def _backup(argv: Sequence[str]) -> int:
 
         if arguments.verify:
             manifest = backup.verify(Path(arguments.target), progress)
-            return f"{arguments.target} is whole: {_contents(manifest)}"
+            whole = f"{arguments.target} is whole: {_contents(manifest)}"
+            return _contents_as_json(arguments.target, manifest) if arguments.json else whole
         manifest = backup.make(Path(arguments.data_path), Path(arguments.target), progress)
         for path in manifest.left_out:
             print(f"flintmq backup: skipped, because the broker set it aside: {path}", file=sys.stderr)
         for damage in manifest.damage:
             print(f"flintmq backup: {damage}", file=sys.stderr)
         if manifest.damage:
+            if arguments.json:
+                print(_contents_as_json(arguments.target, manifest))
             raise BackupError("the backup was written, but some messages of the data path could not be read")
+        if arguments.json:
+            return _contents_as_json(arguments.target, manifest)
         return f"{arguments.target}: {_contents(manifest)}"
 
     return _with_progress("backup", work)
 
 
 def _restore(argv: Sequence[str]) -> int:
+    import argparse
+
     parser = argparse.ArgumentParser(
         prog="flintmq restore",
         description="Create the data path of a broker from a backup. Nothing is overwritten.",
@@ -338,6 +386,7 @@ def _restore(argv: Sequence[str]) -> int:
         action="store_true",
         help="keep the node's identity, so that log readers can continue; only if the original never runs again",
     )
+    parser.add_argument("--json", action="store_true", help="print the result as a JSON object")
     arguments = parser.parse_args(argv)
 
     def work(progress: Callable[[int, int], None]) -> str:
@@ -346,6 +395,8 @@ def _restore(argv: Sequence[str]) -> int:
         manifest = backup.restore(
             Path(arguments.source), Path(arguments.data_path), same_node=arguments.same_node, progress=progress
         )
+        if arguments.json:
+            return _contents_as_json(arguments.data_path, manifest)
         return f"{arguments.data_path}: {_contents(manifest)}"
 
     return _with_progress("restore", work)
@@ -355,6 +406,23 @@ def _contents(manifest: Manifest) -> str:
     counts = ((manifest.topics, "topic"), (manifest.messages, "message"), (len(manifest.files), "file"))
     words = [f"{count} {noun}{'' if count == 1 else 's'}" for count, noun in counts]
     return f"{', '.join(words)}, {manifest.bytes} bytes"
+
+
+def _contents_as_json(path: str, manifest: Manifest) -> str:
+    """Return what a backup or a restored data path holds, for scripts; damaged and skipped files are named."""
+    import json
+
+    result = {
+        "path": path,
+        "node": manifest.node,
+        "topics": manifest.topics,
+        "messages": manifest.messages,
+        "files": len(manifest.files),
+        "bytes": manifest.bytes,
+        "damage": manifest.damage,
+        "left_out": manifest.left_out,
+    }
+    return json.dumps(result)
 
 
 def _with_progress(command: str, work: Callable[[Callable[[int, int], None]], str]) -> int:
@@ -386,23 +454,58 @@ def _with_progress(command: str, work: Callable[[Callable[[int, int], None]], st
     return 0
 
 
-async def _serve_all(options: NsqdOptions, lookupd_options: NsqlookupdOptions, admin_address: str) -> int:
-    """A broker, an nsqlookupd that it is registered with and an nsqadmin, until a signal asks for their end."""
+@contextlib.asynccontextmanager
+async def _front(
+    options: NsqdOptions, lookupd_options: NsqlookupdOptions, admin_address: str
+) -> AsyncIterator[tuple[Lookupd, str]]:
+    """Run an nsqlookupd and an nsqadmin; the address of its page."""
     from flintmq.admin.daemon import Admin
     from flintmq.lookup.daemon import Lookupd
 
     async with Lookupd(lookupd_options) as lookupd:
-        options = replace(options, nsqlookupd_tcp_addresses=(lookupd.tcp_address,))
         admin_options = NsqadminOptions(
             http_address=admin_address,
             nsqlookupd_http_addresses=(lookupd.http_address,),
             log_level=options.log_level,
         )
         async with Admin(admin_options) as admin:
-            return await _serve(
-                options,
-                announce=lambda broker, options: _welcome(broker, options, lookupd, admin.url),
-            )
+            yield lookupd, admin.url
+
+
+async def _serve_all(options: NsqdOptions, lookupd_options: NsqlookupdOptions, admin_address: str) -> int:
+    """A broker, an nsqlookupd that it is registered with and an nsqadmin, until a signal asks for their end."""
+    # Before the start: a signal that meets what is half started may be lost in it.
+    asked_to_stop = asyncio.Event()
+    _hear(asked_to_stop.set, signal.SIGINT, signal.SIGTERM)
+    async with _front(options, lookupd_options, admin_address) as (lookupd, page):
+
+        def announce(broker: Broker, options: NsqdOptions) -> None:
+            _welcome([(broker.tcp_address, broker.http_address)], options, lookupd, page)
+
+        broker_options = replace(options, nsqlookupd_tcp_addresses=(lookupd.tcp_address,))
+        return await _serve(broker_options, announce=announce, asked_to_stop=asked_to_stop)
+
+
+async def _serve_fleet(count: int, options: NsqdOptions, lookupd_options: NsqlookupdOptions, admin_address: str) -> int:
+    """The same with several brokers, each in a process of its own."""
+    from flintmq.tools._fleet import Fleet, ports
+
+    asked_to_stop = asyncio.Event()
+    loop = asyncio.get_running_loop()
+    _hear(asked_to_stop.set, signal.SIGINT, signal.SIGTERM)
+    taken = (lookupd_options.tcp_address, lookupd_options.http_address, admin_address)
+    chosen = ports(options.tcp_address, options.http_address, count, taken)
+    async with _front(options, lookupd_options, admin_address) as (lookupd, page):
+        flags = (
+            f"--lookupd-tcp-address={lookupd.tcp_address}",
+            f"--broadcast-address={options.broadcast_address}",
+            f"--log-level={options.log_level}",
+        )
+        async with Fleet(Path(options.data_path), chosen, options.id, flags) as fleet:
+            loop.add_signal_handler(signal.SIGHUP, fleet.signal, signal.SIGHUP)
+            _welcome(fleet.addresses, options, lookupd, page)
+            await asked_to_stop.wait()
+    return 0
 
 
 async def _serve_lookupd(options: NsqlookupdOptions, report_changes: Callable[[], None]) -> int:
@@ -417,8 +520,7 @@ async def _serve_lookupd(options: NsqlookupdOptions, report_changes: Callable[[]
     lookupd = Lookupd(options)
     asked_to_stop = asyncio.Event()
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, asked_to_stop.set)
+    _hear(asked_to_stop.set, signal.SIGINT, signal.SIGTERM)
     loop.add_signal_handler(signal.SIGHUP, reload)
     async with lookupd:
         _freeze()
@@ -439,8 +541,7 @@ async def _serve_admin(options: NsqadminOptions, report_changes: Callable[[], No
     admin = Admin(options)
     asked_to_stop = asyncio.Event()
     loop = asyncio.get_running_loop()
-    for number in (signal.SIGINT, signal.SIGTERM):
-        loop.add_signal_handler(number, asked_to_stop.set)
+    _hear(asked_to_stop.set, signal.SIGINT, signal.SIGTERM)
     await admin.start()
     loop.add_signal_handler(signal.SIGHUP, reload)
     try:
@@ -479,13 +580,14 @@ async def _serve(
     report_changes: Callable[[], None] | None = None,
     *,
     announce: Callable[[Broker, NsqdOptions], None] | None = None,
+    asked_to_stop: asyncio.Event | None = None,
 ) -> int:
-    """Run a broker until a signal asks for its end, or until it cannot go on."""
+    """Run a broker until a signal asks for its end, perhaps already has, or until it cannot go on."""
     from flintmq.broker.daemon import Broker
 
     # Before the start, which may have much to recover: a signal must never cut that short.
     broker = Broker(options)
-    asked_to_stop, asked_to_drain, started = asyncio.Event(), asyncio.Event(), asyncio.Event()
+    asked_to_stop, asked_to_drain, started = asked_to_stop or asyncio.Event(), asyncio.Event(), asyncio.Event()
 
     def terminate() -> None:
         if options.sigterm == "drain" and not asked_to_drain.is_set():
@@ -502,7 +604,7 @@ async def _serve(
             _tell_systemd("READY=1")
 
     loop = asyncio.get_running_loop()
-    loop.add_signal_handler(signal.SIGINT, asked_to_stop.set)
+    _hear(asked_to_stop.set, signal.SIGINT)
     loop.add_signal_handler(signal.SIGTERM, terminate)
     loop.add_signal_handler(signal.SIGHUP, reload)
     # Log lines are this program's business, not the broker's.
@@ -556,17 +658,45 @@ def _tell_systemd(state: str) -> None:
         logger.warning("cannot tell the service manager %s - %s", state.partition("\n")[0], exc)
 
 
-def _run(main: Coroutine[Any, Any, int], loop_factory: Callable[[], asyncio.AbstractEventLoop] | None) -> int:
-    with asyncio.Runner(loop_factory=loop_factory) as runner:
-        return runner.run(main)
+def _run(
+    main: Callable[[], Coroutine[Any, Any, int]], loop_factory: Callable[[], asyncio.AbstractEventLoop] | None
+) -> int:
+    """Run a daemon, which calls `_hear` first. A ctrl-C before that is kept for it.
+
+    uvloop loses one that meets its start, and a cancellation would meet what is half started.
+    """
+    before = signal.signal(signal.SIGINT, lambda number, _: _early.append(number))
+    try:
+        with asyncio.Runner(loop_factory=loop_factory) as runner:
+            return runner.run(main())
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+#: Signals that came before the event loop listened for them.
+_early: list[int] = []
+
+
+def _hear(stop: Callable[[], None], *numbers: int) -> None:
+    """Call a function when one of these signals comes, or has come since `_run`; perhaps twice."""
+    loop = asyncio.get_running_loop()
+    for number in numbers:
+        loop.add_signal_handler(number, stop)
+        # uvloop loses some in its first moments. Python's own handler is called for each.
+        signal.signal(number, lambda *_: loop.call_soon_threadsafe(stop))
+    if _early:
+        stop()
 
 
 def _event_loop(name: str) -> Callable[[], asyncio.AbstractEventLoop] | None:
     """What makes the event loop of `--event-loop`; None is asyncio's own."""
     if name == "asyncio":
         return None
+    from flintmq.kernel import uninterrupted
+
     try:
-        import uvloop
+        with uninterrupted():
+            import uvloop
     except ImportError as exc:
         if name == "uvloop":
             raise OptionError("--event-loop=uvloop: uvloop is not installed") from exc
@@ -597,7 +727,7 @@ def _pipeline(argv: Sequence[str]) -> int:
 def _nsq_version(options_class: type[Options]) -> str:
     from flintmq.protocol.wire import NSQ_VERSION
 
-    return f"{options_class.program} v{NSQ_VERSION} (built w/python{platform.python_version()})"
+    return f"{options_class.program} v{NSQ_VERSION} (built w/python{sys.version.split()[0]})"
 
 
 def _own_version() -> str:
@@ -608,7 +738,7 @@ def _own_version() -> str:
 
 #: The commands that are not modules of `flintmq.tools`, or need more than its layer may import.
 _COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
-    "up": (_up, "the whole platform in one process, on this machine only"),
+    "up": (_up, "the whole platform, on this machine only"),
     "nsqd": (nsqd, "the broker, with the flags of NSQ's nsqd"),
     "nsqlookupd": (nsqlookupd, "where consumers find brokers, with the flags of NSQ's nsqlookupd"),
     "nsqadmin": (nsqadmin, "the cluster in the browser, with the flags and the API of NSQ's nsqadmin"),

@@ -30,6 +30,9 @@ FlintError
 
 from __future__ import annotations
 
+import os
+import stat
+from pathlib import Path
 from typing import Any
 
 __all__ = [
@@ -59,6 +62,9 @@ __all__ = [
     "StageError",
     "StartError",
     "StorageError",
+    "file_reason",
+    "permission_hint",
+    "system_reason",
 ]
 
 
@@ -241,3 +247,53 @@ class DamageError(StorageError):
         self.first = first
         self.stop = stop
         super().__init__(text)
+
+
+def permission_hint(exc: BaseException, path: str | Path) -> str:
+    """Return the end of a sentence that says what to do about a refused permission; empty for other errors."""
+    if not isinstance(exc, PermissionError) or not hasattr(os, "geteuid"):
+        return ""
+    place = Path(path).absolute()
+    # The first that lets itself be looked at is the one that refuses.
+    for refusing in (place, *place.parents):
+        try:
+            about = os.stat(refusing)
+        except OSError:
+            continue
+        mode = f"mode {stat.S_IMODE(about.st_mode):04o}"
+        we, owner = _user(os.geteuid()), _user(about.st_uid)
+        if we == owner:
+            return f"; {refusing} has {mode}, change that with chmod"
+        # Nobody should become root for want of a folder.
+        advice = f"run it as {owner}, or chown it" if about.st_uid else "choose another path, or let root chown it"
+        return f"; {refusing} belongs to {owner} ({mode}) and this process runs as {we}: {advice}"
+    return ""
+
+
+def system_reason(exc: OSError) -> str:
+    """Return what the system refused, and what to do about it where that is known."""
+    if not exc.filename:
+        return str(exc)
+    return f"{exc.filename}: {exc.strerror}{permission_hint(exc, exc.filename)}"
+
+
+def file_reason(exc: Exception, *paths: str | None) -> str:
+    """Return why one of these files cannot be used. The SSL library does not say which: it is found by opening them."""
+    given = [path for path in paths if path]
+    for path in given:
+        try:
+            with open(path, "rb"):
+                pass
+        except OSError as refused:
+            return f"{path}: {refused.strerror}{permission_hint(refused, path)}"
+    return f"{', '.join(given)}: {exc}" if given else str(exc)
+
+
+def _user(number: int) -> str:
+    """Return a user's name, or the number of one without a name."""
+    import pwd
+
+    try:
+        return pwd.getpwuid(number).pw_name
+    except KeyError:
+        return f"the user {number}"

@@ -7,22 +7,21 @@ the file over the default. Durations are whole nanoseconds, lists are tuples, wo
 Reading happens in three steps, because a program ends differently after each: `read_flags` (a wrong flag is a usage
 error), `resolve` (a wrong file) and `Options.validate` (values that do not fit together). `parse` is all three.
 
+Every start of a program reads its table, and few read a file or misspell a flag: what only those need is imported
+where it is used.
+
 Size: most of it is the three tables, and who reads one wants all of it in one place.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import difflib
-import ipaddress
 import logging
 import re
 import socket
-import tomllib
 import zlib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from hashlib import md5
 from typing import Any, ClassVar, TypeVar
 
 from flintmq.durations import (
@@ -34,7 +33,7 @@ from flintmq.durations import (
     format_duration,
     parse_duration,
 )
-from flintmq.errors import OptionError
+from flintmq.errors import OptionError, permission_hint
 
 __all__ = [
     "MICROSECOND",
@@ -251,7 +250,7 @@ def option(
     return dataclasses.field(default=default, metadata=metadata)
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class Options:
     """What every program's options have in common."""
 
@@ -269,6 +268,20 @@ class Options:
         for name, value in vars(self).items():
             if isinstance(value, list):
                 object.__setattr__(self, name, tuple(value))
+
+    # Once for all tables: a dataclass would compile its own for each of them, at every start of every program.
+    def __eq__(self, other: object) -> bool:
+        if type(other) is not type(self):
+            return NotImplemented
+        names = [field.name for field in dataclasses.fields(self) if field.compare]
+        return all(getattr(self, name) == getattr(other, name) for name in names)
+
+    def __hash__(self) -> int:
+        fields = [field for field in dataclasses.fields(self) if (field.compare if field.hash is None else field.hash)]
+        return hash(tuple(getattr(self, field.name) for field in fields))
+
+    def __repr__(self) -> str:
+        return f"{type(self).__qualname__}({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"
 
     def validate(self) -> None:
         """Raise OptionError for the first value that is out of range or does not fit the others."""
@@ -300,10 +313,12 @@ def option_table(options_class: type[Options]) -> Mapping[str, Option]:
 
 def default_node_id(hostname: str) -> int:
     """The node id of a host nobody gave one: a hash of its name, the same that the Go daemon takes."""
+    from hashlib import md5
+
     return zlib.crc32(md5(hostname.encode(), usedforsecurity=False).digest()) % 1024
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class NsqdOptions(Options):
     """Settings of the broker. Also made by hand: `NsqdOptions(data_path=path, tcp_address="127.0.0.1:0")`.
 
@@ -582,7 +597,7 @@ class NsqdOptions(Options):
                 raise OptionError(f"invalid E2E processing latency percentile: {percentile:g}")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class NsqlookupdOptions(Options):
     """Settings of nsqlookupd."""
 
@@ -649,7 +664,7 @@ class NsqlookupdOptions(Options):
             raise OptionError("cannot ask for client certificates without TLS key and cert")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True, eq=False, repr=False)
 class NsqadminOptions(Options):
     """Settings of nsqadmin.
 
@@ -754,6 +769,8 @@ class NsqadminOptions(Options):
     statsd_prefix: str = option(STRING, "nsq.%s", "nsqd's --statsd-prefix; %s is the host's key")
 
     def validate(self) -> None:
+        import ipaddress
+
         super().validate()
         if not self.nsqlookupd_http_addresses and not self.nsqd_http_addresses:
             raise OptionError("--nsqd-http-address or --lookupd-http-address required")
@@ -850,12 +867,14 @@ def resolve(
 
 
 def _load(path: str) -> dict[str, Any]:
+    import tomllib
+
     try:
         with open(path, "rb") as file:
             return tomllib.load(file)
     except (OSError, ValueError) as exc:
         reason = exc.strerror if isinstance(exc, OSError) else exc
-        raise OptionError(f"failed to load config file {path} - {reason}") from exc
+        raise OptionError(f"failed to load config file {path} - {reason}{permission_hint(exc, path)}") from exc
 
 
 def read_tables(path: str) -> Mapping[str, Any]:
@@ -893,6 +912,8 @@ def _unknown_keys(options_class: type[Options], content: Mapping[str, Any]) -> I
 
 def nearest(word: str, known: Iterable[str]) -> str:
     """Return the known word that a misspelt one is most like; empty if it is like none of them."""
+    import difflib
+
     spelt = {name.lower().replace("-", "_"): name for name in known}
     found = difflib.get_close_matches(word.lower().replace("-", "_"), spelt, n=1, cutoff=0.7)
     return spelt[found[0]] if found else ""

@@ -30,7 +30,7 @@ from typing import Any, Concatenate, Generic, ParamSpec, Protocol, Self, TypeVar
 
 from flintmq.client import consumer as _consumer
 from flintmq.client import producer as _producer
-from flintmq.client.callbacks import Threads
+from flintmq.client.callbacks import Threads, is_the_end
 from flintmq.client.codecs import Body
 from flintmq.client.connection import Message, T
 from flintmq.client.options import ConsumerOptions, ProducerOptions
@@ -67,7 +67,14 @@ class _Background:
         self._loop.set_default_executor(Threads("flintmq-resolver", _RESOLVERS))
         # A daemon: a program that forgets to close something still ends.
         self._thread = threading.Thread(target=self._serve, name="flintmq", daemon=True)
-        self._thread.start()
+        # In an `atexit` function there may be no thread: then the loop runs in that of the caller, while it waits.
+        self._runs_here = False
+        try:
+            self._thread.start()
+        except RuntimeError as exc:
+            if not is_the_end(exc):
+                raise
+            self._runs_here = True
 
     def _serve(self) -> None:
         while True:
@@ -80,9 +87,12 @@ class _Background:
     @classmethod
     def get(cls) -> _Background:
         with cls._lock:
-            if cls._current is None or cls._current.process != os.getpid() or not cls._current._thread.is_alive():
+            if cls._current is None or cls._current.process != os.getpid() or not cls._current.is_alive():
                 cls._current = cls()
             return cls._current
+
+    def is_alive(self) -> bool:
+        return self._runs_here or self._thread.is_alive()
 
     @classmethod
     def forget(cls) -> None:
@@ -103,6 +113,8 @@ class _Background:
                 "flintmq.sync was called on its own event loop, which would wait for itself: "
                 "use a plain function as callback, which runs in a thread"
             )
+        if self._runs_here:
+            return self._loop.run_until_complete(work)
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
             return future.result()
@@ -354,15 +366,17 @@ class NodeClient(_Waiting[_node.NodeClient]):
     seek = _waits(_node.NodeClient.seek)
     log_info = _waits(_node.NodeClient.log_info)
     log_offset = _waits(_node.NodeClient.log_offset)
+    log_ranges = _waits(_node.NodeClient.log_ranges)
+    log_count = _waits(_node.NodeClient.log_count)
     positions = _waits(_node.NodeClient.positions)
     position = _waits(_node.NodeClient.position)
     set_position = _waits(_node.NodeClient.set_position)
     delete_position = _waits(_node.NodeClient.delete_position)
 
     def log_messages(
-        self, topic: str, start: int, stop: int, *, epoch: str | None = None
+        self, topic: str, start: int, stop: int, *, epoch: str | None = None, bodies: bool = True
     ) -> Iterator[_node.LogMessage]:
-        messages = self._wrapped.log_messages(topic, start, stop, epoch=epoch)
+        messages = self._wrapped.log_messages(topic, start, stop, epoch=epoch, bodies=bodies)
 
         async def some() -> list[_node.LogMessage]:
             # Many at a time: each call goes to another thread and back.

@@ -8,6 +8,7 @@ import csv
 import io
 import json
 import re
+import time
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -392,6 +393,98 @@ async def test_readers_of_logs_are_pipelines(cluster: Cluster) -> None:
     assert (await cluster.get("/api/v2/pipelines")).json["readers"] == []
 
 
+async def test_queries_that_report_to_several_nodes_are_shown_once_with_their_newest_words(cluster: Cluster) -> None:
+    now = int(time.time() * 1000)
+    cluster.wall.seconds = time.time()
+
+    async def report(number: int, at: int, **fields: Any) -> None:
+        said = {"id": "q-1", "at": at, "name": "archive", "topics": ["orders"], "readers": ["spark-1"], **fields}
+        await cluster.nsqd(number, "/pipeline/report", json.dumps(said).encode())
+
+    async def queries(target: str = "/api/v2/pipelines") -> list[dict[str, Any]]:
+        await cluster.sample()
+        found: list[dict[str, Any]] = (await cluster.get(target)).json["queries"]
+        return found
+
+    assert await queries() == []
+    await report(0, now, batch=7, rows=70, lag=3)
+    await report(1, now - 500, batch=6, rows=60, lag=9)
+    [query] = await queries()
+    assert (query["label"], query["state"], query["batch"], query["rows"], query["lag"]) == (
+        "archive",
+        "running",
+        7,
+        70,
+        3,
+    )
+    assert query["nodes"] == sorted([cluster.node(0), cluster.node(1)])
+    # The other node hears the next one.
+    await report(1, now + 500, batch=8, rows=80, lag=0, batch_seconds=1.5, rows_per_second=6.5, state_bytes=1000)
+    [query] = await queries()
+    assert (query["batch"], query["rows"], query["batch_seconds"], query["state_bytes"]) == (8, 80, 1.5, 1000)
+    # One that it has left, long ago, is not named.
+    await report(1, now + 100_000, batch=9)
+    [query] = await queries()
+    assert query["nodes"] == [cluster.node(1)]
+
+    # Two of one name are told apart; a topic has its own.
+    await report(2, now, id="12345678-9", topics=["payments"], writes=["totals"])
+    assert [one["label"] for one in await queries()] == ["archive 12345678", "archive q-1"]
+    assert [one["id"] for one in await queries("/api/v2/pipelines?topic=orders")] == ["q-1"]
+    assert [one["id"] for one in await queries("/api/v2/pipelines?topic=totals")] == ["12345678-9"]
+    found = (await cluster.get("/api/v2/search?q=archive+q")).json["results"]
+    assert [(one["kind"], one["name"]) for one in found] == [("query", "archive q-1")]
+    past = (await cluster.get("/api/v2/history?kind=query&name=12345678-9")).json
+    assert set(past["series"]) == {"lag", "rows_per_second", "batch_seconds"}
+
+
+async def test_a_query_that_failed_or_fell_silent_needs_attention(cluster: Cluster) -> None:
+    cluster.wall.seconds = time.time()
+    now = int(cluster.wall.seconds * 1000)
+
+    async def problems() -> dict[str, str]:
+        await cluster.sample()
+        found = (await cluster.get("/api/v2/problems")).json["problems"]
+        return {one["reader"]: one["kind"] for one in found if one["kind"].startswith("query")}
+
+    for state in ("running", "ended", "failed"):
+        said = {
+            "id": state,
+            "at": now,
+            "name": state,
+            "state": state,
+            "error": "disk full" if state == "failed" else "",
+        }
+        await cluster.nsqd(0, "/pipeline/report", json.dumps(said).encode())
+    assert await problems() == {"failed": "query_failed"}
+    cluster.wall.seconds += 70
+    assert await problems() == {"failed": "query_failed", "running": "query_silent"}
+    states = {one["id"]: one["state"] for one in (await cluster.get("/api/v2/pipelines")).json["queries"]}
+    assert states == {"running": "silent", "ended": "ended", "failed": "failed"}
+    [text] = [
+        one["text"] for one in (await cluster.get("/api/v2/problems")).json["problems"] if one["reader"] == "failed"
+    ]
+    assert text == "the query failed: disk full"
+    # It is heard again.
+    said = {"id": "running", "at": now + 1, "name": "running"}
+    await cluster.nsqd(0, "/pipeline/report", json.dumps(said).encode())
+    cluster.wall.seconds = time.time()
+    assert await problems() == {"failed": "query_failed"}
+
+
+async def test_a_node_that_is_down_takes_its_queries_with_it_and_is_named(cluster: Cluster) -> None:
+    cluster.wall.seconds = time.time()
+    said = {"id": "q", "at": 1, "name": "archive"}
+    await cluster.nsqd(0, "/pipeline/report", json.dumps(said).encode())
+    await cluster.sample()
+    assert len((await cluster.get("/api/v2/pipelines")).json["queries"]) == 1
+    address = cluster.node(0)
+    await cluster.brokers[0].stop()
+    await cluster.sample()
+    answer = (await cluster.get("/api/v2/pipelines")).json
+    assert (answer["queries"], answer["missing"]) == ([], [address])
+
+
 async def test_pages_and_files_are_served_below_a_base_path(start: Start) -> None:
     cluster = await start(1, base_path="nsq/")
     page = await cluster.get("/nsq/topics/orders")
@@ -399,6 +492,8 @@ async def test_pages_and_files_are_served_below_a_base_path(start: Start) -> Non
     assert "unsafe" not in page.headers["content-security-policy"]
     assert (await cluster.get("/nsq/ping")).body == b"OK"
     assert (await cluster.get("/ping")).status == 404
+    # Browsers ask for it there, beside any answer that names no icon.
+    assert (await cluster.get("/favicon.ico")).headers["content-type"] == "image/svg+xml"
     for name in ("..%2f__init__.py", "%2e%2e/daemon.py", "../../options.py", "nothing.js", ""):
         assert (await cluster.get(f"/nsq/static/{name}")).status in (301, 404), name
 

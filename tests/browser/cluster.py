@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from contextlib import AsyncExitStack, asynccontextmanager
 from pathlib import Path
@@ -173,7 +174,23 @@ class Cluster:
             await client.pause_channel("payments", "ledger")
             await client.set_position("orders", "spark-orders-hourly", "earliest")
             await client.set_position("clicks", "spark-clicks", "latest")
+        await self.report_query(batch=41, rows=9_000, lag=120)
+        hour = {"id": "b7e0", "name": "orders by hour", "writes": ["audit.trail"], "batch_seconds": 12.5}
+        await self.report_query(**hour, state_rows=4_200, state_bytes=9_400_000, lag=0)
+        clicks = {"id": "c90f", "name": "clicks by page", "topics": ["clicks"], "rows_per_second": 0}
+        await self.report_query(**clicks, lag=20, state="failed", error="disk full")
         await self.make_dead(4)
+
+    async def report_query(self, *numbers: int, **said: Any) -> None:
+        """Have a query report itself to some nodes, or to all, as Spark's listener does."""
+        now = int(time.time() * 1000)
+        about = {"id": "a1f5", "name": "orders archive", "topics": ["orders"], "readers": ["spark-orders-hourly"]}
+        about |= {"at": now, "progress": now, "batch": 0, "batch_seconds": 0.8, "rows_per_second": 340.5, **said}
+        async with ClientSession() as session:
+            for number in numbers or range(self.count):
+                target = f"http://{self.node(number)}/pipeline/report"
+                async with session.post(target, json=about) as answer:
+                    assert answer.status == 200, await answer.text()
 
     async def make_dead(self, count: int, number: int = 0) -> None:
         """Publish to refunds, where every message fails twice, which is one time too many for its channel bank."""

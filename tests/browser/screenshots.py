@@ -57,6 +57,7 @@ def make_up_an_hour(cluster: Cluster) -> None:
     things += [("topic", name, 0.2 + 0.2 * i) for i, name in enumerate(sorted(state.topics))]
     things += [("channel", f"{topic}/{channel}", 0.5) for topic, channel in sorted(state.channels)]
     things += [("reader", name, 0.5) for name in sorted(state.readers)]
+    things += [("query", id, 0.5) for id in state.queries]
     for kind, name, size in things:
         phase, depth = random.uniform(0, 6), 900 * size
         for second in range(-3600, -2, 2):
@@ -76,6 +77,8 @@ def make_up_an_hour(cluster: Cluster) -> None:
                 "disk_free": 79e9 - (3600 + second) * 2e5,
                 "lag": depth,
                 "throughput": delivered,
+                "rows_per_second": delivered,
+                "batch_seconds": 0.8 * wave,
             }
             history.add(kind, name, now + second, [values[field] for field in FIELDS[kind]])
 

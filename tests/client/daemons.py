@@ -106,6 +106,8 @@ class Nsqd(Daemon):
             "nsqd",
             f"--data-path={data_path}",
             "--broadcast-address=127.0.0.1",
+            # Not NSQ's own port, which another test may have.
+            "--https-address=127.0.0.1:0",
             *flags,
         )
 

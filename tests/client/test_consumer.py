@@ -548,13 +548,14 @@ async def test_run_ends_on_a_signal_with_everything_answered(fake: FakeNsqd) -> 
             signal.raise_signal(signal.SIGTERM)
         await asyncio.sleep(0)
 
+    before = signal.getsignal(signal.SIGTERM)
     running = asyncio.create_task(consumer(fake, handler=handler, max_in_flight=10).run())
     connection = await fake.subscribed()
     ids = connection.deliver(b"a", b"stop", b"b")
     await running
     await until(lambda: connection.is_over)
     assert connection.said(b"FIN") == [(b"FIN", id) for id in ids]
-    assert signal.getsignal(signal.SIGTERM) == signal.SIG_DFL
+    assert signal.getsignal(signal.SIGTERM) == before
 
 
 async def test_a_consumer_runs_once_and_only_after_its_start(fake: FakeNsqd) -> None:

@@ -50,7 +50,7 @@ def run_until(name: str, address: str, count: int) -> list[str]:
 
 
 def test_the_document_has_every_example_as_it_is() -> None:
-    shown = dict(re.findall(r"```python (examples/\w+\.py)\n(.*?)```", DOCUMENT, re.DOTALL))
+    shown = dict(re.findall(r"```python title=\"(examples/\w+\.py)\"\n(.*?)```", DOCUMENT, re.DOTALL))
     files = {f"examples/{path.name}": path.read_text() for path in EXAMPLES.glob("*.py")}
     assert shown == files
 

@@ -292,6 +292,25 @@ async def test_a_log_is_read(node: NodeClient, ids: list[str]) -> None:
     assert decode_message(FrameDecoder().feed(frames)[0][1]).body == b"one"
 
 
+async def test_a_log_is_counted(node: NodeClient, ids: list[str]) -> None:
+    info = await durable(node, "t")
+    messages = [message async for message in node.log_messages("t", info.first, info.end)]
+    bare = [message async for message in node.log_messages("t", info.first, info.end, bodies=False)]
+    assert bare == [message._replace(body=b"") for message in messages]
+    times = [message.timestamp for message in messages]
+    assert await node.log_count("t") == 3
+    [whole] = await node.log_ranges("t")
+    assert whole == node_module.LogRange(info.first, info.end, 3, True)
+    for since in (0, *times, *(time + 1 for time in times)):
+        for until in (*times, times[-1] + 1):
+            expected = sum(since <= time < until for time in times)
+            assert await node.log_count("t", since=since, until=until) == expected
+            found = await node.log_ranges("t", since=since, until=until)
+            assert sum(one.messages for one in found) >= expected
+    assert await node.log_count("t", since=datetime(2001, 1, 1, tzinfo=UTC)) == 3
+    assert await node.log_count("t", until=datetime(2001, 1, 1, tzinfo=UTC)) == 0
+
+
 async def test_what_cannot_be_read_is_told_with_the_marks(node: NodeClient, ids: list[str]) -> None:
     info = await durable(node, "t")
     for start, stop, status, code, mark in (

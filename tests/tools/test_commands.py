@@ -140,7 +140,7 @@ def test_a_standard_file_that_is_closed_is_an_error_or_does_not_matter() -> None
         # Nobody has seen it, so it is still there.
         assert broker.take("unseen", 1, channel="c") == [b"one"]
         argv = ["ls", "--interval=0", f"--nsqd-http-address={broker.http_address}"]
-        assert closed(">&-", *argv) == (1, "", "flintmq ls: [Errno 9] Bad file descriptor\n")
+        assert closed(">&-", *argv) == (1, "", "flintmq ls: cannot write to standard output: Bad file descriptor\n")
         status, out, _ = closed("2>&-", *argv)
         assert (status, "unseen" in out) == (0, True)
 
@@ -330,19 +330,19 @@ def test_bash_completes_topics_and_channels_of_the_address_in_the_line(where: li
 
 
 class Terminal:
-    """A program in a terminal of 120 columns and 30 lines."""
+    """A program in a terminal of 30 lines."""
 
-    def __init__(self, *argv: str, program: str = "") -> None:
+    def __init__(self, *argv: str, program: str = "", columns: int = 120) -> None:
         self.pid, self._fd = pty.fork()
         if not self.pid:
-            os.environ |= {"TERM": "xterm-256color", "COLUMNS": "120", "LINES": "30"}
+            os.environ |= {"TERM": "xterm-256color", "COLUMNS": str(columns), "LINES": "30"}
             command = [program] if program else [sys.executable, "-m", "flintmq"]
             os.execv(command[0], [*command, *argv])
         import fcntl
         import struct
         import termios
 
-        fcntl.ioctl(self._fd, termios.TIOCSWINSZ, struct.pack("HHHH", 30, 120, 0, 0))
+        fcntl.ioctl(self._fd, termios.TIOCSWINSZ, struct.pack("HHHH", 30, columns, 0, 0))
         self.seen = ""
         self.status: int | None = None
 
@@ -392,6 +392,18 @@ def test_ls_in_a_terminal(where: list[str]) -> None:
     with Terminal("ls", "--interval", "10ms", *where) as terminal:
         terminal.wait_for("└─ shipping")
         assert terminal.end() == 0
+
+
+@pytest.mark.parametrize("columns", [40, 120])
+def test_peek_shows_ids_and_bodies_however_narrow_the_terminal_is(columns: int) -> None:
+    with NsqBroker() as broker:
+        broker.publish("t", b"[bold]tea", b"coffee")
+        with sync.NodeClient(broker.http_address) as node:
+            ids = [message.id for message in node.peek_topic("t").messages]
+        with Terminal("peek", "t", "--nsqd-http-address", broker.http_address, columns=columns) as terminal:
+            assert terminal.end() == 0
+        assert all(text in terminal.seen for text in (*ids, "[bold]tea", "coffee"))
+        assert max(len(line) for line in terminal.seen.splitlines()) <= columns
 
 
 def test_tail_in_a_terminal_ends_at_ctrl_c_and_leaves_no_channel() -> None:

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from flintmq.admin.upstream import Upstream, without_password
-from flintmq.errors import StartError
+from flintmq.errors import StartError, permission_hint
 
 __all__ = ["Action", "ActionLog", "Notifier"]
 
@@ -58,7 +58,8 @@ class ActionLog:
                 flags = os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC
                 self._file = os.open(path, flags, 0o640)
             except OSError as exc:
-                raise StartError(f"cannot write the action log {path} - {exc.strerror}") from exc
+                hint = permission_hint(exc, path)
+                raise StartError(f"cannot write the action log {path} - {exc.strerror}{hint}") from exc
 
     def add(self, entry: Action) -> None:
         self.entries.append(entry)

@@ -67,8 +67,8 @@ class Assets:
         pages = [Guarded("GET", path, self._page, NOBODY, plain=True) for path in PAGES]
         return [
             *pages,
-            # Browsers ask for it beside answers that name no icon, such as those of the API.
-            Guarded("GET", "/favicon.ico", self._icon, NOBODY, plain=True, unlogged=True),
+            # Browsers ask for it beside answers that name no icon, such as those of the API: always at the root.
+            Guarded("GET", "/favicon.ico", self._icon, NOBODY, plain=True, unlogged=True, at_root=True),
             Guarded("GET", "/static/*path", self._file, NOBODY, plain=True, unlogged=True),
             Guarded("GET", "/fonts/*path", self._file, NOBODY, plain=True, unlogged=True),
         ]

@@ -23,6 +23,7 @@ FIELDS: Mapping[str, tuple[str, ...]] = {
     "topic": _TRAFFIC,
     "channel": ("handed", *_TRAFFIC[1:]),
     "reader": ("lag", "throughput"),
+    "query": ("lag", "rows_per_second", "batch_seconds"),
 }
 #: Seconds between two rows, and how many seconds are kept.
 LEVELS: Mapping[str, tuple[tuple[int, int], ...]] = {
@@ -31,6 +32,7 @@ LEVELS: Mapping[str, tuple[tuple[int, int], ...]] = {
     "topic": ((2, 3600), (60, 86_400)),
     "channel": ((10, 3600),),
     "reader": ((10, 3600),),
+    "query": ((10, 3600),),
 }
 #: Rows of a chunk.
 CHUNK_ROWS = 60

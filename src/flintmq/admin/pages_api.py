@@ -428,6 +428,8 @@ class PagesApi:
             add("node", name, detail, f"/nodes/{quote(name, safe=':[]')}", row["hostname"])
         for name, row in state.readers.items():
             add("reader", name, f"lag {row['lag']}", "/pipelines")
+        for row in state.queries.values():
+            add("query", row["label"], f"{row['state']}, reads {', '.join(row['topics']) or 'no topic'}", "/pipelines")
         known = self._admin.clients.known()
         if known is None:
             self._admin.clients.ask_soon()
@@ -441,9 +443,15 @@ class PagesApi:
     async def _pipelines(self, request: web.Request, identity: Identity) -> dict[str, Any]:
         state = self._state
         await state.fresh()
+        topic = typed(request.arguments(), "topic")
+        readers = [row for _, row in sorted(state.readers.items()) if not topic or topic in row["topics"]]
+        queries = [
+            row for row in state.queries.values() if not topic or topic in row["topics"] or topic in row["writes"]
+        ]
         return {
             "at": state.at * 1000,
-            "readers": [row for _, row in sorted(state.readers.items())],
+            "queries": queries,
+            "readers": readers,
             "unsupported": sorted(node.address for node in state.nodes.values() if node.up and not node.is_flintmq),
             "missing": state.missing,
         }

@@ -58,7 +58,7 @@ class Watch:
 
     def look(self, state: State) -> list[Problem]:
         found: list[Problem] = []
-        for part in (self._nodes, self._channels, self._topics, self._readers):
+        for part in (self._nodes, self._channels, self._topics, self._readers, self._queries):
             part(state, found)
         kept: dict[tuple[Any, ...], float] = {}
         for problem in found:
@@ -170,6 +170,18 @@ class Watch:
                 text = f"{name} is {_amount(row['lag'])} messages behind and does not move"
                 problem = _problem("reader_behind", 2, text, "/pipelines", row["lag"], {"lag": row["lag"]}, reader=name)
                 found.append({**problem, "since": row["moved"]})
+
+    def _queries(self, state: State, found: list[Problem]) -> None:
+        for row in state.queries.values():
+            name, lag = row["label"], row["lag"] or 0
+            if row["state"] == "failed":
+                text = f"the query failed: {row['error'] or 'it does not say why'}"
+                problem = _problem("query_failed", 2, text, "/pipelines", lag, reader=name)
+                found.append({**problem, "since": row["at"]})
+            elif row["state"] == "silent":
+                text = "the query should run, and does not report any more"
+                problem = _problem("query_silent", 2, text, "/pipelines", lag, reader=name)
+                found.append({**problem, "since": row["reported"]})
 
 
 def _problem(

@@ -45,6 +45,8 @@ class Guarded:
     unlogged: bool = False
     #: It shows messages: not for web pages of others, though nothing is changed.
     is_private: bool = False
+    #: Its path has no base before it.
+    at_root: bool = False
 
     @property
     def right(self) -> str:
@@ -66,7 +68,7 @@ class AdminSite(web.Site):
             [
                 web.Route(
                     one.method,
-                    join_path(base_path, one.path),
+                    one.path if one.at_root else join_path(base_path, one.path),
                     self._guard(one),
                     one.right,
                     plain=one.plain,

@@ -1,8 +1,8 @@
 """The cluster as it was a moment ago: what every page shows, asked for once for all viewers.
 
 A ``State`` asks every node for its numbers: flintmq's nsqd every time, and only for what changed since the last time;
-NSQ's own every fifth time, for everything. It owns the rows of topics, channels, nodes and readers, with their rates,
-and feeds the history. A node that does not answer keeps its row, is named in ``missing``, and is in no sum.
+NSQ's own every fifth time, for everything. It owns the rows of topics, channels, nodes, readers and queries, with their
+rates, and feeds the history. A node that does not answer keeps its row, is named in ``missing``, and is in no sum.
 
 Every question is a task of its own, whose answer is taken in by the next sample after it has come: a daemon that hangs
 holds up nobody. One process counts once, whatever names it is known by.
@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -41,9 +42,16 @@ UNLISTED_SECONDS = 60.0
 PATIENCE = 1.0
 #: What is kept of a node's own words about itself.
 INFO = ("version", "hostname", "broadcast_address", "tcp_port", "http_port", "topology_zone", "topology_region")
+#: Seconds without a report after which a query that should run counts as silent: reports are renewed every 15 s.
+SILENT_SECONDS = 60.0
 #: Seconds over which growth is measured.
 GROWTH_SECONDS = 60.0
 
+#: What is shown of a query, as it reports it.
+QUERY = (
+    *("id", "at", "name", "state", "error", "host", "batch", "progress", "batch_seconds"),
+    *("rows", "rows_per_second", "lag", "state_rows", "state_bytes"),
+)
 _SUMS = ("depth", "backend_depth", "in_flight", "deferred", "requeue_count", "timeout_count")
 _MAYBE = ("dead_lettered_count", "expired_count")
 _RATES = ("delivered", "requeued", "timed_out", "dead_lettered")
@@ -113,6 +121,8 @@ class NodeState:
         self.sampled = 0.0
         #: By name: the numbers of its topics, each with ``channels`` by name.
         self.topics: dict[str, Row] = {}
+        #: What streaming queries last reported to it.
+        self.pipelines: list[Row] = []
         self.about: Row = {}
         self._moving: set[str] = set()
 
@@ -152,6 +162,8 @@ class NodeState:
                 if name in topics:
                     _stand_still(topics[name])
         self.topics, self._moving = topics, moving
+        if not is_delta or "pipelines" in document:
+            self.pipelines = document.get("pipelines") or []
         self.cursor = str(document.get("cursor") or "")
         self.sampled = at
         self.about = {
@@ -253,6 +265,8 @@ class State:
         self.node_rows: dict[str, Row] = {}
         self.totals: Row = dict.fromkeys(NUMBERS)
         self.readers: dict[str, Row] = {}
+        #: Streaming queries by id, each once, whatever number of nodes it reports to.
+        self.queries: dict[str, Row] = {}
         self._offsets: dict[tuple[str, str, str], tuple[float, int]] = {}
         self.watch = Watch()
         self.problems: list[Row] = []
@@ -472,6 +486,7 @@ class State:
         self.topics, self.channels = topics, channels
         self._sum_up()
         self._make_readers()
+        self._make_queries()
         problems = self.watch.look(self)
         for problem in problems:
             key = (problem["topic"], problem["channel"])
@@ -660,6 +675,34 @@ class State:
             row["orphaned"] = bool(row["lag"]) and self.at * 1000 - row["moved"] > 3_600_000
         self.readers, self._offsets = readers, seen
 
+    def _make_queries(self) -> None:
+        heard: dict[str, list[tuple[Row, str]]] = {}
+        for node in self.nodes.values():
+            for one in node.pipelines if node.up else ():
+                heard.setdefault(one["id"], []).append((one, node.address))
+        queries: dict[str, Row] = {}
+        for id, reports in heard.items():
+            # The newest words of the query itself count, wherever they were heard.
+            newest = max((one for one, _ in reports), key=lambda one: int(one["at"]))
+            row = queries[id] = {field: newest.get(field) for field in QUERY}
+            for field in ("topics", "writes", "readers"):
+                row[field] = sorted(newest.get(field) or ())
+            row["reported"] = max(one["reported"] for one, _ in reports) / 1e6
+            # Elsewhere it has reported once, and does not any more.
+            row["nodes"] = sorted(
+                address for one, address in reports if newest["at"] - one["at"] <= SILENT_SECONDS * 1000
+            )
+        names = Counter(row["name"] or row["id"] for row in queries.values())
+        for id, row in queries.items():
+            name = row["name"] or id
+            # What tells it from others of its name.
+            row["label"] = name if names[name] == 1 else f"{name} {id[:8]}"
+            if row["state"] == "running" and self.at * 1000 - row["reported"] > SILENT_SECONDS * 1000:
+                row["state"] = "silent"
+        # What needs attention first.
+        order = ("failed", "silent", "running", "ended")
+        self.queries = dict(sorted(queries.items(), key=lambda one: (order.index(one[1]["state"]), one[1]["label"])))
+
     def _remember(self) -> None:
         add, at = self.history.add, self.at
         if self._count % FORGET == 0:
@@ -676,6 +719,9 @@ class State:
             add("channel", f"{topic}/{channel}", at, [row[field] for field in names])
         for name, row in self.readers.items():
             add("reader", name, at, [row["lag"], row["throughput"]])
+        for id, row in self.queries.items():
+            if row["state"] == "running":
+                add("query", id, at, [row["lag"], row["rows_per_second"], row["batch_seconds"]])
 
 
 def part_of_topic(topic: Row) -> Row:

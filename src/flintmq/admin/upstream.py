@@ -20,7 +20,7 @@ import msgspec
 
 from flintmq.addresses import host_of, http_url, join
 from flintmq.cluster.shapes import check
-from flintmq.errors import FlintError, OptionError
+from flintmq.errors import FlintError, OptionError, file_reason
 from flintmq.http.tokens import read_token
 from flintmq.options import NsqadminOptions
 
@@ -250,7 +250,7 @@ def client_tls(options: NsqadminOptions) -> ssl.SSLContext | bool:
         try:
             context.load_cert_chain(cert, key)
         except (OSError, ValueError) as exc:
-            raise OptionError(f"failed to LoadX509KeyPair {cert}, {key} - {exc}") from exc
+            raise OptionError(f"failed to LoadX509KeyPair {cert}, {key} - {file_reason(exc, cert, key)}") from exc
     if options.http_client_tls_root_ca_file:
         path = options.http_client_tls_root_ca_file
         try:
@@ -260,7 +260,7 @@ def client_tls(options: NsqadminOptions) -> ssl.SSLContext | bool:
                 f"failed to read TLS root CA file {path} - open {path}: no such file or directory"
             ) from exc
         except (OSError, ValueError) as exc:
-            raise OptionError(f"failed to AppendCertsFromPEM {path} - {exc}") from exc
+            raise OptionError(f"failed to AppendCertsFromPEM {path} - {file_reason(exc, path)}") from exc
     return context
 
 

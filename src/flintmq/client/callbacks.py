@@ -20,7 +20,7 @@ from typing import Any, ParamSpec, TypeVar
 
 from flintmq.errors import OptionError
 
-__all__ = ["Calls", "Threads", "check", "is_asynchronous", "result_of"]
+__all__ = ["Calls", "Threads", "check", "is_asynchronous", "is_the_end", "result_of"]
 
 logger = logging.getLogger(__name__)
 
@@ -67,6 +67,11 @@ def _in_thread(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
         raise RuntimeError(f"{type(exc).__name__} was raised: {exc}") from exc
 
 
+def is_the_end(exc: RuntimeError) -> bool:
+    """Tell whether a thread did not start because the program ends: since Python 3.12 `atexit` functions start none."""
+    return "shutdown" in str(exc)
+
+
 class Threads(ThreadPoolExecutor):
     """An executor of at most `count` daemon threads.
 
@@ -103,13 +108,21 @@ class Threads(ThreadPoolExecutor):
             self._work.put(work)
             if self._idle:
                 self._idle -= 1
-            elif self._started < self._most:
-                try:
-                    self._start_one()
-                except RuntimeError:
+                return future
+            if self._started == self._most:
+                return future
+            try:
+                self._start_one()
+            except RuntimeError as exc:
+                if not is_the_end(exc):
                     # A later thread must not run what the caller takes for refused.
                     future.cancel()
                     raise
+                self._work.get_nowait()
+            else:
+                return future
+        # The program ends, and there is no thread: the caller has nothing better to do than to wait.
+        work()
         return future
 
     def _start_one(self) -> None:

@@ -15,16 +15,17 @@ times are ``datetime`` or nanoseconds since 1970.
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Mapping
-from datetime import UTC, datetime
+from datetime import UTC, datetime, timedelta
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 
 import msgspec
 
 from flintmq.addresses import http_url
-from flintmq.errors import ConnectError, HttpError
+from flintmq.errors import ConnectError, HttpError, permission_hint
 from flintmq.protocol.seqs import seq_of
 from flintmq.protocol.wire import FrameDecoder, decode_message
 
@@ -40,6 +41,7 @@ __all__ = [
     "Holder",
     "LogInfo",
     "LogMessage",
+    "LogRange",
     "NodeClient",
     "Page",
     "PeekedMessage",
@@ -53,6 +55,8 @@ _ANSWER_BYTES = 256 << 20
 #: The largest message that a log can hold, more than any ``--max-msg-size``.
 _FRAME_BYTES = (1 << 31) - 1
 _CHUNK_BYTES = 256 << 10
+#: A time that no message is published at.
+_LATEST = 1 << 63
 
 State = Literal["ready", "in_flight", "deferred"]
 
@@ -167,6 +171,20 @@ class Position(msgspec.Struct, frozen=True):
 
 class _Positions(msgspec.Struct):
     positions: list[Position]
+
+
+class LogRange(msgspec.Struct, frozen=True):
+    """A range of a log, and how many messages it has. With ``all`` all of them are of the time that was asked for."""
+
+    start: int = msgspec.field(name="from")
+    stop: int = msgspec.field(name="to")
+    messages: int
+    all: bool
+
+
+class _Ranges(msgspec.Struct):
+    epoch: str
+    ranges: list[LogRange]
 
 
 class _Offset(msgspec.Struct):
@@ -398,16 +416,54 @@ class NodeClient:
         """The seq of the first message published at or after a time; ``durable`` if there is none yet."""
         return (await self._get(_Offset, "log/offset", topic=topic, time=_place(time))).offset
 
+    async def log_ranges(
+        self, topic: str, *, since: datetime | int | None = None, until: datetime | int | None = None
+    ) -> list[LogRange]:
+        """Where messages are that were published at or after ``since`` and before ``until``: all of them are there."""
+        return (await self._ranges(topic, since, until)).ranges
+
+    async def _ranges(self, topic: str, since: datetime | int | None, until: datetime | int | None) -> _Ranges:
+        times = {name: None if time is None else _place(time) for name, time in (("since", since), ("until", until))}
+        return await self._get(_Ranges, "log/ranges", topic=topic, **times)
+
+    async def log_count(
+        self, topic: str, *, since: datetime | int | None = None, until: datetime | int | None = None
+    ) -> int:
+        """How many messages of the log were published at or after ``since`` and before ``until``, as far as durable.
+
+        Counted by the index; what it cannot tell is fetched, without the bodies.
+        """
+        first = 0 if since is None else _nanoseconds(since)
+        last = _LATEST if until is None else _nanoseconds(until)
+        found = await self._ranges(topic, since, until)
+        total = sum(one.messages for one in found.ranges if one.all)
+        for one in found.ranges:
+            if not one.all:
+                heads = self.log_messages(topic, one.start, one.stop, epoch=found.epoch, bodies=False)
+                async with contextlib.aclosing(heads):
+                    async for message in heads:
+                        total += first <= message.timestamp < last
+        return total
+
     @contextlib.asynccontextmanager
     async def log_fetch(
-        self, topic: str, start: int, stop: int, *, max_bytes: int | None = None, epoch: str | None = None
+        self,
+        topic: str,
+        start: int,
+        stop: int,
+        *,
+        max_bytes: int | None = None,
+        epoch: str | None = None,
+        bodies: bool = True,
     ) -> AsyncIterator[Fetch]:
         """The frames of messages ``start`` … ``stop - 1``, or of the first of them: see ``Fetch``.
 
-        One request, for those who take frames as they are; ``log_messages`` goes on until it has all.
+        Without ``bodies`` these are empty, where the node knows how. One request, for those who take frames as they
+        are; ``log_messages`` goes on until it has all.
         """
         query: dict[str, str | float | None] = {"topic": topic, "from": start, "to": stop, "max_bytes": max_bytes}
-        response = await self._send("GET", "log/fetch", query | {"epoch": epoch})
+        query |= {"epoch": epoch, "bodies": None if bodies else "false"}
+        response = await self._send("GET", "log/fetch", query)
         try:
             if response.status != 200:
                 raise _refusal(response.status, await _whole(response, self.address))
@@ -417,12 +473,12 @@ class NodeClient:
             response.close()
 
     async def log_messages(
-        self, topic: str, start: int, stop: int, *, epoch: str | None = None
+        self, topic: str, start: int, stop: int, *, epoch: str | None = None, bodies: bool = True
     ) -> AsyncGenerator[LogMessage, None]:
         """The messages ``start`` … ``stop - 1`` of a topic's log, those of them that there are."""
         while start < stop:
             began = start
-            async with self.log_fetch(topic, start, stop, epoch=epoch) as fetch:
+            async with self.log_fetch(topic, start, stop, epoch=epoch, bodies=bodies) as fetch:
                 decoder = FrameDecoder(_FRAME_BYTES)
                 try:
                     async for chunk in fetch:
@@ -506,7 +562,11 @@ def _translated(address: str) -> Iterator[None]:
         # Numbers of TLS are other ones, and failed look-ups of names have theirs, which are negative.
         number = exc.errno if isinstance(exc, OSError) and not isinstance(exc, aiohttp.ClientSSLError) else None
         reason = os.strerror(number) if number is not None and number > 0 else str(exc) or type(exc).__name__
-        raise ConnectError(f"cannot speak to an nsqd at {address} ({reason})") from exc
+        hint = ""
+        if number == errno.EACCES and address.startswith(("/", "./")):
+            # A unix socket that is there, and for others. The nsqd's option lets a group in.
+            hint = f"{permission_hint(PermissionError(), address)}; nsqd's --unix-socket-mode lets others connect"
+        raise ConnectError(f"cannot speak to an nsqd at {address} ({reason}){hint}") from exc
 
 
 async def _whole(response: aiohttp.ClientResponse, address: str) -> bytes:
@@ -543,6 +603,13 @@ def _all(shown: int | None) -> str:
 
 def _milliseconds(seconds: float) -> int:
     return round(seconds * 1000)
+
+
+def _nanoseconds(time: datetime | int) -> int:
+    """A time since 1970, as a node reads what ``_place`` says of it."""
+    if isinstance(time, int):
+        return time
+    return (time.astimezone(UTC) - datetime(1970, 1, 1, tzinfo=UTC)) // timedelta(microseconds=1) * 1000
 
 
 def _place(place: str | int | datetime) -> str:

@@ -6,7 +6,7 @@ that does not answer, and not an error somewhere in the sums over all of them. E
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Literal
 
 import msgspec
 
@@ -83,8 +83,32 @@ class Extra(msgspec.Struct):
     unsynced_bytes: Number = None
 
 
+class Pipeline(msgspec.Struct):
+    """What a streaming query reports of itself."""
+
+    id: str
+    at: int
+    reported: int
+    state: Literal["running", "ended", "failed"]
+    name: Text = None
+    error: Text = None
+    host: Text = None
+    topics: list[str] | None = None
+    writes: list[str] | None = None
+    readers: list[str] | None = None
+    batch: Number = None
+    progress: Number = None
+    batch_seconds: Number = None
+    rows: Number = None
+    rows_per_second: Number = None
+    lag: Number = None
+    state_rows: Number = None
+    state_bytes: Number = None
+
+
 class Stats(msgspec.Struct):
     topics: list[Topic] | None = None
+    pipelines: list[Pipeline] | None = None
     removed: Removed | None = None
     start_time: Number = None
     memory: dict[str, Any] | None = None

@@ -10,7 +10,6 @@ rebinding") is no stranger to the browser, but the name it asks for is one to us
 
 from __future__ import annotations
 
-import ipaddress
 import socket
 from collections.abc import Collection, Iterable, Sequence
 
@@ -60,7 +59,12 @@ def is_loopback(sock: socket.socket) -> bool:
     """Return whether only this machine reaches what listens on a socket over the network."""
     if sock.family not in (socket.AF_INET, socket.AF_INET6):
         return False
-    address = ipaddress.ip_address(str(sock.getsockname()[0]).partition("%")[0])
+    host = str(sock.getsockname()[0])
+    if sock.family == socket.AF_INET:
+        return host.startswith("127.")
+    import ipaddress
+
+    address = ipaddress.ip_address(host.partition("%")[0])
     mapped = address.ipv4_mapped if isinstance(address, ipaddress.IPv6Address) else None
     return (mapped or address).is_loopback
 
@@ -85,6 +89,8 @@ def _is_allowed(origin: str, allowed: Collection[str]) -> bool:
 
 
 def _is_address(name: str) -> bool:
+    import ipaddress
+
     try:
         ipaddress.ip_address(name.partition("%")[0])
     except ValueError:

@@ -22,7 +22,7 @@ from functools import cache, partial
 from typing import TYPE_CHECKING
 
 from flintmq.addresses import BACKLOG
-from flintmq.errors import OptionError
+from flintmq.errors import OptionError, file_reason
 from flintmq.http.admission import address_of
 
 if TYPE_CHECKING:
@@ -320,7 +320,7 @@ def server_tls(
                 if policy == "require":
                     logger.warning("TLS: client certificates must be signed by an authority that this system trusts")
     except (OSError, ValueError) as exc:
-        raise OptionError(f"failed to build TLS config - {exc}") from exc
+        raise OptionError(f"failed to build TLS config - {file_reason(exc, cert, key, client_ca)}") from exc
     return context
 
 

@@ -12,7 +12,7 @@ import os
 import stat
 from collections.abc import Callable
 
-from flintmq.errors import HttpError, OptionError
+from flintmq.errors import HttpError, OptionError, permission_hint
 
 __all__ = ["ADMIN", "CONSUME", "OPEN", "PUBLISH", "READ", "RIGHTS", "Passes", "Tokens", "read_secrets", "read_token"]
 
@@ -113,7 +113,7 @@ def read_secrets(path: str, things: str, secrets: str, actor: str) -> list[tuple
             lines = file.read().splitlines()
     except (OSError, UnicodeDecodeError) as exc:
         reason = exc.strerror if isinstance(exc, OSError) else exc
-        raise OptionError(f"cannot read the {things} in {path} - {reason}") from exc
+        raise OptionError(f"cannot read the {things} in {path} - {reason}{permission_hint(exc, path)}") from exc
     if mode & (stat.S_IRGRP | stat.S_IROTH):
         logger.warning("%s: %s holds %s and can be read by others: chmod 600 it", actor, path, secrets)
     split = ((number, line.split()) for number, line in enumerate(lines, 1))
@@ -129,7 +129,7 @@ def read_token(path: str) -> str:
                     return words[0]
     except (OSError, UnicodeDecodeError) as exc:
         reason = exc.strerror if isinstance(exc, OSError) else "it is no ASCII text"
-        raise OptionError(f"cannot read the token in {path} - {reason}") from exc
+        raise OptionError(f"cannot read the token in {path} - {reason}{permission_hint(exc, path)}") from exc
     raise OptionError(f"there is no token in {path}")
 
 

@@ -22,10 +22,21 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from flintmq import addresses
 from flintmq.client.connection import Connection, Message, Settings, connect
-from flintmq.errors import ClosedError, ConnectError, FlintError, HttpError, OptionError, ProtocolError
+from flintmq.errors import (
+    ClosedError,
+    ConnectError,
+    FlintError,
+    HttpError,
+    OptionError,
+    ProtocolError,
+    file_reason,
+    permission_hint,
+    system_reason,
+)
 from flintmq.protocol import wire
-from flintmq.tools._output import open_standard_files
+from flintmq.tools._output import open_standard_files, output_error
 
 if TYPE_CHECKING:
     import ssl
@@ -35,6 +46,7 @@ if TYPE_CHECKING:
 __all__ = [
     "DEFAULT_NSQD",
     "DEFAULT_NSQD_HTTP",
+    "INTERRUPTED",
     "Link",
     "body_fields",
     "link_flags",
@@ -43,6 +55,7 @@ __all__ = [
     "print_json",
     "print_line",
     "read_token",
+    "refuses_plain_http",
     "run",
     "run_on_node",
     "split_source",
@@ -52,6 +65,8 @@ __all__ = [
 
 DEFAULT_NSQD = "127.0.0.1:4150"
 DEFAULT_NSQD_HTTP = "127.0.0.1:4151"
+#: Exit status of a command that ctrl-C or SIGTERM cut short.
+INTERRUPTED = 130
 
 
 def link_flags(parser: argparse.ArgumentParser) -> None:
@@ -127,8 +142,11 @@ class Link:
         """What to do about it, where that is known."""
         cause = error.__cause__
         if not self._is_reached and isinstance(cause, Exception):
-            text = f"cannot connect to a broker at {self.address} ({_reason(cause)}); start one with: flintmq up"
-            return ConnectError(text)
+            remedy = "; start one with: flintmq up"
+            if isinstance(cause, PermissionError):
+                # It runs, and is for others. Its option lets a group in.
+                remedy = f"{permission_hint(cause, self.address)}; nsqd's --unix-socket-mode lets others connect"
+            return ConnectError(f"cannot connect to a broker at {self.address} ({_reason(cause)}){remedy}")
         # No answer, no frames, no JSON: an HTTP port, for example.
         if isinstance(cause, TimeoutError | ProtocolError):
             return ConnectError(f"what listens at {self.address} does not answer like an NSQ broker ({cause})")
@@ -242,13 +260,24 @@ def run(tool: str, main: Callable[[], Coroutine[Any, Any, int]]) -> int:
     try:
         return asyncio.run(main())
     except KeyboardInterrupt:
-        return 130
+        return INTERRUPTED
     except OSError as exc:
-        reason = f"{exc.filename}: {exc.strerror}" if exc.filename else str(exc)
+        # The system's own words, and no file: it may be that of standard output.
+        refused = output_error() if exc.errno is not None and not exc.filename else None
+        reason = system_reason(exc) if refused is None else f"cannot write to standard output: {refused.strerror}"
     except FlintError as exc:
         reason = str(exc)
-    sys.stderr.write(f"flintmq {tool}: {reason}\n")
+    sys.stderr.write(f"flintmq {tool}: {reason}{_tls_advice(reason)}\n")
     return 1
+
+
+def _tls_advice(reason: str) -> str:
+    """What to do about an error that has to do with TLS."""
+    if "TLS required" in reason:
+        return "; give --tls"
+    if "CERTIFICATE_VERIFY_FAILED" in reason:
+        return "; name the authority of its certificate with --tls-root-ca-file (--tls-insecure checks nothing)"
+    return ""
 
 
 # --- Over HTTP --------------------------------------------------------------------------------------------------------
@@ -327,6 +356,8 @@ def run_on_node(
 async def _advice(node: NodeClient, error: HttpError, arguments: argparse.Namespace) -> str:
     """What a refusal means, and what to do now."""
     topic, _, channel = str(getattr(arguments, "source", "")).partition("/")
+    if error.code == "TLS_REQUIRED":
+        return f"{refuses_plain_http(node.address, error)}; see --nsqd-http-address"
     if error.status in (401, 403):
         right = "it asks for a token"
         if error.status == 403:
@@ -344,6 +375,14 @@ async def _advice(node: NodeClient, error: HttpError, arguments: argparse.Namesp
             channels = [c["channel_name"] for t in topics for c in t["channels"]]
             return f"the topic {topic} has no channel {channel}; {_choice(channels, 'channel')}"
     return error.code
+
+
+def refuses_plain_http(address: str, error: HttpError) -> str:
+    """Return what it means that an nsqd answers TLS_REQUIRED, with the address to use in its place."""
+    port = error.details.get("https_port")
+    host = addresses.host_of(address.removeprefix("http://").rstrip("/"))
+    where = f", use https://{addresses.join(host, port)}" if isinstance(port, int) else ""
+    return f"the nsqd at {address} refuses plain HTTP{where}"
 
 
 def _choice(names: list[str], kind: str) -> str:
@@ -384,7 +423,8 @@ def tls_of(arguments: argparse.Namespace) -> ssl.SSLContext | None:
         if arguments.tls_cert or arguments.tls_key:
             context.load_cert_chain(arguments.tls_cert or arguments.tls_key, arguments.tls_key)
     except (OSError, ValueError) as exc:
-        raise OptionError(f"cannot use the files of --tls-root-ca-file, --tls-cert and --tls-key - {exc}") from exc
+        reason = file_reason(exc, arguments.tls_root_ca_file, arguments.tls_cert, arguments.tls_key)
+        raise OptionError(f"cannot use the files of --tls-root-ca-file, --tls-cert and --tls-key - {reason}") from exc
     return context
 
 

@@ -36,7 +36,7 @@ def main(kind: str, argv: Sequence[str]) -> int:
     )
     parser = new_parser(
         kind,
-        f"{about} What is lost is named first, and asked for.",
+        f"{about} Before messages are dropped, the command says how many and asks.",
         [
             f"flintmq {kind} create {name}",
             f"flintmq {kind} pause {name}",

@@ -25,7 +25,7 @@ from flintmq.cluster.lookupds import Lookupds, Node, lookupd_url
 from flintmq.cluster.node import NodeClient
 from flintmq.cluster.shapes import check
 from flintmq.errors import ClusterError, ConnectError, FlintError, HttpError, OptionError
-from flintmq.tools import DEFAULT_NSQD_HTTP, read_token, run, tls_flags, tls_of
+from flintmq.tools import DEFAULT_NSQD_HTTP, read_token, refuses_plain_http, run, tls_flags, tls_of
 from flintmq.tools._output import open_standard_files
 from flintmq.tools._show import parse_timeout
 
@@ -253,6 +253,8 @@ class Cluster:
 
     def _refusal(self, address: str, error: HttpError) -> str:
         """Return why an nsqd answers nothing else, for people."""
+        if error.code == "TLS_REQUIRED":
+            return refuses_plain_http(address, error)
         if error.code not in ("UNAUTHORIZED", "FORBIDDEN"):
             return error.code
         self.needs_token = True

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import io
 import os
 import queue
@@ -14,7 +15,7 @@ import select
 import sys
 import threading
 
-__all__ = ["Output", "open_standard_files"]
+__all__ = ["Output", "open_standard_files", "output_error"]
 
 
 def open_standard_files() -> None:
@@ -31,6 +32,21 @@ def open_standard_files() -> None:
         sys.stdout = io.TextIOWrapper(raw, write_through=True)
     if sys.stderr is None:
         sys.stderr = open(os.devnull, "w")
+
+
+def output_error() -> OSError | None:
+    """Return why standard output cannot be written to, after an error of which that may be the cause."""
+    if sys.stdout is None:
+        return OSError(errno.EBADF, os.strerror(errno.EBADF))
+    try:
+        # What could not be written is still in its buffer. Where there is none, a closed file refuses even nothing.
+        sys.stdout.flush()
+        os.write(sys.stdout.fileno(), b"")
+    except ValueError:
+        return None  # a program has put something else in its place, or has closed it
+    except OSError as exc:
+        return exc
+    return None
 
 
 class Output:

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 from flintmq import logs
 from flintmq.client.connection import Connect
-from flintmq.errors import FlintError, OptionError
+from flintmq.errors import FlintError, OptionError, file_reason
 from flintmq.options import (
     BOOL,
     DURATION,
@@ -265,7 +265,8 @@ def _tls_context(files: dict[str, Any]) -> ssl.SSLContext:
         if files.get("tls_cert"):
             context.load_cert_chain(files["tls_cert"], files.get("tls_key") or None)
     except (OSError, ssl.SSLError) as exc:
-        raise Fatal(f"cannot use the files of tls_root_ca_file, tls_cert and tls_key: {exc}") from exc
+        reason = file_reason(exc, *(files.get(name) for name in ("tls_root_ca_file", "tls_cert", "tls_key")))
+        raise Fatal(f"cannot use the files of tls_root_ca_file, tls_cert and tls_key: {reason}") from exc
     versions = {"ssl3.0": "TLSv1", "tls1.0": "TLSv1", "tls1.1": "TLSv1_1", "tls1.2": "TLSv1_2", "tls1.3": "TLSv1_3"}
     if wanted := files.get("tls_min_version"):
         if wanted not in versions:

@@ -24,6 +24,10 @@ ABOUT = "look at messages without taking them; finish, requeue or defer single o
 # What a broker shows on one page, at most.
 _PAGE = 1000
 _VERBS = ("finish", "requeue", "defer")
+#: Characters of a line that a table leaves for a body at least.
+_LEAST_BODY = 12
+#: Characters of a line that no terminal has.
+_WIDEST = 10_000
 
 
 def main(argv: Sequence[str]) -> int:
@@ -194,15 +198,27 @@ def _print_table(messages: list[PeekedMessage]) -> None:
         extras.append(("DEAD", _dead))
     for name, _ in extras:
         table.add_column(name)
-    table.add_column("BODY", overflow="fold")
+    table.add_column("BODY", overflow="fold", min_width=_LEAST_BODY)
+    # As texts: a body may look like markup.
+    rows: list[list[Text]] = []
     for message in messages:
         age = _span(now - message.timestamp) if message.timestamp else ""
         cells = [message.id, age, str(message.attempts), str(message.size)]
-        cells += [tell(message) for _, tell in extras]
-        # As text: a body may look like markup.
-        table.add_row(*map(Text, cells), Text(_shown(message)))
+        rows.append([Text(cell) for cell in (*cells, *(tell(message) for _, tell in extras), _shown(message))])
+        table.add_row(*rows[-1])
     # Somebody who reads it from a pipe has no width.
-    Console(width=None if sys.stdout.isatty() else 200).print(table)
+    console = Console(width=None if sys.stdout.isatty() else 200)
+    # Asked for any width: otherwise the answer is never more than there is.
+    anywhere = console.options.update(max_width=_WIDEST)
+    if console.measure(table, options=anywhere).minimum <= console.width:
+        console.print(table)
+        return
+    names = [str(column.header).lower() for column in table.columns]
+    for row in rows:
+        # All that a message has, however narrow the terminal is: its id is what other commands ask for.
+        console.print(row[0], style="bold")
+        for name, cell in zip(names[1:], row[1:], strict=True):
+            console.print(Text(f"  {name} ").append(cell))
 
 
 def _span(nanoseconds: int) -> str:

@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from flintmq.errors import OptionError
-from flintmq.tools import print_json, print_line, split_source
+from flintmq.tools import INTERRUPTED, print_json, print_line, split_source
 from flintmq.tools._cluster import Cluster, Sample, cluster_flags, run_on_cluster, warn
 from flintmq.tools._show import DIM, new_parser, paint, parse_count, parse_seconds, rate
 
@@ -64,7 +64,7 @@ async def _watch(cluster: Cluster, topic: str, channel: str, arguments: argparse
         due += arguments.interval
         try:
             await asyncio.wait_for(stopping.wait(), max(0.0, due - loop.time()))
-            return 0
+            return INTERRUPTED if arguments.count else 0
         except TimeoutError:
             pass
         sample = await cluster.sample(topic, channel)

@@ -28,7 +28,8 @@ from flintmq.client import Message
 from flintmq.errors import ConnectError, ProtocolError
 from flintmq.options import SECOND, parse_duration
 from flintmq.protocol import wire
-from flintmq.tools import Link, body_fields, link_flags, run
+from flintmq.tools import INTERRUPTED, Link, body_fields, link_flags, run
+from flintmq.tools._output import output_error
 
 __all__ = ["ABOUT", "main"]
 
@@ -83,8 +84,8 @@ def _seconds(text: str) -> float:
 
 
 async def _subscribe(topic: str, channel: str, arguments: argparse.Namespace) -> int:
-    if sys.stdout is None:
-        raise OSError(errno.EBADF, "standard output is closed, there is nowhere to print to")
+    if (why := output_error()) is not None and why.errno == errno.EBADF:
+        raise OSError("standard output is closed, there is nowhere to print to")
     link = await Link.open(arguments, subscribe=(topic, channel))
     try:
         printer = _Printer(link, arguments)
@@ -96,10 +97,12 @@ async def _subscribe(topic: str, channel: str, arguments: argparse.Namespace) ->
         await link.close()
     if printer.failure is not None and not isinstance(printer.failure, BrokenPipeError):
         raise OSError(f"cannot print - {printer.failure}; what was not printed was given back to {topic}/{channel}")
-    if arguments.count and printer.printed < arguments.count and printer.timed_out:
+    if not arguments.count or printer.printed >= arguments.count or printer.failure is not None:
+        return 0
+    if printer.timed_out:
         sys.stderr.write(f"flintmq sub: timed out after {printer.printed} of {arguments.count} messages\n")
         return 1
-    return 0
+    return INTERRUPTED
 
 
 class _Printer:

@@ -16,7 +16,7 @@ import msgspec
 
 from flintmq.client import Batch, Consumer, Message
 from flintmq.errors import OptionError
-from flintmq.tools import body_fields
+from flintmq.tools import INTERRUPTED, body_fields
 from flintmq.tools._cluster import Cluster, cluster_flags, run_on_cluster, warn
 from flintmq.tools._output import Output
 from flintmq.tools._show import DIM, new_parser, paint, parse_count
@@ -88,7 +88,7 @@ class _Tail:
             for task in tasks:
                 task.cancel()
             await asyncio.gather(*(consumer.close() for consumer in self._consumers))
-        return 0
+        return INTERRUPTED if self._left else 0
 
     async def _topics(self) -> list[str]:
         """Return the topics that are meant. OptionError for a name that there is not: it would be created."""

@@ -11,7 +11,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 from flintmq.errors import OptionError
-from flintmq.tools import print_json
+from flintmq.tools import INTERRUPTED, print_json
 from flintmq.tools._cluster import Cluster, cluster_flags, run_on_cluster, warn
 from flintmq.tools._show import new_parser, parse_count, parse_seconds
 from flintmq.tools.ls import described
@@ -88,4 +88,4 @@ async def _print_updates(cluster: Cluster, arguments: argparse.Namespace) -> int
         sys.stdout.flush()
         before = sample
         printed += 1
-    return 0
+    return INTERRUPTED if arguments.count and printed < arguments.count else 0

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from flintmq.addresses import split
 from flintmq.durations import parse_duration
-from flintmq.errors import OptionError
+from flintmq.errors import OptionError, system_reason
 from flintmq.tools import print_json
 from flintmq.tools.torture import display
 from flintmq.tools.torture.front import FAULTS
@@ -50,7 +50,11 @@ def main(argv: Sequence[str]) -> int:
     if arguments.data_path is not None and not arguments.data_path.is_dir():
         parser.error(f"--data-path: there is no directory {arguments.data_path}")
     seed = secrets.randbelow(1 << 32) if arguments.seed is None else arguments.seed
-    folder = Path(tempfile.mkdtemp(prefix="flintmq-torture-", dir=arguments.data_path))
+    try:
+        folder = Path(tempfile.mkdtemp(prefix="flintmq-torture-", dir=arguments.data_path))
+    except OSError as exc:
+        sys.stderr.write(f"flintmq torture: {system_reason(exc)}; choose another with --data-path\n")
+        return 1
     plan = Plan(
         seed=seed,
         folder=folder,
@@ -91,7 +95,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--minutes", type=_positive, metavar="M", help=f"of faults (default {_DEFAULT_MINUTES:g} without --kills)"
     )
-    parser.add_argument("--kills", type=_count, metavar="N", help="end after so many kills of brokers; 0: kill none")
+    parser.add_argument("--kills", type=_count, metavar="N", help="end after N kills of brokers; 0: kill none")
     parser.add_argument("--seed", type=int, metavar="N", help="repeats load and plan; by default a new one each time")
     parser.add_argument("--json", action="store_true", help="print the report as JSON, and show nothing meanwhile")
     parser.add_argument(

@@ -24,7 +24,7 @@ from typing import Protocol
 
 from flintmq.tools.torture.ledger import Ledger
 from flintmq.tools.torture.load import LONGEST_DELAY, MSG_TIMEOUT, Connection, Consumer, Producer
-from flintmq.tools.torture.node import PATIENCE, Node
+from flintmq.tools.torture.node import PATIENCE, Node, patiently
 from flintmq.tools.torture.proxy import Pipe, Proxy
 
 __all__ = ["CLOCK", "CUT", "DESCRIPTORS", "DISK_FULL", "FAULTS", "KILL", "KILL_STARTING", "STALL", "STOP", "Front"]
@@ -184,6 +184,7 @@ class Front:
             *(flag for flag in node.flags if flag.startswith(("--lookupd", "--node-id", "--max-heart", "--broadcast"))),
         )
         await node.start()
+        self.ledger.life += 1
 
     def _free(self) -> int:
         assert self._folder is not None
@@ -218,9 +219,12 @@ class Front:
             for connection in list(self._connections):
                 connection.close()
         # What the broker had sent is still to be read. Nothing of this life may be mistaken for one of the next.
-        await asyncio.wait_for(asyncio.gather(*self._seats), PATIENCE)
+        await patiently(self._all_read())
         if kill and self.node is not None:
             self._run.buried(self.node)
+
+    async def _all_read(self) -> None:
+        await asyncio.gather(*self._seats)
 
     async def _kill(self, kind: str) -> None:
         node = self.node

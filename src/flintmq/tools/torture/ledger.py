@@ -19,6 +19,10 @@ What is a violation:
 
 Time is never compared with a limit to decide whether the broker "should have" written something down: consumers ask
 it something and count its answers (see ``load.Consumer``). So a slow machine makes the oracle milder, never wrong.
+
+Two connections are not read in the order in which the broker wrote to them. A delivery that timed out may be read after
+the next one was read elsewhere and finished: it has fewer attempts, in the same life of the broker, and proves nothing.
+And which of two channels was created first is unknown when both SUBs were under way at once.
 """
 
 from __future__ import annotations
@@ -29,7 +33,7 @@ from array import array
 from collections import Counter
 from collections.abc import Container, Iterable
 from dataclasses import dataclass, field
-from itertools import pairwise
+from itertools import pairwise, repeat
 from struct import Struct
 
 __all__ = ["SMALLEST_BODY", "ChannelBook", "Ledger", "Line", "Violations"]
@@ -82,8 +86,10 @@ class Line:
     """One connection to a broker. Its cause is whatever ended it, or may have delayed what it carries."""
 
     opened: float
+    #: Which life of the broker it was made in.
+    life: int = 0
     cause: str = ""
-    #: It was stalled: what comes may have been sent long ago, and be overtaken by what another connection got.
+    #: It was stalled: what comes may have been sent long ago.
     stale: bool = False
     #: We said goodbye ourselves.
     closing: bool = False
@@ -101,6 +107,10 @@ class Ledger:
         self.msg_timeout = msg_timeout
         self.strict = strict
         self.books: dict[tuple[str, str], ChannelBook] = {}
+        # Channels that a SUB was sent for: they may exist before that is answered.
+        self._asked_for: set[tuple[str, str]] = set()
+        #: How often the broker was started again.
+        self.life = 0
         self.violations = Violations()
         #: Set to end ``conclude`` early.
         self.abandoned = False
@@ -192,12 +202,18 @@ class Ledger:
 
     # --- Channels ----------------------------------------------------------------------------------------------------
 
+    def subscribing(self, topic: str, channel: str) -> None:
+        """SUB is about to be sent."""
+        self._asked_for.add((topic, channel))
+
     def subscribed(self, topic: str, channel: str) -> ChannelBook:
         """SUB was answered with OK. From here on, and for a topic's first channel from the beginning, it gets all."""
+        self.subscribing(topic, channel)
         book = self.books.get((topic, channel))
         if book is None:
             number = self.topics.index(topic)
-            is_first = not self._channels_of(number)
+            # With another SUB under way, the broker may have created the other channel long before.
+            is_first = not any(of == topic and other != channel for of, other in self._asked_for)
             book = ChannelBook(self, number, f"{topic}/{channel}", 0 if is_first else self.published)
             self.books[topic, channel] = book
             if is_first:
@@ -305,6 +321,9 @@ class ChannelBook:
         #: Messages before this number were published before there was this channel.
         self.first = first
         self._state = bytearray()
+        # Of the newest delivery by number: its attempts, and in which life of the broker it was read.
+        self._attempts = array("H")
+        self._life = array("L")
         self._held_until: dict[int, float] = {}
         # Deliveries that are not yet finished for certain, and their numbers by id.
         self._open: dict[int, _Delivery] = {}
@@ -336,18 +355,26 @@ class ChannelBook:
         if number is None:
             return None
         if number >= len(self._state):
-            self._state.extend(bytes(ledger.published - len(self._state)))
+            more = ledger.published - len(self._state)
+            self._state.extend(bytes(more))
+            self._attempts.extend(repeat(0, more))
+            self._life.extend(repeat(0, more))
         state = self._state[number]
         self.deliveries += 1
         ledger.drained += number < ledger.drain_from
         if attempts < 1:
             ledger.violations.add("attempts", f"{self.name}: message {number} has attempts {attempts}")
-        if state & _CERTAIN and ledger.strict and not link.stale:
+        if state & _RECEIVED and self._life[number] == link.life and attempts < self._attempts[number]:
+            self.duplicates += bool(state & _FINISHED)
+            self.again["overtaken"] += 1
+            return number
+        self._attempts[number], self._life[number] = attempts, link.life
+        if state & _CERTAIN and ledger.strict:
             ledger.violations.add("came back", f"{self.name}: message {number} was finished, attempts {attempts}")
         self._compare_times(number, link, now, first=not state & _RECEIVED)
         if state & _RECEIVED:
             self.duplicates += bool(state & _FINISHED)
-            self._came_again(number, link, now)
+            self._came_again(number, now)
         else:
             ledger.first_delivery(number)
         self._state[number] = state | _RECEIVED
@@ -361,22 +388,22 @@ class ChannelBook:
         if due - now > EARLY_TOLERANCE:
             early = f"came {(due - now) * 1000:.1f} ms before its time"
             ledger.violations.add("early", f"{self.name}: message {number} {early}")
-        if link.stale or not ledger.strict:
+        if not ledger.strict:
             return
         until = self._held_until.pop(number, 0.0)
         if until - now > EARLY_TOLERANCE:
             early = f"came {(until - now) * 1000:.1f} ms too soon"
             ledger.violations.add("early", f"{self.name}: {number}, requeued, {early}")
-        if first and ledger.is_deferred(number):
+        if first and ledger.is_deferred(number) and not link.stale:
             late = now - max(due, link.opened)
             self.late += late > LATE
             self.latest = max(self.latest, late)
 
-    def _came_again(self, number: int, link: Line, now: float) -> None:
+    def _came_again(self, number: int, now: float) -> None:
         ledger, before = self._ledger, self._open.get(number)
         if before is None:
             # Finished for certain, and come back: that has been said.
-            cause = "stalled" if link.stale else "came back"
+            cause = "came back"
         elif before.requeued:
             cause = "requeued"
         elif before.link.cause:

@@ -57,7 +57,7 @@ class Connection(asyncio.Protocol):
         self.ledger = ledger
         self.rng = rng
         self.strict = strict
-        self.link = Line(time.monotonic())
+        self.link = Line(time.monotonic(), ledger.life)
         #: Our own end of the connection, by which a proxy knows it.
         self.port = 0
         self.closed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
@@ -256,6 +256,7 @@ class Consumer(Connection):
             self._book = self.ledger.subscribed(self.topic, self.channel)
             subscribed.set_result(answer)
 
+        self.ledger.subscribing(self.topic, self.channel)
         settings = json.dumps({"msg_timeout": MSG_TIMEOUT}).encode()
         self.ask(encode_command(b"IDENTIFY", body=settings), lambda _: None)
         self.ask(encode_command(b"SUB", self.topic.encode(), self.channel.encode()), answered)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import ctypes
 import os
 import re
 import resource
@@ -21,6 +20,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from flintmq.addresses import HeldPort, split
+from flintmq.tools._fleet import end_with_parent
 
 __all__ = ["PATIENCE", "Node", "NodeFailed", "awake", "patiently"]
 
@@ -37,8 +37,6 @@ _EXPECTED = re.compile(
     r"LOOKUPD\([^)]*\): |no available nsqlookupd|client\([^)]*\): E_(FIN|REQ|TOUCH)_FAILED|were not written whole"
     r"|the disk is nearly full"
 )
-_PR_SET_PDEATHSIG = 1
-_libc = ctypes.CDLL(None) if sys.platform == "linux" else None
 
 T = TypeVar("T")
 
@@ -60,12 +58,6 @@ async def awake(seconds: float) -> None:
     """Let so much time pass, as time passes for us."""
     for _ in range(round(seconds / _STEP)):
         await asyncio.sleep(_STEP)
-
-
-def _die_with_the_parent() -> None:
-    # No broker outlives a torture that is killed itself.
-    if _libc is not None:
-        _libc.prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
 
 
 class NodeFailed(Exception):
@@ -129,7 +121,8 @@ class Node:
             env=self._environment,
             # A ctrl-C of the terminal is for us alone.
             start_new_session=True,
-            preexec_fn=_die_with_the_parent,
+            # No broker outlives a torture that is killed itself.
+            preexec_fn=lambda: end_with_parent(signal.SIGKILL),
         )
         self._reader = asyncio.create_task(self._read(self._process))
 

@@ -49,7 +49,7 @@ function Rail({ cluster }) {
   </nav>`;
 }
 
-// --- Search: `/` opens it, arrows move, Enter goes -------------------------------------------------------------------
+// --- Search: `/` opens it, arrows move, Enter goes
 
 function Search() {
   const [text, setText] = useState("");
@@ -105,7 +105,7 @@ function Search() {
   </div>`;
 }
 
-// --- The bar -----------------------------------------------------------------------------------------------------------
+// --- The bar
 
 function Live() {
   const { state, since } = useStore(connection);
@@ -157,7 +157,7 @@ function Notices() {
     <button class="icon" aria-label="Dismiss" onClick=${() => dismiss(notice)}>✕</button></div>`)}</div>`;
 }
 
-// --- Login -------------------------------------------------------------------------------------------------------------
+// --- Login
 
 function Login() {
   const now = useStore(session);
@@ -187,7 +187,7 @@ function Login() {
     <button class="primary" disabled=${busy}>Log in</button></form></main>`;
 }
 
-// --- The router ----------------------------------------------------------------------------------------------------------
+// --- The router
 
 const ROUTES = { "/": Overview, "/topics": Topics, "/nodes": Nodes, "/clients": Clients, "/messages": Messages, "/lookup": Lookup, "/dead": Dead, "/pipelines": Pipelines, "/actions": ActionLog, "/counter": Counter };
 

@@ -9,7 +9,7 @@ export { render, Fragment, useState, useEffect, useRef, useMemo, useCallback };
 export const BASE = document.documentElement.dataset.base || "";
 export const VERSION = document.documentElement.dataset.version;
 
-// --- Stores: values that several components show -----------------------------------------------------------------
+// --- Stores: values that several components show
 
 export function store(value) {
   const listeners = new Set();
@@ -26,7 +26,7 @@ export function useStore(source) {
   return source.get();
 }
 
-// --- The address: path and query are the state of a page -----------------------------------------------------------
+// --- The address: path and query are the state of a page
 
 function readAddress() {
   let path = location.pathname;
@@ -71,7 +71,7 @@ export function A({ to, query, children, ...rest }) {
   return html`<a href=${link(to, query)} onClick=${follow} ...${rest}>${children}</a>`;
 }
 
-// --- Requests ------------------------------------------------------------------------------------------------------
+// --- Requests
 
 export class ApiError extends Error {
   constructor(status, answer) {
@@ -179,7 +179,7 @@ export function useApi(path, query = {}, { every = 0 } = {}) {
   return { ...state, reload };
 }
 
-// --- The event stream: one for each tab, closed while the tab is hidden ----------------------------------------------
+// --- The event stream: one for each tab, closed while the tab is hidden
 
 export const connection = store({ state: "connecting", since: Date.now() });
 /** Counts the samples of the daemon; lists load again when it moves. */
@@ -294,7 +294,7 @@ export function useScope(scope) {
   return useStore(source);
 }
 
-// --- Notices ---------------------------------------------------------------------------------------------------------
+// --- Notices
 
 export const notices = store([]);
 let noticeNumber = 0;
@@ -306,7 +306,7 @@ export function notify(text, kind = "info", undo = null) {
 }
 export const dismiss = (notice) => notices.set(notices.get().filter((other) => other !== notice));
 
-// --- Formats -----------------------------------------------------------------------------------------------------------
+// --- Formats
 
 const whole = new Intl.NumberFormat("en-US");
 const NONE = "–";

@@ -1,12 +1,12 @@
 // The parts that pages are made of: numbers with a past, charts, tables, dialogs.
 import {
-  html, useState, useEffect, useRef, useMemo, useScope, useStore, useApi, A, Ago, ApiError, address, api,
-  count, duration, exact, many, notify, restarts, setQuery, time,
+  html, useState, useEffect, useRef, useMemo, useScope, useStore, useApi, A, Ago, ApiError, address, api, bytes,
+  count, duration, exact, many, notify, rate, restarts, setQuery, time,
 } from "./lib.js";
 
 export { Chart } from "./chart.js";
 
-// --- States ----------------------------------------------------------------------------------------------------------
+// --- States
 
 const LEVELS = ["ok", "minor", "warning", "critical"];
 const WORDS = ["fine", "notice", "warning", "critical"];
@@ -71,7 +71,7 @@ export function useTitle(title) {
   useEffect(() => { document.title = title ? `${title} – flintmq` : "flintmq"; }, [title]);
 }
 
-// --- Numbers ---------------------------------------------------------------------------------------------------------
+// --- Numbers
 
 export function Sparkline({ values, colour = "accent", label, width = 96, height = 24 }) {
   const path = useMemo(() => {
@@ -100,7 +100,7 @@ export function Stat({ title, value, values, colour, hint, note, to, query }) {
   return to ? html`<${A} class="stat" to=${to} query=${query} title=${hint}>${body}</${A}>` : html`<div class="stat" title=${hint}>${body}</div>`;
 }
 
-// --- Charts ----------------------------------------------------------------------------------------------------------
+// --- Charts
 
 const SECONDS = { "15m": 900, "1h": 3600, "6h": 21600, "24h": 86400 };
 
@@ -150,7 +150,13 @@ export function Ranges({ most = "24h" }) {
     html`<button key=${name} class="small" aria-pressed=${name === range} onClick=${() => setQuery({ range: name === "1h" ? "" : name })}>${name}</button>`)}</div>`;
 }
 
-// --- Tables ------------------------------------------------------------------------------------------------------------
+// --- Tables
+
+/** Columns of numbers, each the field of its name. */
+const numbers = (format) => (key, title, more) => ({ key, title, num: true, render: (row) => format(row[key]), ...more });
+export const counted = numbers(count);
+export const rated = numbers(rate);
+export const sized = numbers(bytes);
 
 /** columns: [{ key, title, num, sort (a field of the server, or null), render(row), main, card }] */
 export function Table({ columns, rows, name, sort, onSort, selected, onSelect, label, empty }) {
@@ -226,7 +232,7 @@ export function List({ path, query = {}, columns, name, label, empty, prefix = "
   </section>`;
 }
 
-function useSparklines(sparks, items, name) {
+export function useSparklines(sparks, items, name) {
   const [drawn, setDrawn] = useState({});
   const names = sparks ? items.map(name).join(",") : "";
   useEffect(() => {
@@ -245,7 +251,7 @@ function useSparklines(sparks, items, name) {
   return drawn;
 }
 
-// --- Dialogs -------------------------------------------------------------------------------------------------------------
+// --- Dialogs
 
 export function Dialog({ title, onClose, children, wide }) {
   const box = useRef(null);

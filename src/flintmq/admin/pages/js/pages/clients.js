@@ -1,6 +1,6 @@
 // Clients: consumers and producers, paged and filtered on the server.
-import { html, useApi, useStore, A, Ago, address, channelPath, clock, count, exact, nodePath, setQuery, topicPath } from "../lib.js";
-import { Dialog, Empty, Failure, Label, List, Loading, useTitle } from "../ui.js";
+import { html, useApi, useStore, A, Ago, address, channelPath, clock, exact, nodePath, setQuery, topicPath } from "../lib.js";
+import { Dialog, Empty, Failure, Label, List, Loading, counted, useTitle } from "../ui.js";
 
 export function Clients() {
   useTitle("Clients");
@@ -17,9 +17,9 @@ export function ClientList({ query = {} }) {
     { key: "remote_address", title: "Address", card: false },
     !query.channel && { key: "channel", title: "Reads", render: (row) => (row.channel ? html`<${A} to=${channelPath(row.topic, row.channel)}>${row.topic}/${row.channel}</${A}>` : html`<span class="quiet">publishes${row.topic ? ` ${row.topic}` : ""}</span>`) },
     { key: "node", title: "Node", card: false, render: (row) => html`<${A} to=${nodePath(row.node)}>${row.node}</${A}>` },
-    { key: "ready", title: "RDY", num: true, card: false, render: (row) => count(row.ready) },
-    { key: "in_flight", title: "In flight", num: true, render: (row) => count(row.in_flight) },
-    { key: "message_count", title: "Messages", num: true, render: (row) => count(row.message_count) },
+    counted("ready", "RDY", { card: false }),
+    counted("in_flight", "In flight"),
+    counted("message_count", "Messages"),
     { key: "connected_at", title: "Connected", num: true, card: false, render: (row) => html`<${Ago} at=${row.connected_at} />` },
     { key: "tls", title: "", sort: null, card: false, render: (row) => (secure(row) ? html`<${Label}>${secure(row)}</${Label}>` : null) },
   ].filter(Boolean);

@@ -29,7 +29,7 @@ export function Messages() {
 const NoRight = () => html`<${Empty} title="Bodies are not for everybody"><p>Messages are shown to users with the role <b>operate</b>.
   ${session.get()?.login === "none" ? " Start nsqadmin with --users-file to log in here, or with --insecure to show them to all." : ""}</p></${Empty}>`;
 
-// --- The list: asked for in slices, so that a filter over many messages shows how far it is ------------------------------
+// --- The list: asked for in slices, so that a filter over many messages shows how far it is
 
 function useMessages(wanted) {
   const key = JSON.stringify(wanted);
@@ -160,7 +160,7 @@ function Nothing({ state, isFiltered, topic, scanned }) {
   return html`<${Empty} title=${TEACH[state][0]}><p>${TEACH[state][1]}</p>${state === "log" ? html`<${FirstPublish} topic=${topic} />` : null}</${Empty}>`;
 }
 
-// --- Act on many: counted first, then done, as a job of the daemon ---------------------------------------------------------
+// --- Act on many: counted first, then done, as a job of the daemon
 
 /** Run a job to its end; `onChange` gets it each time that it is looked at. */
 export async function follow(job, onChange, isWanted) {
@@ -226,7 +226,7 @@ function BulkDialog({ target, acting, isFiltered, onClose, onDone }) {
         ${(job || counted)?.state === "running" ? html`<button type="button" onClick=${stop}>Stop</button>` : null}<span class="grow"></span><button type="button" onClick=${onClose}>Cancel</button></footer></form></${Dialog}>`;
 }
 
-// --- Tail: new messages of a topic, from its log ------------------------------------------------------------------------------
+// --- Tail: new messages of a topic, from its log
 
 const MOST_LINES = 200;
 

@@ -1,6 +1,6 @@
 // The nodes, one node, and the nsqlookupds with what only they know.
 import { html, useApi, useScope, useState, A, Ago, bytes, channelPath, clock, count, duration, exact, mayAct, may, nodePath, rate, session, topicPath } from "../lib.js";
-import { Actions, Chart, Command, Crumbs, Empty, Failure, Label, Level, List, Loading, Missing, Problems, Ranges, Sparkline, Stat, Table, Unknown, useHistory, useRange, useTitle } from "../ui.js";
+import { Actions, Chart, Command, Crumbs, Empty, Failure, Label, Level, List, Loading, Missing, Problems, Ranges, Sparkline, Stat, Table, Unknown, counted, rated, useHistory, useRange, useTitle } from "../ui.js";
 import { DEPTH, RATES } from "./overview.js";
 import { CreateForm } from "./forms.js";
 
@@ -12,10 +12,10 @@ export function Nodes() {
     { key: "node", title: "Node", main: true, render: (row) => html`${STATES(row)}<${A} to=${nodePath(row.node)}>${row.hostname || row.node}</${A}>${row.up ? null : html` <${Label} kind="red">does not answer</${Label}>`}${row.draining ? html` <${Label} kind="amber">draining</${Label}>` : null}` },
     { key: "address", title: "Address", sort: null, render: (row) => row.node },
     { key: "version", title: "Version", card: false, render: (row) => html`${row.version || "–"}${row.kind === "nsq" ? " (Go)" : ""}${row.out_of_date ? html` <${Label} kind="amber">differs</${Label}>` : null}` },
-    { key: "published", title: "Published", num: true, render: (row) => rate(row.published) },
+    rated("published", "Published"),
     { key: "spark", title: "", sort: null, card: false, render: (row) => html`<${Sparkline} values=${drawn[row.node]?.published} label=${`published on ${row.node}, last hour`} />` },
-    { key: "depth", title: "Depth", num: true, render: (row) => count(row.depth) },
-    { key: "topics", title: "Topics", num: true, render: (row) => count(row.topics) },
+    counted("depth", "Depth"),
+    counted("topics", "Topics"),
     { key: "connections", title: "Connections", num: true, card: false, render: (row) => count(row.connections ?? row.clients) },
     { key: "disk_free", title: "Disk free", num: true, render: (row) => html`${bytes(row.disk_free)}${row.disk_full_in !== null && row.disk_full_in < 86400 ? html` <${Label} kind="amber">full in ${duration(row.disk_full_in)}</${Label}>` : null}` },
     { key: "started", title: "Up for", num: true, card: false, render: (row) => (row.up && row.started ? duration((Date.now() - row.started) / 1000) : html`<${Ago} at=${row.seen} />`) },
@@ -59,8 +59,8 @@ export function Node({ node }) {
     <h2>Topics on it</h2>
     <${Table} label="topics" rows=${known} name=${(one) => one.topic} columns=${[
       { key: "topic", title: "Topic", main: true, render: (one) => html`<${A} to=${topicPath(one.topic)}>${one.topic}</${A}>${one.paused ? html` <${Label} kind="amber">paused</${Label}>` : null}${one.tombstoned ? html` <${Label} kind="amber">tombstoned</${Label}>` : null}` },
-      { key: "published", title: "Published", num: true, render: (one) => rate(one.published) }, { key: "depth", title: "Depth", num: true, render: (one) => count(one.depth) },
-      { key: "message_count", title: "Messages", num: true, render: (one) => count(one.message_count) }, { key: "channels", title: "Channels", num: true, render: (one) => count(one.channels) },
+      rated("published", "Published"), counted("depth", "Depth"),
+      counted("message_count", "Messages"), counted("channels", "Channels"),
       mayAct("admin") && { key: "tombstone", title: "", num: true, card: false, render: (one) => (one.tombstoned ? null : html`<${Actions} small items=${[{ action: "tombstone_topic_producer", topic: one.topic, node }]} onDone=${reload} />`) },
     ].filter(Boolean)} empty=${html`<p class="quiet">It has no topics.</p>`} /><${Missing} nodes=${data.missing.filter((one) => one !== node)} />`;
 }
@@ -78,7 +78,7 @@ export function Lookup() {
     <${Table} label="lookupds" rows=${data.lookupds} name=${(row) => row.address} columns=${[
       { key: "address", title: "nsqlookupd", main: true, render: (row) => html`<${Level} level=${row.up ? 0 : 3} words=${false} /> ${row.address}` },
       { key: "state", title: "State", render: (row) => (row.up ? html`<${Label} kind="green">up</${Label}>` : html`<${Label} kind="red" title=${row.error}>${row.error || "does not answer"}</${Label}>`) },
-      { key: "version", title: "Version", render: (row) => row.version || "–" }, { key: "nodes", title: "Nodes", num: true, render: (row) => count(row.nodes) }, { key: "topics", title: "Topics", num: true, render: (row) => count(row.topics) }]} />`}
+      { key: "version", title: "Version", render: (row) => row.version || "–" }, counted("nodes", "Nodes"), counted("topics", "Topics")]} />`}
     ${mayAct("operate") ? html`<h2>Create a topic or channel</h2><p class="quiet">So that no message is missed because consumers come later: nodes that get the topic create its channels with it.</p><${CreateForm} onDone=${reload} />` : null}
     <h2>Inactive topics</h2>
     ${inactive.length ? html`<p class="quiet">${inactive.length === 1 ? "One topic" : `${exact(inactive.length)} topics`} that nsqlookupd knows and no node has.</p><${Table} label="inactive topics" rows=${shown} name=${(row) => row.topic} columns=${[

@@ -1,6 +1,6 @@
 // The cluster at a glance: what is wrong first, then totals with their past, one chart, and the topics.
 import { html, useApi, useScope, A, count, rate, topicPath } from "../lib.js";
-import { Chart, Empty, Failure, FirstPublish, Level, List, Missing, Problems, Ranges, Sparkline, Stat, Label, useHistory, useRange, useTitle } from "../ui.js";
+import { Chart, Empty, Failure, FirstPublish, Level, List, Missing, Problems, Ranges, Sparkline, Stat, Label, counted, rated, useHistory, useRange, useTitle } from "../ui.js";
 
 export const RATES = [{ key: "published", title: "published", colour: "accent" }, { key: "delivered", title: "delivered", colour: "blue" }];
 export const DEPTH = [{ key: "depth", title: "depth", colour: "grey-series", area: true }];
@@ -40,15 +40,15 @@ const spark = (drawn, row, series, colour) => html`<${Sparkline} values=${drawn[
 export function TopicList({ limit = 100 }) {
   const columns = (drawn) => [
     { key: "topic", title: "Topic", main: true, render: (row) => html`${row.trouble ? html`<${Level} level=${row.trouble} words=${false} /> ` : null}<${A} to=${topicPath(row.topic)} title=${row.topic}>${row.topic}</${A}>${row.paused ? html` <${Label} kind="amber">paused</${Label}>` : null}` },
-    { key: "published", title: "Published", num: true, render: (row) => rate(row.published) },
+    rated("published", "Published"),
     { key: "spark-published", title: "", sort: null, card: false, spark: true, render: (row) => spark(drawn, row, "published") },
-    { key: "depth", title: "Depth", num: true, render: (row) => count(row.depth) },
+    counted("depth", "Depth"),
     { key: "spark-depth", title: "", sort: null, card: false, spark: true, render: (row) => spark(drawn, row, "depth", "grey") },
-    { key: "delivered", title: "Delivered", num: true, card: false, render: (row) => rate(row.delivered) },
-    { key: "in_flight", title: "In flight", num: true, card: false, render: (row) => count(row.in_flight) },
-    { key: "requeued", title: "Requeued", num: true, card: false, render: (row) => rate(row.requeued) },
-    { key: "channels", title: "Channels", num: true, card: false, render: (row) => count(row.channels) },
-    { key: "clients", title: "Clients", num: true, card: false, render: (row) => count(row.clients) },
+    rated("delivered", "Delivered", { card: false }),
+    counted("in_flight", "In flight", { card: false }),
+    rated("requeued", "Requeued", { card: false }),
+    counted("channels", "Channels", { card: false }),
+    counted("clients", "Clients", { card: false }),
   ];
   return html`<${List} path="/topics" label="topics" columns=${columns} name=${(row) => row.topic} limit=${limit} sparks=${{ kind: "topic", series: ["published", "depth"] }}
     empty=${html`<${Empty} title="No topics yet"><p>A topic begins with its first message. Publish one:</p>

@@ -1,9 +1,10 @@
 // The list of topics, and one topic: its numbers, channels, nodes, consumers, readers and settings.
 import { html, useApi, useScope, useState, useStore, A, Ago, address, bytes, channelPath, count, go, may, mayAct, nodePath, rate, topicPath } from "../lib.js";
-import { Actions, Chart, Command, Crumbs, Empty, Label, Level, Loading, Missing, Problems, Quantiles, Ranges, Stat, Table, Tabs, Unknown, useHistory, useRange, useTitle } from "../ui.js";
+import { Actions, Chart, Command, Crumbs, Empty, Label, Level, Loading, Missing, Problems, Quantiles, Ranges, Stat, Table, Tabs, Unknown, counted, rated, sized, useHistory, useRange, useTitle } from "../ui.js";
 import { DEPTH, RATES, TopicList } from "./overview.js";
 import { Settings } from "./settings.js";
 import { ClientList } from "./clients.js";
+import { QueriesOf } from "./pipelines.js";
 import { CreateForm, PublishDialog } from "./forms.js";
 
 export function Topics() {
@@ -73,9 +74,10 @@ export function Topic({ topic }) {
       <${Chart} title="In flight and deferred" series=${FLOW} data=${past} /><${Chart} title="Failed deliveries per second" series=${FAILED} data=${past} format=${rate} /></div>
     <${Quantiles} e2e=${data.e2e} />
     <h2>Nodes</h2><${NodePart} rows=${nodes} topic=${topic} onDone=${reload} />
+    <${QueriesOf} topic=${topic} />
     ${data.readers?.length ? html`<h2>Readers of the log</h2><${Table} label="readers" name=${(one) => one.reader + one.node} rows=${data.readers} columns=${[
-      { key: "reader", title: "Reader", main: true, render: (one) => html`<${A} to="/pipelines">${one.reader}</${A}>` }, { key: "node", title: "Node", card: false, render: (one) => html`<${A} to=${nodePath(one.node)}>${one.node}</${A}>` },
-      { key: "lag", title: "Lag", num: true, render: (one) => count(one.lag) }, { key: "bytes", title: "Held for it", num: true, render: (one) => bytes(one.bytes) },
+      { key: "reader", title: "Reader", main: true, render: (one) => html`<${A} to="/pipelines" query=${{ topic }}>${one.reader}</${A}>` }, { key: "node", title: "Node", card: false, render: (one) => html`<${A} to=${nodePath(one.node)}>${one.node}</${A}>` },
+      counted("lag", "Lag"), sized("bytes", "Held for it"),
       { key: "moved", title: "Moved", num: true, render: (one) => html`<${Ago} at=${one.moved} />` }]} />` : null}`;
 }
 
@@ -90,14 +92,14 @@ export function ChannelTable({ rows, topic }) {
   const shown = query.channels === "all" ? sorted : sorted.slice(0, 200);
   return html`<${Table} label="channels" sort=${sort} onSort=${setSort} rows=${shown} name=${(row) => row.channel} columns=${[
     { key: "channel", title: "Channel", main: true, render: (row) => html`${row.trouble ? html`<${Level} level=${row.trouble} words=${false} /> ` : null}<${A} to=${channelPath(row.topic || topic, row.channel)}>${row.channel}</${A}>${row.paused ? html` <${Label} kind="amber">paused</${Label}>` : null}` },
-    { key: "clients", title: "Consumers", num: true, render: (row) => count(row.clients) },
-    { key: "depth", title: "Depth", num: true, render: (row) => count(row.depth) },
+    counted("clients", "Consumers"),
+    counted("depth", "Depth"),
     { key: "growth", title: "Growth", num: true, card: false, hint: "Change of the depth, over the last minute", render: (row) => (row.growth > 0.05 ? `+${rate(row.growth)}` : rate(row.growth)) },
-    { key: "delivered", title: "Delivered", num: true, render: (row) => rate(row.delivered) },
-    { key: "in_flight", title: "In flight", num: true, render: (row) => count(row.in_flight) },
-    { key: "deferred", title: "Deferred", num: true, card: false, render: (row) => count(row.deferred) },
-    { key: "requeue_count", title: "Requeues", num: true, card: false, render: (row) => count(row.requeue_count) },
-    { key: "timeout_count", title: "Timeouts", num: true, card: false, render: (row) => count(row.timeout_count) },
+    rated("delivered", "Delivered"),
+    counted("in_flight", "In flight"),
+    counted("deferred", "Deferred", { card: false }),
+    counted("requeue_count", "Requeues", { card: false }),
+    counted("timeout_count", "Timeouts", { card: false }),
     { key: "dead_lettered_count", title: "Dead", num: true, card: false, render: (row) => (row.dead_lettered_count ? html`<${A} to="/dead" query=${{ topic: row.topic || topic, channel: row.channel }}>${count(row.dead_lettered_count)}</${A}>` : count(row.dead_lettered_count)) },
   ]} empty=${html`<${Empty} title="No channels yet"><p>A channel begins with its first consumer, and gets everything that the topic has kept for it. On the command line:</p>
     <${Command}>${`nsq_tail --topic ${topic} --channel tail --nsqd-tcp-address 127.0.0.1:4150`}</${Command}></${Empty}>`} />`;
@@ -107,12 +109,12 @@ export function NodePart({ rows, topic, channel, onDone }) {
   const columns = [
     { key: "node", title: "Node", main: true, render: (row) => html`<${A} to=${nodePath(row.node)}>${row.hostname || row.node}</${A}>${row.paused ? html` <${Label} kind="amber">paused</${Label}>` : null}` },
     { key: "address", title: "Address", card: false, render: (row) => row.node },
-    { key: "depth", title: "Depth", num: true, render: (row) => count(row.depth) },
-    { key: "backend_depth", title: "On disk only", num: true, card: false, render: (row) => count(row.backend_depth) },
-    { key: "in_flight", title: "In flight", num: true, render: (row) => count(row.in_flight) },
-    { key: "deferred", title: "Deferred", num: true, card: false, render: (row) => count(row.deferred) },
-    { key: "message_count", title: "Messages", num: true, render: (row) => count(row.message_count) },
-    channel ? { key: "clients", title: "Consumers", num: true, render: (row) => count(row.clients) } : { key: "channels", title: "Channels", num: true, render: (row) => count(row.channels) },
+    counted("depth", "Depth"),
+    counted("backend_depth", "On disk only", { card: false }),
+    counted("in_flight", "In flight"),
+    counted("deferred", "Deferred", { card: false }),
+    counted("message_count", "Messages"),
+    channel ? counted("clients", "Consumers") : counted("channels", "Channels"),
     !channel && mayAct("admin") && { key: "tombstone", title: "", num: true, card: false, render: (row) => html`<${Actions} small items=${[{ action: "tombstone_topic_producer", topic, node: row.node }]} onDone=${onDone} />` },
   ].filter(Boolean);
   return html`<${Table} label="nodes" rows=${rows} name=${(row) => row.node} columns=${columns} empty=${html`<p class="quiet">On no node.</p>`} />`;

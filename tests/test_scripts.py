@@ -1,0 +1,74 @@
+"""The scripts of the repository, as far as they can be tried without building or installing anything."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import os
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SCRIPTS = sorted(path for path in (ROOT / "scripts").iterdir() if path.is_file() and os.access(path, os.X_OK))
+#: A guard against hanging, nowhere a measure.
+PATIENCE = 60
+
+
+@pytest.mark.parametrize("flag", ["-h", "--help"])
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_every_script_tells_what_it_is_for_and_does_nothing(script: Path, flag: str, tmp_path: Path) -> None:
+    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
+    environment = os.environ | {"PATH": path, "TMPDIR": str(tmp_path), "PYTHONDONTWRITEBYTECODE": "1"}
+    done = subprocess.run(
+        [str(script), flag],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
+    )
+    assert (done.returncode, done.stderr) == (0, "")
+    assert script.name in done.stdout and len(done.stdout.splitlines()) > 3
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_check_refuses_an_option_that_it_does_not_know() -> None:
+    words = [str(ROOT / "scripts" / "check"), "--nodocs"]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == "check: there is one option, --no-docs, and not '--nodocs'\n"
+
+
+@pytest.fixture(scope="module")
+def release() -> ModuleType:
+    loader = importlib.machinery.SourceFileLoader("release", str(ROOT / "scripts" / "release"))
+    spec = importlib.util.spec_from_loader("release", loader)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    loader.exec_module(module)
+    return module
+
+
+def test_a_release_deletes_the_files_of_the_last_one_alone(release: ModuleType, tmp_path: Path) -> None:
+    names = ["flintmq-1.0-cp311-cp311-linux_x86_64.whl", "flintmq-1.0.tar.gz", "flintmq-1.0.cdx.json", "SHA256SUMS"]
+    for name in names:
+        (tmp_path / name).write_text("old")
+    release.empty(tmp_path)
+    assert list(tmp_path.iterdir()) == []
+    release.empty(tmp_path / "new" / "folder")
+    assert (tmp_path / "new" / "folder").is_dir()
+
+
+@pytest.mark.parametrize("other", ["thesis.txt", "flintmq-notes", "SHA256SUMS/x", "flintmq-1.0.tar.gz/x"])
+def test_a_release_spares_a_folder_with_other_files(release: ModuleType, tmp_path: Path, other: str) -> None:
+    (tmp_path / "flintmq-0.9.tar.gz").write_text("old")
+    (tmp_path / other).parent.mkdir(exist_ok=True)
+    (tmp_path / other).write_text("mine")
+    with pytest.raises(SystemExit, match="which is no file of a release: choose another folder with --to"):
+        release.empty(tmp_path)
+    assert (tmp_path / other).read_text() == "mine" and (tmp_path / "flintmq-0.9.tar.gz").exists()
