@@ -6,6 +6,7 @@ It uses its own pytest plugin, also where flintmq runs from its source and is no
 from __future__ import annotations
 
 import logging
+import signal
 from collections.abc import Generator
 
 import pytest
@@ -22,6 +23,18 @@ settings.load_profile("no deadline")
 def pytest_configure(config: pytest.Config) -> None:
     if not config.pluginmanager.hasplugin("flintmq"):
         config.pluginmanager.register(flintmq.testing, "flintmq")
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call() -> Generator[None, object, object]:
+    """A program that runs in this process leaves its handlers behind: the next test's signals are not for it."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        return (yield)
+    finally:
+        for number, handler in before.items():
+            if handler is not None and signal.getsignal(number) is not handler:
+                signal.signal(number, handler)
 
 
 @pytest.hookimpl(wrapper=True)

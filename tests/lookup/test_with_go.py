@@ -52,7 +52,9 @@ class Running:
     async def says(self, pattern: str) -> str:
         deadline = time.monotonic() + PATIENCE
         while (found := re.search(pattern, self.output)) is None:
-            assert time.monotonic() < deadline and self.process.returncode is None, self.output
+            # The end of a process may be known before its last words are read.
+            ended = all(reader.done() for reader in self._readers)
+            assert time.monotonic() < deadline and not ended, self.output
             await asyncio.sleep(0.005)
         return found[found.lastindex or 0]
 

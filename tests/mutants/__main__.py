@@ -27,6 +27,7 @@ from pathlib import Path
 
 from tests.mutants import generic
 from tests.mutants.catalog import ROOT, Mutant, mutants
+from tests.support.revision import ENGINE, revision
 
 
 def say(line: str) -> None:
@@ -101,7 +102,8 @@ def main() -> int:
     parser.add_argument("--results", help="with --generic: append figures to this file, and go on where it ends")
     arguments = parser.parse_args()
     if arguments.generic:
-        return generic.run(arguments.names, arguments.results, arguments.seconds, say)
+        commit = revision(*ENGINE, "tests/simulation", "tests/mutants", *generic.MACHINES)
+        return generic.run(arguments.names, arguments.results, commit, arguments.seconds, say)
     chosen = [mutant for mutant in mutants() if not arguments.names or mutant.name in arguments.names]
     unknown = set(arguments.names) - {mutant.name for mutant in chosen}
     if unknown:
