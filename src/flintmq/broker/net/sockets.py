@@ -32,7 +32,8 @@ logger = logging.getLogger(__name__)
 _ROUNDS = 16
 TURN_SECONDS = 0.002
 _MOST_EVENTS = 256
-_READABLE = select.EPOLLIN
+#: Of epoll. This module is also imported where there is none.
+_READABLE: int = getattr(select, "EPOLLIN", 1)
 _ACCEPT_AT_ONCE = 64
 #: What one system call takes.
 _MOST_PARTS = 1000
