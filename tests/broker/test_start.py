@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import errno
+import os
 import random
 import socket
 import subprocess
@@ -417,3 +418,44 @@ async def test_a_broker_in_a_program_creates_its_folder(tmp_path: Path) -> None:
     with pytest.raises(StartError, match=r"failed to lock data-path: open .*made"):
         async with Broker(data_path=tmp_path / "no" / "made"):
             pass
+
+
+#: A message that goes in and out, on a system that lacks what macOS lacks.
+ELSEWHERE = """
+import os, select, time
+
+for module, names in (
+    (select, [name for name in vars(select) if name.startswith(("EPOLL", "epoll", "POLLRDHUP"))]),
+    (os, ["posix_fallocate", "posix_fadvise", "fdatasync", "sched_getaffinity", "copy_file_range", "pipe2"]),
+    (time, ["CLOCK_BOOTTIME"]),
+):
+    for name in names:
+        if hasattr(module, name):
+            delattr(module, name)
+
+import asyncio, sys
+from flintmq.broker.daemon import Broker
+from support.nsq_client import NsqClient
+
+async def main():
+    async with Broker(data_path=sys.argv[1], disk_reserve=0) as broker, NsqClient.to(broker.tcp_address) as client:
+        await client.publish("t", b"one")
+        await client.subscribe("t", "c", ready=1)
+        print((await client.message()).body)
+
+asyncio.run(main())
+"""
+
+
+def test_a_system_without_epoll_is_started_on(tmp_path: Path) -> None:
+    tests = Path(__file__).parents[1]
+    path = os.pathsep.join([str(tests), str(tests.parent / "src"), os.environ.get("PYTHONPATH", "")])
+    done = subprocess.run(
+        [sys.executable, "-c", ELSEWHERE, tmp_path],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"PYTHONPATH": path},
+        timeout=60,
+        check=False,
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (0, "b'one'\n", "")

@@ -121,7 +121,7 @@ class Clients:
             body = await self._upstream.raw("GET", "nsqd", address, "stats", query)
             try:
                 return msgspec.json.decode(body, type=_Stats)
-            except (msgspec.MsgspecError, RecursionError) as exc:
+            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as exc:
                 raise UpstreamError(f"invalid answer of {address}: {exc}") from exc
 
         answers = await many(addresses, ask)

@@ -232,7 +232,7 @@ class NsqApi:
         status, _, body = await self._ask_graphite("/render", query)
         try:
             series = msgspec.json.decode(body) if status == 200 else None
-        except msgspec.MsgspecError:
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
             series = None
         if not isinstance(series, list):
             raise HttpError(500, "INTERNAL_ERROR")
@@ -321,7 +321,7 @@ class NsqApi:
         if key == "nsqlookupd_http_addresses":
             try:
                 addresses = msgspec.json.decode(body, type=list[str])
-            except msgspec.MsgspecError:
+            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
                 raise HttpError(400, "INVALID_VALUE") from None
             if self._admin.upstream.has_tokens and not {*addresses} <= {*self._admin.cluster.lookupds}:
                 # Whoever chooses the nsqlookupds, and with them the nodes, is shown their tokens.

@@ -120,7 +120,7 @@ class Upstream:
         try:
             answer = msgspec.json.decode(body) if body else {}
             check(kind, path, answer)
-        except (msgspec.MsgspecError, RecursionError) as exc:
+        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as exc:
             raise UpstreamError(f"invalid answer of {address}: {exc}") from exc
         return answer
 
@@ -267,7 +267,7 @@ def client_tls(options: NsqadminOptions) -> ssl.SSLContext | bool:
 def _https_port(body: bytes) -> int:
     try:
         port = msgspec.json.decode(body, type=dict[str, Any]).get("https_port")
-    except msgspec.MsgspecError:
+    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
         return 0
     return port if isinstance(port, int) and 0 < port < 65_536 else 0
 

@@ -435,7 +435,7 @@ async def lookupd_topics(
                     answer = msgspec.json.decode(await response.read(), type=dict[str, Any])
                     data = answer.get("data") if "status_code" in answer else answer
                     topics.update((data or {}).get("topics") or ())
-            except (aiohttp.ClientError, OSError, TimeoutError, msgspec.MsgspecError) as exc:
+            except (aiohttp.ClientError, OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as exc:
                 failures[address] = str(exc) or type(exc).__name__
 
         await asyncio.gather(*map(ask, addresses))

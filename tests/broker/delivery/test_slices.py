@@ -578,6 +578,40 @@ async def test_a_fleet_of_lost_consumers_is_one_walk_in_slices(start_broker: Sta
     assert not any(channel.attempts[seq] != 1 for seq in channel.requeued)
 
 
+@pytest.mark.parametrize("back", [False, True], ids=["emptied", "sought"])
+async def test_what_lost_consumers_held_is_no_longer_theirs_after_a_change(
+    start_broker: StartBroker, back: bool
+) -> None:
+    """It is emptied, or sought back, between two slices of giving back: nothing is taken from those who stay."""
+    broker = await start_broker(requeue_on_disconnect=True, max_rdy_count=100)
+    lost, other = Client(broker), Client(broker)
+    await lost.subscribe("t", "c", 20)
+    channel = broker.topics["t"].channels["c"]
+    publish(channel.topic, 20)
+    await quiet(broker)
+    for message in lost.messages:
+        # Not its first delivery any more.
+        lost.requeue(message)
+    await quiet(broker)
+    await other.subscribe("t", "c")
+    with small_slices(3):
+        lost.hang_up()
+        await until(lambda: channel.requeue_count > 20)
+        assert channel.requeue_count < 40
+        channel.seek(channel.topic.log.first if back else channel.seen)
+        other.ready(5)
+        await until(lambda: channel.giving_back is None or not channel.giving_back.busy)
+        await quiet(broker)
+    assert other.session.in_flight == channel.in_flight_count == (5 if back else 0)
+    finished = 0
+    while messages := other.messages:
+        other.take()
+        other.finish(*messages)
+        finished += len(messages)
+        await quiet(broker)
+    assert (finished, channel.depth, channel.in_flight_count, other.errors) == (20 if back else 0, 0, 0, [])
+
+
 async def test_a_sample_of_very_many_small_messages_takes_several_turns(
     broker: Broker, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -561,12 +561,39 @@ class BrokerMachine(RuleBasedStateMachine):
             self.channel(topic, channel).empty()
 
         self.run(empty())
+        self.emptied(topic, channel)
+
+    def emptied(self, topic: str, channel: str) -> None:
         for entry in self.model(topic, channel).entries.values():
             entry.place, entry.owner = FINISHED, None
         for consumer in self.consumers:
             if (consumer.topic, consumer.channel) == (topic, channel):
                 consumer.held.clear()
         self.operated()
+
+    @precondition(lambda self: any(c.held for c in self.consumers))
+    @rule(random=some, turns=st.integers(0, 6), touch=st.booleans())
+    def hang_up_and_empty(self, random: Any, turns: int, touch: bool) -> None:
+        """The channel is emptied while what a lost consumer held is being put back, and perhaps sent to others."""
+        lost = random.choice([c for c in self.consumers if c.held])
+        self.consumers.remove(lost)
+
+        async def lose_and_empty() -> None:
+            for message in lost.held.values() if touch else ():
+                # Kept in another place from now on.
+                lost.client.touch(message)
+            lost.client.hang_up()
+            await until(lambda: lost.client.transport.lost)
+            for _ in range(turns):
+                await asyncio.sleep(0)
+            self.channel(lost.topic, lost.channel).empty()
+
+        self.run(lose_and_empty())
+        for consumer in self.consumers:
+            if (consumer.topic, consumer.channel) == (lost.topic, lost.channel):
+                assert consumer.client.errors == []
+                consumer.client.take()
+        self.emptied(lost.topic, lost.channel)
 
     @precondition(lambda self: self.all_channels())
     @rule(random=some, where=st.sampled_from(["earliest", "latest", "somewhere"]))

@@ -646,6 +646,29 @@ async def test_a_setting_that_changes_is_told_to_those_who_asked(http: tuple[Bro
     assert (before.log_level, before.nsqlookupd_tcp_addresses) == ("info", ())
 
 
+@pytest.mark.parametrize(
+    ("method", "target", "field", "code"),
+    [
+        ("POST", "/pipeline/report", b"id", "INVALID_REPORT"),
+        ("POST", "/stage/open", b"producer", "INVALID_BODY"),
+        ("PUT", "/topic/config?topic=*", b"ttl", "INVALID_SETTING"),
+        ("PUT", "/config/nsqlookupd_tcp_addresses", b"", "INVALID_VALUE"),
+    ],
+)
+@pytest.mark.parametrize(
+    "value",
+    [b'"\xff"', b'"a\xc3(b"', b'{"a":' * 3_000, b"[" * 12_000],
+    ids=["no text", "broken text", "objects", "lists"],
+)
+async def test_json_that_no_program_would_send_is_the_clients_mistake(
+    http: tuple[Broker, HttpClient], method: str, target: str, field: bytes, code: str, value: bytes
+) -> None:
+    _, client = http
+    body = b"[%s]" % value if target.startswith("/config") else b'{"%s": %s}' % (field, value)
+    answer = await client.ask(method, target, body)
+    assert (answer.status, answer.message.partition(":")[0]) == (400, code)
+
+
 async def test_info_tells_where_the_broker_really_is(way: Way) -> None:
     broker, connect = await way()
     async with connect() as client:

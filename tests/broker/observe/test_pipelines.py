@@ -111,6 +111,14 @@ def test_anything_else_is_refused(body: bytes) -> None:
         read_report(body)
 
 
+@given(st.sampled_from(["id", "name", "state", "error", "topics", "readers"]), st.integers(0x80, 0xFF))
+def test_bytes_that_are_no_text_are_refused(field: str, byte: int) -> None:
+    value = "a?b" if field not in ("topics", "readers") else ["a?b"]
+    body = json.dumps({"id": "q", "at": 1, field: value}).encode()
+    with pytest.raises(OptionError):
+        read_report(body.replace(b"?", bytes([byte])))
+
+
 def test_depth_without_end_is_refused() -> None:
     with pytest.raises(OptionError):
         read_report(b'{"id":"q","at":1,"x":' + b"[" * 8000)

@@ -69,11 +69,11 @@ class GiveBack(Steps):
             at += LOOK_AT_ONCE
             yield
         # Not before: first deliveries may have become unusual ones meanwhile.
-        unusual = channel.unusual
-        seqs = list(unusual) if left > 0 else []
+        seqs = list(channel.unusual) if left > 0 else []
         for start in range(0, len(seqs), LOOK_AT_ONCE):
             for seq in seqs[start : start + LOOK_AT_ONCE]:
-                message = unusual.get(seq)
+                # Asked of the channel each time: it may have been emptied since, and sought back.
+                message = channel.unusual.get(seq)
                 if message is not None and message.owner in gone:
                     channel.give_back(seq)
             yield

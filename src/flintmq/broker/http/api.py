@@ -422,7 +422,7 @@ class Api:
         if key == "nsqlookupd_tcp_addresses":
             try:
                 addresses = msgspec.json.decode(body, type=list[str] | None)
-            except msgspec.DecodeError as exc:
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
                 raise HttpError(400, "INVALID_VALUE") from exc
             self._broker.change_options(nsqlookupd_tcp_addresses=tuple(addresses or ()))
         elif key == "log_level":

@@ -60,7 +60,7 @@ def routes(broker: Broker) -> list[Route]:
 def _object(body: bytearray) -> dict[str, Any]:
     try:
         return msgspec.json.decode(body, type=dict[str, Any])
-    except msgspec.DecodeError as exc:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
         raise HttpError(400, f"INVALID_SETTING: the body must be a JSON object of settings - {exc}") from exc
 
 

@@ -123,7 +123,7 @@ class _StageApi:
             body = await request.body(CALL_BYTES)
             try:
                 asked = decoder.decode(body)
-            except msgspec.DecodeError as exc:
+            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
                 raise HttpError(400, f"INVALID_BODY: {exc}") from exc
             _check_producer(asked.producer)
             self._check_node(asked.node)

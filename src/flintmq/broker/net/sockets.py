@@ -32,7 +32,9 @@ logger = logging.getLogger(__name__)
 _ROUNDS = 16
 TURN_SECONDS = 0.002
 _MOST_EVENTS = 256
-_READABLE = select.EPOLLIN
+#: Events of epoll. This module is also imported where there is none.
+_READABLE: int = getattr(select, "EPOLLIN", 1)
+_HUNG_UP: int = getattr(select, "EPOLLERR", 8) | getattr(select, "EPOLLHUP", 16)
 _ACCEPT_AT_ONCE = 64
 #: What one system call takes.
 _MOST_PARTS = 1000
@@ -192,10 +194,8 @@ class SocketTransport(asyncio.Transport):
 
     def receive(self) -> None:
         """Let the protocol read from the socket. Never raises: an error in the protocol closes this connection."""
-        if self._lost:
-            return
-        if not self._reading:
-            self._hung_up()
+        if self._lost or not self._reading:
+            # It was readable when it was asked about, and since then its session has stopped reading.
             return
         try:
             self.protocol.receive()
@@ -208,8 +208,13 @@ class SocketTransport(asyncio.Transport):
         except Exception:
             self.broken()
 
-    def _hung_up(self) -> None:
-        """Handle the event of a socket that is not read: only an error or the peer's hang-up is reported then."""
+    def hung_up(self) -> None:
+        """Handle an error or the peer's hang-up: they are also reported of a socket that is not read."""
+        if self._lost:
+            return
+        if self._reading:
+            self.receive()
+            return
         if self._unsent or self._closing:
             self.fail(ConnectionResetError(errno.ECONNRESET, "the peer is gone"))
             return
@@ -435,7 +440,9 @@ class Poller:
                         lanes.append(lane)
                     arrived.append((protocol, transport))
                     continue
-                if event & ~select.EPOLLOUT:
+                if event & _HUNG_UP:
+                    transport.hung_up()
+                elif event & _READABLE:
                     transport.receive()
                 if event & select.EPOLLOUT:
                     transport.flush()

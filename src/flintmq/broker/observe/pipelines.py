@@ -70,7 +70,7 @@ def read_report(body: bytes | bytearray) -> Report:
     """Return the report in a body. OptionError says what is wrong with it."""
     try:
         report = _decoder.decode(body)
-    except (msgspec.DecodeError, RecursionError) as exc:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
         raise OptionError(f"the body must be the JSON of a report - {exc}") from exc
     for topic in (*report.topics, *report.writes):
         if not valid_name(topic):

@@ -160,7 +160,7 @@ def _checked(path: Path, body: bytes) -> State:
     """Return what a state file says. FormatError if it is no state, or names a file that is not in its folder."""
     try:
         state = _decoder.decode(body)
-    except msgspec.MsgspecError as exc:
+    except (msgspec.MsgspecError, UnicodeDecodeError) as exc:
         raise FormatError(f"{path} cannot be understood - {exc}") from exc
     for found in state.sets.values():
         for attempt, _, _ in found.winners:

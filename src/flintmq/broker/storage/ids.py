@@ -130,7 +130,7 @@ class NodeIds:
         fd = self._disk.open(path)
         try:
             self._record = msgspec.json.decode(self._disk.read(fd, self._disk.size(fd), 0), type=_Record)
-        except msgspec.MsgspecError as exc:
+        except (msgspec.MsgspecError, UnicodeDecodeError) as exc:
             logger.error("NSQ: %s is damaged and is made again from the messages - %s", path, exc)
         finally:
             self._disk.close_file(fd)
