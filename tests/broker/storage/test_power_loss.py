@@ -9,6 +9,7 @@ import pytest
 
 from flintmq.broker.storage import journal as journal_module
 from flintmq.broker.storage import log as log_module
+from flintmq.protocol.wire import encode_mpub
 from support.fakes import FakeClock
 from support.power_loss import (
     EXHAUSTIVE,
@@ -21,6 +22,7 @@ from support.power_loss import (
     frozen_time,
     inspect,
     losses,
+    pub,
     try_every_call,
     unexpected,
 )
@@ -82,8 +84,12 @@ async def test_power_loss_may_cost_what_was_not_synced_but_no_id_stands_for_two_
 
 
 @pytest.mark.timeout(1800)
-async def test_what_a_start_after_a_kill_offers_survives_the_next_power_loss(tmp_path: Path) -> None:
-    """After kill -9 much may be in the page cache only. Once a start has called it durable it must be."""
+@pytest.mark.parametrize("first", ["kill", "power loss"])
+async def test_what_a_start_after_a_crash_offers_survives_the_next_power_loss(tmp_path: Path, first: str) -> None:
+    """After kill -9 much may be in the page cache only; after a power loss files are left that a start removes.
+
+    Once a start has called something durable it must be, and what it has removed must not come back.
+    """
 
     async def started(disk: SimDisk, ledger: Ledger, clock: FakeClock) -> Contents:
         world = World(disk, clock, ledger, durability="os")
@@ -95,10 +101,45 @@ async def test_what_a_start_after_a_kill_offers_survives_the_next_power_loss(tmp
 
     whole, _, _ = await crash(tmp_path, None, clean=True, durability="os")
     for n in crash_points(whole)[:: 1 if EXHAUSTIVE else 3]:
-        killed, ledger, clock = await crash(tmp_path, n, clean=True, durability="os")
+        ended, ledger, clock = await crash(tmp_path, n, clean=True, durability="os")
         async with frozen_time(clock) as raised:
-            disk = killed.after_kill()
+            disk = ended.after_kill() if first == "kill" else ended.after_power_loss(n)
             before = await started(disk, ledger, clock)
-            for loss in losses(n):
+            # Nothing at all of what the start did and did not sync, or any of it.
+            for loss in dict.fromkeys(["none", *losses(n)]):
                 assert await started(disk.after_power_loss(loss), ledger, clock) == before, f"call {n}, {loss}"
         assert unexpected(raised) == []
+
+
+@pytest.mark.parametrize("part", [0.7, 0.9, 0.9999])
+async def test_a_file_that_a_start_removes_does_not_come_back(tmp_path: Path, part: float) -> None:
+    """The end of its batch is missing. A start calls all before its own seqs durable, and durable batches are whole."""
+
+    async def killed(disk: SimDisk) -> Contents:
+        world = World(disk, clock, ledger)
+        await world.start()
+        found = await world.contents()
+        world.broker.kill()
+        await asyncio.sleep(0)
+        return found
+
+    clock, ledger, disk = FakeClock(), Ledger(), SimDisk(tmp_path)
+    async with frozen_time(clock) as raised:
+        world = World(disk, clock, ledger)
+        await world.start()
+        folder = world.broker.topic("t").log.folder
+        assert folder is not None
+        client = world.client()
+        # The first fills a file, the other one is two records in the next.
+        await world.publish(client, pub("t", bytes(30_000)), "t", [])
+        await world.publish(client, encode_mpub(b"t", [bytes(2_500)] * 40), "t", [])
+        world.broker.kill()
+        await asyncio.sleep(0)
+        after = disk.after_power_loss("all")
+        _, path = after.paths(folder, ".seg")
+        content = after.content(path)
+        after.swap(path, content[: int(len(content) * part)])
+        first = await killed(after)
+        assert path not in after.paths(folder)
+        assert await killed(after.after_power_loss("none")) == first
+    assert unexpected(raised) == []

@@ -56,6 +56,7 @@ class Recovery:
         self.salvaged: list[tuple[int, bytes]] = []
         #: The lowest seq that was not removed; None if only the segments tell.
         self.first: int | None = None
+        self._names_changed = False
 
     def run(self, durable: int) -> None:
         """Read the folder. ``durable``: everything before this seq is known to be on the device."""
@@ -70,6 +71,9 @@ class Recovery:
                 firsts.append(int(path.stem, 16))
         for i, path in enumerate(paths):
             self._recover_segment(path, paths[i + 1] if i + 1 < len(paths) else None, durable)
+        if self._names_changed:
+            # All that a start leaves is called durable. A file that came back later would be taken for whole.
+            self._store.sync_folder(self._folder)
         for name in self._disk.names(self._folder):
             # Files of keys are set aside, too: no message was in them.
             if SET_ASIDE.fullmatch(name) is not None:
@@ -105,10 +109,10 @@ class Recovery:
             self._disk.close_file(fd)
             if later is None and size < FILE_HEADER:
                 # The power went while it was made: nothing was in it.
-                self._disk.remove(path)
+                self._remove(path)
                 return
             logger.error("LOG(%s): the header of %s is damaged, the file is set aside", self._name, path)
-            self._disk.rename(path, path.with_suffix(".bad"))
+            self._put_aside(path)
             return
         if sealed:
             if segment.end <= durable:
@@ -208,6 +212,14 @@ class Recovery:
             return
         if lost:
             logger.error("LOG(%s): nothing in %s can be read, it is set aside", self._name, segment.path)
-            self._disk.rename(segment.path, segment.path.with_suffix(".bad"))
+            self._put_aside(segment.path)
         else:
-            self._disk.remove(segment.path)
+            self._remove(segment.path)
+
+    def _remove(self, path: Path) -> None:
+        self._disk.remove(path)
+        self._names_changed = True
+
+    def _put_aside(self, path: Path) -> None:
+        self._disk.rename(path, path.with_suffix(".bad"))
+        self._names_changed = True
