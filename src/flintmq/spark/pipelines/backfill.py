@@ -483,7 +483,7 @@ def run(arguments: argparse.Namespace) -> int:
     status = 0
     if arguments.archive:
         other = Target(common.place_of(arguments, arguments.archive))
-        if other.place == target.place:
+        if other.place.is_inside(target.place) and target.place.is_inside(other.place):
             raise PipelineError("--archive and --to are the same table")
         if format_of(other.place) is None:
             raise PipelineError(f"there is no archive at {other.place}")

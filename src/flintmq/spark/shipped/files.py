@@ -71,6 +71,8 @@ class Place:
         if isinstance(where, Place):
             return where
         text = os.fspath(where)
+        if not text:
+            raise PipelineError("a place has no name: give a path, or a URI of file, s3 (s3a), gs, abfss or hdfs")
         found = re.match(r"([A-Za-z][A-Za-z0-9+.-]*):/", text)
         scheme = found[1].lower() if found else ""
         if scheme == "file":
@@ -100,6 +102,11 @@ class Place:
         if self.is_local:
             return self.text
         return f"{_FOR_SPARK.get(self.scheme, self.scheme)}://{self.text.partition('://')[2]}"
+
+    def is_inside(self, other: Place) -> bool:
+        """Is it that folder, or one below it? On a disk by any way that leads there."""
+        one, another = (os.path.realpath(place.text) if place.is_local else place.text for place in (self, other))
+        return f"{one}/".startswith(f"{another}/")
 
     def __truediv__(self, name: str) -> Place:
         return Place(f"{self.text}/{name}", self.options)
