@@ -476,7 +476,8 @@ class DeltaTable(Table):
         return found
 
     def has_rows(self) -> bool:
-        return self._table is not None and self._table.version() > 0 and bool(self._table.file_uris())
+        # Another engine may have made it with its rows, in version 0.
+        return self._table is not None and bool(self._table.file_uris())
 
     def files(self) -> list[DataFile]:
         self._refresh()
