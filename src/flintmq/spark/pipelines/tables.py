@@ -785,8 +785,9 @@ def _partition_values(file: DataFile) -> dict[str, str]:
 def _add_action(file: DataFile, data_change: bool = True) -> Any:
     from deltalake.transaction import AddAction
 
-    noted = {"numRecords": file.rows, "minValues": file.least, "maxValues": file.most}
-    noted["nullCount"] = dict.fromkeys(file.least, 0)
+    # No least and greatest values: deltalake (1.6.6) takes a column that has none, beside others that have some, for
+    # one without rows that fit. A reader has the folders, and what the files themselves say.
+    noted = {"numRecords": file.rows}
     return AddAction(
         path=file.path,  # deltalake quotes it
         size=file.bytes,
@@ -957,6 +958,7 @@ class IcebergTable(Table):
         return found
 
     def make(self, schema: pa.Schema, partitioned: bool) -> None:
+        import pyarrow as pa
         from pyiceberg.exceptions import CommitFailedException
 
         if self._table is None:
