@@ -13,6 +13,7 @@ import io
 import itertools
 import json
 import pickle
+import random
 import shutil
 import uuid
 from collections.abc import Callable, Iterator
@@ -105,6 +106,10 @@ def same(value: Any) -> Any:
     return value
 
 
+def items(value: dict[str, int]) -> list[tuple[str, int]]:
+    return list(value.items())
+
+
 def moment(value: int, unit: int) -> datetime.datetime:
     return EPOCH + datetime.timedelta(microseconds=value * unit)
 
@@ -171,10 +176,12 @@ def avro_type(draw: Any, names: Iterator[int], depth: int) -> Typed:
         )
     if isinstance(inside.schema, list) or inside.schema == "null":
         return inside
+    kind = inside.schema if isinstance(inside.schema, str) else inside.schema.get("name", inside.schema["type"])
     return Typed(
         ["null", inside.schema],
-        st.none() | inside.values,
-        lambda value: None if value is None else inside.becomes(value),
+        # So the writer need not find out which type it is.
+        st.none() | inside.values.map(lambda value: (kind, value)),
+        lambda value: None if value is None else inside.becomes(value[1]),
     )
 
 
@@ -192,26 +199,36 @@ def avro_record(draw: Any, names: Iterator[int], depth: int, least: int = 0) -> 
 
 
 def avro_union(draw: Any, names: Iterator[int], depth: int) -> Typed:
-    """A number, a text and two records, which are only told apart by their names."""
-    first, second = avro_record(draw, names, depth, 1), avro_record(draw, names, depth)
+    """Some types in any order. Two of one kind are only told apart by their names, and one of them may have none."""
+    number = next(names)
+    enumeration = {"type": "enum", "name": f"E{number}", "symbols": ["A", "B"]}
     members = {
         "long": Typed("long", st.integers(-9, 9), same),
-        "string": Typed("string", st.text(max_size=2), same),
-        first.schema["name"]: first,
-        second.schema["name"]: second,
+        "string": Typed("string", st.text(max_size=2) | st.sampled_from("AB"), same),
+        "bytes": Typed("bytes", st.binary(max_size=2), same),
+        "map": Typed({"type": "map", "values": "int"}, st.dictionaries(st.text(max_size=1), st.integers(0, 9)), items),
+        f"E{number}": Typed(enumeration, st.sampled_from("AB"), same),
+        f"X{number}": Typed(
+            {"type": "fixed", "name": f"X{number}", "size": 2}, st.binary(min_size=2, max_size=2), same
+        ),
     }
+    members |= {
+        one.schema["name"]: one for one in (avro_record(draw, names, depth, 1), avro_record(draw, names, depth))
+    }
+    chosen = draw(st.lists(st.sampled_from(sorted(members)), min_size=2, unique=True))
 
-    def tagged(name: str) -> st.SearchStrategy[Any]:
-        return members[name].values.map(lambda value: (name, value) if name.startswith("R") else value)
+    def named(name: str) -> st.SearchStrategy[Any]:
+        # So the writer is told which type it is.
+        return members[name].values.map(lambda value: (name, value))
 
     def becomes(value: Any) -> Any:
         if value is None:
             return None
-        name, value = value if isinstance(value, tuple) else ("long" if isinstance(value, int) else "string", value)
-        return dict.fromkeys(members) | {name: members[name].becomes(value)}
+        name, value = value
+        return dict.fromkeys(chosen) | {name: members[name].becomes(value)}
 
-    schemas = [member.schema for member in members.values()]
-    return Typed(["null", *schemas], st.none() | st.one_of([tagged(name) for name in members]), becomes)
+    schemas = [members[name].schema for name in chosen]
+    return Typed(["null", *schemas], st.none() | st.one_of([named(name) for name in chosen]), becomes)
 
 
 @st.composite
@@ -1060,6 +1077,37 @@ def test_json_is_decoded_whole_or_not_at_all(spark: SparkSession, messages: Mess
     for wrong in (Path("/nowhere/s"), "id NUMBERISH", '{"type": "no"}', None, "a INT, A INT"):
         with pytest.raises(PipelineError):
             decoder("json", schema=wrong)
+
+
+def test_what_follows_an_object_is_not_passed_over(spark: SparkSession) -> None:
+    """Objects and whatever may follow them: decoded if Python's parser takes the body for one object, and only then."""
+    dice = random.Random(7)
+    objects = ['{"id": 1}', '{"id": 2, "in": {"x": [{"y": "}]"}]}}', "{}", "[]", "null", "7", ""]
+    tails = ["", " ", "\n", ",", "]", "}", " rubbish", '"', ",,", "]}", "}]", '}, "end": true}', "\n\n"]
+    texts = {"".join(dice.choices([*objects, *tails], k=dice.randint(1, 4))) for _ in range(500)}
+    expected = {}
+    for text in texts:
+        try:
+            read = json.loads(text)
+        except ValueError:
+            read = None
+        expected[text] = (read.get("id"),) if isinstance(read, dict) else None
+    assert sum(found is not None for found in expected.values()) > 10
+    rows = decode(spark.createDataFrame([(text.encode(),) for text in texts], "value BINARY"), "json", schema="id INT")
+    assert {row["value"].decode(): row["data"] and tuple(row["data"]) for row in rows.collect()} == expected
+
+
+def test_a_field_of_which_a_schema_says_that_it_is_never_null_may_be_missing(spark: SparkSession) -> None:
+    schema = "id BIGINT NOT NULL, l ARRAY<STRUCT<x: INT NOT NULL>>"
+    encode = {"json": lambda value: json.dumps(value).encode(), "msgpack": msgspec.msgpack.encode}
+    for format, encoded in encode.items():
+        bodies = [(encoded(value),) for value in ({"l": [{}]}, {"id": 1, "l": []})]
+        rows = decode(spark.createDataFrame(bodies, "value BINARY"), format, schema=schema)
+        assert sorted(str(row["data"].asDict(True)) for row in rows.collect()) == [
+            "{'id': 1, 'l': []}",
+            "{'id': None, 'l': [{'x': None}]}",
+        ]
+        assert rows.where("data.id IS NULL").count() == 1
 
 
 def test_a_schema_may_be_in_a_file(spark: SparkSession, tmp_path: Path) -> None:

@@ -568,6 +568,12 @@ def test_a_query_that_cannot_run_is_refused_in_a_sentence(
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.parametrize("names", [("a.b", "a_b"), ("a-b", "a.b"), ("Orders", "orders")])
+def test_topics_that_a_query_cannot_tell_apart_are_refused(names: tuple[str, str]):
+    with pytest.raises(PipelineError, match=f"the topics {names[0]} and {names[1]} are both called"):
+        sql.tables(None, dict.fromkeys(names))  # type: ignore[arg-type]
+
+
 def test_an_error_inside_of_spark_comes_out_as_one_line(spark, messages: Messages, tmp_path: Path):
     messages.add(0, 1)
 

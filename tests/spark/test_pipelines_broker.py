@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import random
 import re
@@ -283,6 +284,74 @@ def test_writes_of_a_replay_are_paced(seed: int):
     (first, before), *later = seen
     assert max((after - before) / (last - first) for last, after in later) < 1.1 * rate
     assert rate_from(len(seen) // 3) == pytest.approx(rate, rel=0.035)
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_a_condition_that_leaves_nothing_for_long_does_not_let_the_rest_go_at_once(seed: int):
+    """Any stretches of messages that fit or do not: no write has much more than is due, and little is read twice."""
+    dice = random.Random(seed)
+    rate = dice.choice([2, 100, 5_000])
+    # Messages of each chunk that fit.
+    fits = [rows for _ in range(9) for rows in [dice.choice([0, 0, 1, rate // 2, rate])] * dice.randint(1, 400)]
+    chunks = [replay.Chunk(rate, {})] * len(fits)
+    pace = replay._Pace(rate)
+    at, done, read = 0.0, 0, 0
+    # When rows became visible, and how many had by then.
+    seen = [(0.0, 0)]
+
+    def published(count: int) -> int:
+        nonlocal read
+        read += count
+        return sum(fits[done : done + count])
+
+    under_way = 1
+    while done < len(fits):
+        count = pace.take(chunks[done:], under_way, published)
+        under_way = 0
+        begun = max(at, pace.next)
+        rows = published(count)
+        at = begun + 0.4
+        done += count
+        pace.wrote(begun, at, rows)
+        seen.append((at, seen[-1][1] + rows))
+    assert seen[-1][1] == sum(fits)
+    # A write is of a second, or has half as much again before it is counted.
+    assert max(after - before for (_, before), (_, after) in itertools.pairwise(seen)) <= 1.5 * rate
+    (first, before), *later = seen[1:]
+    assert all(after - before <= 1.1 * rate * (last - first) + 1.5 * rate for last, after in later)
+    assert read < 5 * len(fits) + 100
+
+
+def test_numbers_that_a_crash_left_out_are_no_chunks_of_a_replay(start_node, topic: str):
+    """16 million numbers are missing between two messages: each chunk has as many messages as it says."""
+    node = start_node()
+    hold(node, topic)
+    for number in range(3):
+        publish(node, topic, bodies(100 * number, 100 * number + 100))
+        node.kill()
+        node.start()
+    options = {**network(node), "subscribe": topic}
+    chunks = replay.log_chunks(options, size=30)
+    assert len(chunks) == 10
+    assert [chunk.rows for chunk in chunks] == [30] * 10
+    for chunk, after in itertools.pairwise([*chunks, None]):
+        [(identity, first)], [stop] = chunk.what["first"][topic].items(), chunk.what["stop"][topic].values()
+        assert abs(messages_in({**options, "where": f"offset >= {first} AND offset < {stop}"}) - chunk.rows) <= 30
+        if after is not None:
+            assert after.what["first"][topic][identity] == stop
+    ends = (
+        f"offset >= {chunks[0].what['first'][topic][identity]} AND offset < {chunks[-1].what['stop'][topic][identity]}"
+    )
+    assert messages_in({**options, "where": ends}) == messages_in(options) == 300
+
+
+def test_two_replays_do_not_share_a_checkpoint(tmp_path: Path):
+    """Each would put other chunks into a write, under another key."""
+    notes = [replay._Notes(common.Place.of(tmp_path / "replay"), {}) for _ in range(2)]
+    with notes[0].alone(), pytest.raises(PipelineError, match="another process replays from"), notes[1].alone():
+        pass
+    with notes[1].alone():
+        assert notes[1].begin(list) == []
 
 
 def test_status_tells_of_readers_and_checkpoints(

@@ -143,6 +143,11 @@ def test_values_are_read():
     assert found.starting == Start("time", time=1_769_846_400_000_001_000)
     assert found.spool_flush_interval == 0.02
     assert read(startingTimestamp="1769846400000").starting == Start("time", time=1_769_846_400_000_000_000)
+    # Times that no message has: brokers would not take them for times.
+    for early in ("0001-01-01T00:00:00Z", "1969-12-31T23:59:59Z"):
+        assert read(startingTimestamp=early).starting == Start("time", time=0)
+    for late in ("9999-12-31T00:00:00Z", "9999999999999999"):
+        assert read(startingTimestamp=late).starting == Start("time", time=2**63 - 1)
 
 
 def test_offsets_may_be_short_or_copied_from_a_checkpoint():

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import shutil
+
 import pytest
 
 pytest.importorskip("pyarrow")
@@ -271,6 +273,34 @@ def test_numbers_that_a_crash_left_out_are_no_loss_and_no_empty_batches(planner,
     assert read(found, end, after) == list(range(10, 14))
     last = next_offset(found, after)
     assert read(found, after, last) == list(range(14, 20))
+
+
+def test_a_broker_on_an_older_copy_of_its_data_path_is_told(planner, start_node, topic, tmp_path):
+    """New messages have numbers that the query has read: it would pass over them, and say nothing."""
+    node = start_node()
+    publish(node, topic, range(10))
+    durable(node, topic)
+    node.stop()
+    shutil.copytree(node.data_path, tmp_path / "copy")
+    node.start()
+    publish(node, topic, range(10, 20))
+    found = planner(node, subscribe=topic, startingOffsets="earliest")
+    start = found.initial_offset()
+    end = next_offset(found, start)
+    assert read(found, start, end) == list(range(20))
+    found.commit(end)
+    node.stop()
+    shutil.rmtree(node.data_path)
+    shutil.copytree(tmp_path / "copy", node.data_path)
+    node.start()
+    publish(node, topic, range(100, 105))
+    for again in (found, planner(node, subscribe=topic)):
+        with pytest.raises(DataLossError, match="an older copy of its data path"):
+            next_offset(again, end)
+    careless = planner(node, subscribe=topic, failOnDataLoss="false")
+    after = next_offset(careless, end)
+    assert read(careless, end, after) == [*range(10), *range(100, 105)]
+    assert next_offset(careless, after) == after
 
 
 def test_a_node_that_is_down_stands_still(planner, start_node, topic):

@@ -454,10 +454,12 @@ def test_the_newest_ids_are_known_and_old_ones_forgotten(seed):
     for _ in range(60):
         where = ("topic", source.choice(["node", "other"]))
         numbers = [source.randrange(1000) for _ in range(source.randint(1, 20))]
-        ids = [b"%016x" % number for number in dict.fromkeys(numbers)]
+        # Now and then one is there twice in one read.
+        ids = [b"%016x" % number for number in numbers]
         fresh = newest.fresh(where, b"".join(ids))
-        rows = range(len(ids)) if fresh is None else fresh
-        known = {id for row, id in enumerate(ids) if row not in rows}
+        rows = list(range(len(ids)) if fresh is None else fresh)
+        assert rows == sorted({ids.index(ids[row]) for row in rows}), "each once, the first of its kind, in order"
+        known = set(ids) - {ids[row] for row in rows}
         # The newest are known for sure. The oldest are not; between these it may be either.
         assert known >= {id for id in ids if (where, id) in added[-count:]}
         assert known <= {id for id in ids if (where, id) in added}

@@ -127,6 +127,7 @@ def test_alternatives_beyond_count_become_one_range():
         ("timestamp > now() - INTERVAL 1 FORTNIGHT", "one of microsecond, .* is needed"),
         ("timestamp > now() - INTERVAL MINUTE", "a number of INTERVAL is needed"),
         ("offset = 9223372036854775808", "more than 64 bits"),
+        ("timestamp > now() - INTERVAL 99999999999 WEEKS", "more than 64 bits"),
         ("NOT " * 200 + "offset = 1", "more than 100 brackets"),
         ("topic = 'it''s'", "AND, OR or the end"),
     ],

@@ -13,19 +13,24 @@ import random
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 pa = pytest.importorskip("pyarrow")
 deltalake = pytest.importorskip("deltalake")
 
+import pyarrow.compute as pc  # noqa: E402
+
 from flintmq.errors import PipelineError  # noqa: E402
 from flintmq.spark.pipelines import archive as archiving  # noqa: E402
-from flintmq.spark.pipelines import tables  # noqa: E402
+from flintmq.spark.pipelines import common, replay, tables  # noqa: E402
 from flintmq.spark.pipelines.tables import Table, open_table  # noqa: E402
 from flintmq.spark.shipped import files  # noqa: E402
 from flintmq.spark.shipped.files import DataFile, FileReader, FileWriter, Place  # noqa: E402
@@ -105,6 +110,103 @@ def table(place: Place, format: str) -> Table:
 # --- Ordinary life ----------------------------------------------------------------------------------------------------
 
 
+def test_a_table_that_another_engine_made_with_its_rows_is_not_taken_for_empty(place: Place):
+    """As a copy of an archive is: all rows are in version 0."""
+    deltalake.write_deltalake(place.text, pa.Table.from_batches([rows([1, 2])]), partition_by=["topic"])
+    table = open_table(place)
+    assert table.has_rows()
+    with pytest.raises(PipelineError, match="has rows already"):
+        bring(table, 0)
+
+
+#: What rows of a query may have under the names of an archive's columns.
+KINDS = {
+    "numbers": (pa.int64(), st.integers(-(2**63), 2**63 - 1)),
+    "small numbers": (pa.int32(), st.integers(-5, 5)),
+    "texts": (pa.string(), st.text(max_size=5)),
+    "bytes": (pa.binary(), st.binary(max_size=5)),
+    "fractions": (pa.float64(), st.floats()),
+    "days": (pa.date32(), st.dates()),
+    "times": (pa.timestamp("us", "UTC"), st.datetimes(timezones=st.just(datetime.UTC))),
+    "decimals": (pa.decimal128(9, 2), st.decimals(-999, 999, places=2)),
+    "structs": (pa.struct([("offset", pa.int64())]), st.fixed_dictionaries({"offset": st.integers(-5, 5)})),
+}
+
+
+@st.composite
+def query_rows(draw: Any) -> Any:
+    names = draw(st.lists(st.sampled_from(["offset", "timestamp_ns", "data", "x"]), min_size=1, unique=True))
+    count = draw(st.integers(1, 5))
+    columns = {}
+    for name in names:
+        kind, values = KINDS[draw(st.sampled_from(sorted(KINDS)))]
+        nullable = st.none() | values if draw(st.booleans()) else values
+        columns[name] = pa.array(draw(st.lists(nullable, min_size=count, max_size=count)), kind)
+    return pa.table(columns)
+
+
+def conditions(draw: Any, rows: Any) -> Any:
+    """A condition on a column, with a value that it has or not, if there is an order."""
+    name = draw(st.sampled_from(rows.column_names))
+    field, kind = pc.field(name), rows.schema.field(name).type
+    values = [value for value in rows[name].to_pylist() if value is not None]
+    ways = ["is null", "is valid", *(["=", "<", ">"] if values and not pa.types.is_struct(kind) else [])]
+    way = draw(st.sampled_from(ways))
+    if way.startswith("is"):
+        return field.is_null() if way == "is null" else field.is_valid()
+    value = pa.scalar(draw(st.sampled_from(values)), kind)
+    return {"=": field == value, "<": field < value, ">": field > value}[way]
+
+
+@settings(max_examples=60, deadline=None)
+@given(query_rows(), st.data())
+def test_whatever_readers_ask_for_they_find(wanted: Any, data: st.DataObject):
+    """Of any rows of a query, by any condition: readers pass over files by what the table's log says of them."""
+    with tempfile.TemporaryDirectory() as folder:
+        table = open_table(Place.of(folder))
+        table.make(wanted.schema, False)
+        task = FileWriter(table.place, "a" * 32, wanted.schema, partitioned=False, keeps_topic=False)
+        written = [DataFile(**json.loads(line)) for told in task(wanted.to_batches()) for line in told[0].to_pylist()]
+        table.commit("q", 0, [], written)
+        assert sum(file.rows for file in table.files()) == len(wanted)
+        found = deltalake.DeltaTable(folder).to_pyarrow_dataset()
+        for _ in range(5):
+            condition = conditions(data.draw, wanted)
+            assert len(found.to_table(filter=condition)) == len(wanted.filter(condition)), condition
+
+
+def test_a_reader_of_messages_finds_them_by_any_column(place: Place):
+    table = open_table(place)
+    bring(table, 0)
+    found = deltalake.DeltaTable(place.text).to_pyarrow_dataset()
+    half = datetime.datetime.fromtimestamp(HOUR // 10**9 + 1800, datetime.UTC)
+    assert len(found.to_table(filter=pc.field("timestamp") > half)) == PER_BATCH // 2
+    assert len(found.to_table(filter=pc.field("offset") < 7)) == 7
+    assert len(found.to_table(filter=pc.field("value") == b"x")) == PER_BATCH
+
+
+def nested(kind: Any, how: str) -> Any:
+    return {"list": lambda: pa.list_(kind), "map": lambda: pa.map_(pa.string(), kind), "struct": lambda: kind}[how]()
+
+
+@pytest.mark.parametrize("how", ["struct", "list", "map"])
+def test_fields_that_differ_by_case_alone_are_refused_at_any_depth(table: Table, how: str):
+    """Of one run or of two: Spark could not read the table any more."""
+
+    def schema(*names: str) -> Any:
+        inner = nested(pa.struct([(name, pa.int64()) for name in names]), how)
+        return pa.schema([*SCHEMA, ("data", pa.struct([("x", inner)]))])
+
+    for refused in (schema("id", "ID"), pa.schema([*SCHEMA, ("Value", pa.int64())])):
+        with pytest.raises(PipelineError, match="take for the same: name it alike"):
+            table.make(refused, True)
+    assert table.schema() is None
+    table.make(schema("id"), True)
+    with pytest.raises(PipelineError, match=r"data\.x\..*id.* has data\.x\..*ID"):
+        table.make(schema("ID"), True)
+    table.make(schema("id", "other"), True)
+
+
 def test_a_batch_is_one_commit_that_names_query_number_and_end(table: Table):
     assert bring(table, 0)
     assert bring(table, 1)
@@ -120,7 +222,9 @@ def test_files_say_rows_times_and_folders(table: Table):
     bring(table, 0)
     first, second = sorted(table.files(), key=lambda file: file.path)
     assert first.rows == second.rows == PER_BATCH // 2
-    assert (first.oldest, first.newest) == (HOUR, HOUR + 38)
+    # Delta's log says no more than the hour.
+    assert (first.oldest, first.newest) == (HOUR, HOUR + (38 if table.format == "iceberg" else 3_600_000_000_000 - 1))
+    assert first.is_exact == (table.format == "iceberg")
     assert first.partition == {"topic": "orders", "date": "2026-11-16", "hour": "02"}
     assert second.partition["hour"] == "03"
     assert first.bytes == (Path(table.place.text) / first.path).stat().st_size
@@ -415,7 +519,8 @@ def test_merged_files_hold_the_same_rows_in_the_same_folders(place: Place):
     assert table.compact(MEBIBYTE, LATER) == (0, 0)
     assert offsets(table) == list(range(3 * PER_BATCH))
     first, second = sorted(table.files(), key=lambda file: file.path)
-    assert (first.rows, first.oldest, first.newest) == (60, HOUR, HOUR + 118)
+    exact = files.describe(place, first.path, first.partition)
+    assert (first.rows, exact.oldest, exact.newest) == (60, HOUR, HOUR + 118)
     assert [file.partition["hour"] for file in (first, second)] == ["02", "03"]
     assert read_back(table, [second])[0] == ("orders", 1, "2026-11-16", 3)
     assert bring(table, 3)
@@ -721,6 +826,28 @@ def test_rows_go_to_the_folder_of_their_topic_and_hour(place: Place):
     assert {row["topic"] for row in found if row["offset"] in (6, 7)} == {"a#ephemeral", "2026"}
 
 
+@pytest.mark.parametrize("seed", range(10))
+def test_chunks_of_an_archive_hold_each_message_of_the_time_once(place: Place, seed: int):
+    """Messages with equal times, and a time that ends among them, or at one: all before the end, and no other."""
+    dice = random.Random(seed)
+    times = sorted(HOUR + dice.randrange(5) * 1000 for _ in range(40))
+    table = open_table(place)
+    table.commit("q", 0, end_at(1), write(table, "q-0", rows(list(range(40)), times=times)))
+    begin = datetime.datetime.fromtimestamp(HOUR // 10**9, datetime.UTC)
+    since, until = (begin + datetime.timedelta(microseconds=dice.randrange(*edges)) for edges in ((0, 3), (2, 6)))
+    size = dice.choice([3, 7, 100])
+    chunks = replay.archive_chunks(None, place.text, since=since, until=until, size=size)  # type: ignore[arg-type]
+    messages = [(time, offset) for offset, time in enumerate(times)]
+    found = [
+        message
+        for chunk in chunks
+        for message in messages
+        if tuple(chunk.what["first"]) <= message < tuple(chunk.what["stop"])
+    ]
+    ends = [common.nanoseconds(edge) for edge in (since, until)]
+    assert found == [message for message in messages if ends[0] <= message[0] < ends[1]]
+
+
 def test_a_task_holds_few_files_open_and_few_rows(place: Place, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(files, "_OPEN_FILES", 3)
     monkeypatch.setattr(files, "_ROW_GROUP_BYTES", 100)
@@ -751,6 +878,25 @@ def test_places_are_paths_and_uris(where: str, text: str, for_spark: str | None)
     assert (place.text, place.for_spark) == (text, for_spark or text)
     assert Place.of(place) is place
     assert (place / "x").text == f"{text}/x"
+
+
+@pytest.mark.parametrize(
+    "way", ["{root}/archive", "{root}/x/../archive", "{root}/link", "{root}/archive/_aside", "{root}"]
+)
+def test_messages_are_not_put_aside_into_the_archive_by_any_way(tmp_path: Path, way: str):
+    """The batch would look as if it were in the archive."""
+    (tmp_path / "archive").mkdir()
+    (tmp_path / "x").mkdir()
+    (tmp_path / "link").symlink_to(tmp_path / "archive")
+    aside = archiving.Aside(target=archiving.Target.of(way.format(root=tmp_path)))
+    with pytest.raises(PipelineError, match="one inside of the other"):
+        aside.check(archiving.Target.of(tmp_path / "archive"), is_decoded=True)
+
+
+def test_a_place_without_a_name_is_refused():
+    """As where a variable of the shell is not set: it is not the folder that one happens to be in."""
+    with pytest.raises(PipelineError, match="a place has no name"):
+        Place.of("")
 
 
 def test_other_schemes_are_refused():

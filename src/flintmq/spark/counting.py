@@ -38,8 +38,8 @@ def count(
 
     terms = [_time("since", ">=", since), _time("until", "<", until), _nodes(nodes)]
     given = dict(options)
-    [before] = [value for key, value in given.items() if key.lower() == "where"] or [""]
-    joined = [f"({term})" for term in (before, *terms) if term]
+    before = [value for key, value in given.items() if key.lower() == "where"] or [""]
+    joined = [f"({term})" for term in (before[-1], *terms) if term]
     if joined:
         given = {key: value for key, value in given.items() if key.lower() != "where"}
         given["where"] = " AND ".join(joined)

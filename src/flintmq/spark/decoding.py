@@ -185,28 +185,33 @@ class JsonDecoder(Decoder):
 
     def __call__(self, messages: DataFrame) -> DataFrame:
         from pyspark.sql import functions as f
-        from pyspark.sql.types import StringType, StructType
+        from pyspark.sql.types import BooleanType, StringType, StructType
 
         self._check(messages)
-        corrupt = _free_name("_corrupt_record_", self.schema.names)
         # With a column for corrupt records Spark notes every message that does not fit, and not only broken JSON.
-        wanted = StructType(list(self.schema)).add(corrupt, StringType())
+        corrupt = "corrupt"
+        wanted = StructType().add("body", self.schema).add("end", BooleanType()).add(corrupt, StringType())
         value = f.col("value")
         body = f.expr(f"substring(value, {FRAME + 1})") if self.is_framed else value
-        parsed = f.from_json(body.cast("string"), wanted, {"mode": "PERMISSIVE", "columnNameOfCorruptRecord": corrupt})
+        # Spark's parser stops behind the first object: what follows in a body must not be passed over.
+        text = f.concat(f.lit('{"body":'), body.cast("string"), f.lit(',"end":true}'))
+        parsed = f.from_json(text, wanted, {"mode": "PERMISSIVE", "columnNameOfCorruptRecord": corrupt})
         name = _free_name("_decoded", messages.columns)
         framed = (
             f.expr(f"length(value) >= {FRAME} AND substring(value, 1, 1) = X'00'") if self.is_framed else f.lit(True)
         )
-        fits = f.col(name).isNotNull() & f.col(f"{name}.{corrupt}").isNull()
+        fits = f.col(f"{name}.body").isNotNull() & f.col(f"{name}.end") & f.col(f"{name}.{corrupt}").isNull()
         error = (
             f.when(value.isNull(), NO_BODY)
             .when(~framed, UNFRAMED)
             # A cast makes replacement characters out of bytes that are not UTF-8: the JSON may still be well-formed.
             .when(~f.is_valid_utf8(body), "the body is not UTF-8")
-            .when(~fits, "the body is no JSON object, or has a value of another type than the schema's")
+            .when(
+                ~f.coalesce(fits, f.lit(False)),
+                "the body is no JSON object, or has a value of another type than the schema's",
+            )
         )
-        data = f.struct(*(f.col(name).getField(one).alias(one) for one in self.schema.names))
+        data = f.struct(*(f.col(f"{name}.body").getField(one).alias(one) for one in self.schema.names))
         found = messages.withColumn(name, parsed)
         return found.withColumns({"data": f.when(error.isNull(), data), "error": error}).drop(name)
 
@@ -270,7 +275,18 @@ def _spark_schema(content: Any, format: str) -> StructType:
         text = f"{str(content)[:200]!r} is not a schema such as 'id BIGINT, name STRING': {why}"
         raise PipelineError(text) from exc
     _refuse_clashes(content, f"the schema {content.simpleString()[:200]!r}")
-    return content
+    # NOT NULL is a promise that no message has given.
+    return StructType.fromJson(_nullable(content.jsonValue()))
+
+
+def _nullable(schema: Any) -> Any:
+    """A schema in Spark's JSON, in which everything may be null."""
+    if isinstance(schema, list):
+        return [_nullable(one) for one in schema]
+    if not isinstance(schema, dict):
+        return schema
+    flags = dict.fromkeys(schema.keys() & {"nullable", "containsNull", "valueContainsNull"}, True)
+    return {key: value if key == "metadata" else _nullable(value) for key, value in schema.items()} | flags
 
 
 def _arrow_type(schema: DataType) -> pa.DataType:

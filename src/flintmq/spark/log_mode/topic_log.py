@@ -4,6 +4,8 @@ A Planner lives in the driver's process of a query (or plans one batch read): it
 how far their logs are durable, and where the query stands; it keeps a reader position at each broker, so that
 nothing is removed before it was read. ``fetch`` reads one range on an executor. Only what is durable is ever offered:
 the same offsets are the same rows, always.
+
+Size: a range is planned and fetched by the same rules of what is lost and what is waited for, which are read together.
 """
 
 from __future__ import annotations
@@ -434,6 +436,10 @@ class Planner:
         if mark.epoch != info.epoch:
             self._lost(info, f"{info.topic} on node {info.node} was deleted and made anew")
             return Mark(info.epoch, self._hold(info, None))
+        if mark.seq > info.end:
+            # A log never ends before what was durable in it.
+            self._gone_back(info, mark.seq)
+            return Mark(info.epoch, self._hold(info, None))
         if info.key not in self._positions:
             self._resume(info, mark.seq)
         if mark.seq < info.first:
@@ -448,6 +454,16 @@ class Planner:
         text = (
             f"{what} before they were read: to go on with what is there, set failOnDataLoss=false; to keep files for "
             "as long as a query may be down, set retain-age or retain-bytes of the topic"
+        )
+        if self._options.fail_on_data_loss:
+            raise DataLossError(text, topic=info.topic, node=info.node)
+        logger.warning("%s", text)
+
+    def _gone_back(self, info: Info, seq: int) -> None:
+        text = (
+            f"{info.topic} on node {info.node} was read up to {seq} and ends at {info.end}: its broker runs on an "
+            "older copy of its data path, and new messages have numbers that others had. Restore backups by flintmq "
+            "restore; failOnDataLoss=false reads all that is there, some of it for the second time"
         )
         if self._options.fail_on_data_loss:
             raise DataLossError(text, topic=info.topic, node=info.node)

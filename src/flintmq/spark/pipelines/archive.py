@@ -167,7 +167,7 @@ def checkpoint_of(place: Place, checkpoint: str | Path | Place | None) -> Place:
         return place / _CHECKPOINT
     found = Place.of(checkpoint, place.options)
     table, inside = (os.path.realpath(at.text) if at.is_local else at.text for at in (place, found))
-    name = inside.removeprefix(f"{table}/").partition("/")[0] if f"{inside}/".startswith(f"{table}/") else None
+    name = inside.removeprefix(f"{table}/").partition("/")[0] if found.is_inside(place) else None
     if name is not None and (not name.startswith("_") or name in _TABLE_LOGS):
         raise PipelineError(
             f"--checkpoint {found} is inside of the table {place}, whose files are deleted by a vacuum: take a place "
@@ -375,8 +375,8 @@ class Aside:
         if not is_decoded:
             raise PipelineError("--undecodable is for messages that are decoded: say what they are, by --decode FORMAT")
         if self.target is not None:
-            one, other = f"{self.target.place}/", f"{archive.place}/"
-            if one.startswith(other) or other.startswith(one):
+            place = self.target.place
+            if place.is_inside(archive.place) or archive.place.is_inside(place):
                 raise PipelineError(
                     f"--undecodable {self.target.place} and the archive {archive.place} are one inside of the other, "
                     "and a vacuum of a table deletes files in its folder: take a place beside it"

@@ -37,7 +37,7 @@ from flintmq.spark.pipelines.archive import (
 from flintmq.spark.pipelines.screen import Display, Silent
 from flintmq.spark.pipelines.tables import ParquetFolder, Table, format_of
 from flintmq.spark.shipped.columns import COLUMNS, SCHEMA
-from flintmq.spark.shipped.files import DataFile
+from flintmq.spark.shipped.files import DataFile, describe
 from flintmq.spark.shipped.offsets import Key, Mark, Marks, log_offset
 
 if TYPE_CHECKING:
@@ -432,7 +432,11 @@ class _Filling:
         paths = {file.path for file in known}
 
         def is_other(file: DataFile) -> bool:
-            return file.path not in paths and bool(overlapping([file], self._source.topics, gap))
+            if file.path in paths or not overlapping([file], self._source.topics, gap):
+                return False
+            # An archive that runs beside it adds files to this very hour, of other minutes.
+            exact = file if file.is_exact else describe(self._table.place, file.path, file.partition)
+            return bool(overlapping([exact], self._source.topics, gap))
 
         end = [json.dumps({"mode": "backfill", "since": gap.since, "until": gap.until})]
         return self._table.commit_unless(self._query, batch, end, files, is_other)
@@ -483,7 +487,7 @@ def run(arguments: argparse.Namespace) -> int:
     status = 0
     if arguments.archive:
         other = Target(common.place_of(arguments, arguments.archive))
-        if other.place == target.place:
+        if other.place.is_inside(target.place) and target.place.is_inside(other.place):
             raise PipelineError("--archive and --to are the same table")
         if format_of(other.place) is None:
             raise PipelineError(f"there is no archive at {other.place}")

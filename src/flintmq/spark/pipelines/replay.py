@@ -12,7 +12,9 @@ the tasks only need to be in order: of a log each has a piece of a node's range,
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
+import fcntl
 import functools
 import itertools
 import json
@@ -23,7 +25,7 @@ import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flintmq.errors import ConnectError, PipelineError
 from flintmq.spark.pipelines import common
@@ -34,6 +36,9 @@ from flintmq.spark.shipped.files import DataFile, Place, partition_of
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
 
+    from flintmq.spark.log_mode.index import Index
+    from flintmq.spark.shipped.offsets import Range
+
 __all__ = ["Chunk", "add_arguments", "archive_chunks", "log_chunks", "replay", "run", "terms_of"]
 
 #: Messages of a chunk, where no rate asks for less; and of one that is sorted by one task.
@@ -41,6 +46,13 @@ CHUNK_MESSAGES = 1_000_000
 ORDERED_CHUNK_MESSAGES = 200_000
 #: A replay that is behind its rate catches up by no more than this.
 _CATCH_UP = 1.03
+#: Times the messages that are due which a write may have, before they are counted; and the chunks of the write before.
+_SURPRISE = 1.5
+_GROWTH = 8
+#: By how much a write counts less than the one behind it.
+_FADE = 0.7
+#: How often the index of a log is asked where its messages are.
+_MOST_QUESTIONS = 2_000
 #: Seconds' worth of messages that a write has at least, and times the seconds that writes take.
 _LEAST_SECONDS = 1.0
 _SPARE = 2.0
@@ -123,8 +135,10 @@ def archive_chunks(
             hours.setdefault(file.oldest // _HOUR_NS, []).append(file)
     chunks = []
     for _, files in sorted(hours.items()):
-        edges: list[Edge] = [(since_ns, _LEAST), *_cuts(table.place, files, size), (until_ns, _LEAST)]
-        for first, stop in itertools.pairwise(edge for edge in edges if since_ns <= edge[0] <= until_ns):
+        # A message of the very time of --until is not wanted, and no cut is there.
+        cuts = [edge for edge in _cuts(table.place, files, size) if since_ns <= edge[0] < until_ns]
+        edges: list[Edge] = [(since_ns, _LEAST), *cuts, (until_ns, _LEAST)]
+        for first, stop in itertools.pairwise(edges):
             touched = [file for file in files if (file.oldest or 0) <= stop[0] and (file.newest or 0) >= first[0]]
             if touched:
                 rows = min(size, sum(file.rows for file in touched))
@@ -179,37 +193,78 @@ def archive_reader(root: str | Path | Target) -> ReadChunk:
 
 def log_chunks(options: Mapping[str, str], *, size: int = CHUNK_MESSAGES) -> list[Chunk]:
     """What the log holds now, of the time that the options say: all nodes in step. Options as for `format("nsq")`."""
+    from flintmq.spark.log_mode.index import Index
     from flintmq.spark.log_mode.topic_log import Planner
-    from flintmq.spark.shipped.offsets import Range
+    from flintmq.spark.shipped.net import Web
     from flintmq.spark.shipped.options import read_source_options
 
     # A chunk has one range of each log.
     whole = {key: value for key, value in options.items() if key.lower() not in _CUTS}
-    planner = Planner(read_source_options(whole, streaming=False))
-    joined: dict[tuple[str, str], Range] = {}
+    read = read_source_options(whole, streaming=False)
+    planner, web = Planner(read), Web(read.network)
+    logs: dict[tuple[str, str], list[_Piece]] = {}
     try:
-        for found, _ in planner.snapshot():
-            # A condition may leave out some of it in between.
-            known = joined.setdefault((found.topic, found.node), found)
-            joined[known.topic, known.node] = known._replace(
-                first=min(known.first, found.first), stop=max(known.stop, found.stop)
-            )
+        # A condition may leave out some of a log in between, and a crash of its broker millions of numbers.
+        for found, address in planner.snapshot():
+            logs.setdefault((found.topic, found.node), []).extend(_dense(Index(web), found, address, size))
     finally:
         planner.close()
-    ranges = list(joined.values())
-    parts = max((math.ceil(found.size / size) for found in ranges), default=0)
+        web.close()
+    messages = {key: sum(piece.messages for piece in pieces) for key, pieces in logs.items()}
+    parts = max((math.ceil(count / size) for count in messages.values()), default=0)
+    edges = {key: _places(pieces, parts) for key, pieces in logs.items() if messages[key]}
     chunks = []
     for part in range(parts):
         first: dict[str, dict[str, int]] = {}
         stop: dict[str, dict[str, int]] = {}
-        rows = 0
-        for found in ranges:
-            begin, end = (found.first + found.size * edge // parts for edge in (part, part + 1))
-            first.setdefault(found.topic, {})[found.node] = begin
-            stop.setdefault(found.topic, {})[found.node] = end
-            rows += end - begin
+        for (topic, node), places in edges.items():
+            first.setdefault(topic, {})[node], stop.setdefault(topic, {})[node] = places[part : part + 2]
+        rows = sum(messages[key] * (part + 1) // parts - messages[key] * part // parts for key in edges)
         chunks.append(Chunk(rows, {"first": first, "stop": stop}))
     return chunks
+
+
+class _Piece(NamedTuple):
+    """A part of a log, and how many messages it has."""
+
+    first: int
+    stop: int
+    messages: int
+
+
+def _dense(index: Index, found: Range, address: str, size: int) -> list[_Piece]:
+    """Halve a range until no part lacks more numbers than a chunk has messages; those without messages are left out."""
+    pieces = []
+    waiting = [found]
+    for asked in itertools.count():
+        if not waiting:
+            break
+        part = waiting.pop()
+        count = index.messages(part, address)
+        # A broker that cannot say has one at each number, as far as anybody knows.
+        count = part.size if count is None else count
+        if part.size - count > size and count and asked < _MOST_QUESTIONS:
+            middle = part.first + part.size // 2
+            # From the back: the lower half is next.
+            waiting += [part._replace(first=middle), part._replace(stop=middle)]
+        elif count:
+            pieces.append(_Piece(part.first, part.stop, count))
+    return pieces
+
+
+def _places(pieces: Sequence[_Piece], parts: int) -> list[int]:
+    """Where to cut a log into parts with as many messages each: its begin, the places between, and its end."""
+    total = sum(piece.messages for piece in pieces)
+    places = [pieces[0].first]
+    left = iter(pieces)
+    piece, before = next(left), 0
+    for part in range(1, parts):
+        wanted = total * part // parts
+        while before + piece.messages <= wanted:
+            before += piece.messages
+            piece = next(left)
+        places.append(piece.first + (piece.stop - piece.first) * (wanted - before) // piece.messages)
+    return [*places, pieces[-1].stop]
 
 
 def log_reader(options: Mapping[str, str]) -> LogReader:
@@ -239,7 +294,22 @@ def replay(
     """
     common.register(spark)
     notes = _Notes(Place.of(checkpoint), {"to": to, "where": where, **(what or {})})
-    chunks = notes.begin(plan)
+    with notes.alone():
+        return _replay(spark, notes, notes.begin(plan), read, to, network, where, rate, ordered, quiet)
+
+
+def _replay(
+    spark: SparkSession,
+    notes: _Notes,
+    chunks: Sequence[Chunk],
+    read: ReadChunk,
+    to: str,
+    network: Mapping[str, str],
+    where: str | None,
+    rate: float,
+    ordered: bool,
+    quiet: bool,
+) -> common.Summary:
     summary = common.Summary("replay")
     started = time.monotonic()
     total = sum(chunk.rows for chunk in chunks)
@@ -252,7 +322,8 @@ def replay(
     with common.asked_to_stop() as asked, Display("replay") if not quiet else Silent() as display:
         while notes.done < len(chunks):
             first = notes.done
-            stop = first + pace.take(chunks[first:], under_way)
+            left = chunks[first:]
+            stop = first + pace.take(left, under_way, functools.partial(writer.count, left))
             under_way = 0
             pace.wait(asked)
             if asked.is_set():
@@ -320,33 +391,55 @@ class _Pace:
         self.next = 0.0
         # Seconds that writes lately took: at least, as far as is known, and at most.
         self._shortest, self._longest = 0.0, _LEAST_SECONDS / _SPARE
-        # Messages that were read, and those of them that were published; those of the next write.
-        self._read = self._rows = 0
-        self._reading = 0
+        # Messages that were published; those that are read for the next write.
+        self._rows = self._reading = 0
+        # Messages that were read, and those of them that were published: the last writes count most.
+        self._lately = (0.0, 0.0)
+        # Chunks of the last write.
+        self._chunks = 1
         # The end of the first write and of the last one, and the rows that were published by then.
         self._first: tuple[float, int] | None = None
         self._last = (0.0, 0)
 
-    def take(self, chunks: Sequence[Chunk], count: int = 0) -> int:
-        """Return how many of the next chunks to publish by one write, ``count`` if that is decided; sets ``next``."""
-        count = count or self._together(chunks)
+    def take(self, chunks: Sequence[Chunk], count: int = 0, fitting: Callable[[int], int] | None = None) -> int:
+        """Return how many of the next chunks to publish by one write, ``count`` if that is decided; sets ``next``.
+
+        ``fitting`` counts the messages of so many chunks that would be published. It is asked where a condition has
+        left few so far, and may leave all of the next.
+        """
+        rows: float | None = None
+        if not count:
+            count = min(self._together(chunks), _GROWTH * self._chunks)
+            most = _SURPRISE * self._due
+            while fitting and self._rate and count > 1 and sum(chunk.rows for chunk in chunks[:count]) > most:
+                rows = fitting(count)
+                if rows <= most:
+                    break
+                count, rows = max(1, int(count * self._due / rows)), None
+        self._chunks = count
         self._reading = sum(chunk.rows for chunk in chunks[:count])
         if self._first is not None:
-            rows = self._reading * self._part
+            rows = self._reading * self._part if rows is None else rows
             (start, before), (ended, _) = self._first, self._last
             due = start + (self._rows - before + rows) / self._rate
             self.next = max(due, ended + rows / (self._rate * _CATCH_UP)) - self._shortest
         return count
 
     @property
+    def _due(self) -> float:
+        """Messages that a write should have."""
+        return self._rate * max(_LEAST_SECONDS, _SPARE * self._longest)
+
+    @property
     def _part(self) -> float:
-        """Of the messages that are read, the part that is published."""
-        return self._rows / self._read if self._read else 1.0
+        """Of the messages that are read, the part that is published, as far as the last writes tell."""
+        read, published = self._lately
+        return published / read if read else 1.0
 
     def _together(self, chunks: Sequence[Chunk]) -> int:
         if not self._rate:
             return 1
-        left = self._rate * max(_LEAST_SECONDS, _SPARE * self._longest)
+        left = self._due
         for number, chunk in enumerate(chunks):
             left -= chunk.rows * self._part
             if left < 0:
@@ -358,7 +451,8 @@ class _Pace:
 
     def wrote(self, begun: float, ended: float, rows: int) -> None:
         """The write is done."""
-        self._read += self._reading
+        read, published = self._lately
+        self._lately = (_FADE * read + self._reading, _FADE * published + rows)
         self._rows += rows
         self._last = (ended, self._rows)
         if not self._rate:
@@ -411,6 +505,19 @@ class _Writer:
             raise PipelineError(common.explain(exc)) from exc
         return int(seen.get["rows"])
 
+    def count(self, chunks: Sequence[Chunk], count: int) -> int:
+        """Count the messages of the first so many chunks that would be published."""
+        read, chunk = self._read, _joined(chunks[:count])
+        try:
+            if isinstance(read, LogReader):
+                columns = "" if self._where else "offset"
+                return int(self._fitting(read.read(self._spark, chunk, tasks=self._tasks, columns=columns)).count())
+            return int(self._fitting(read(self._spark, chunk)).count())
+        except PipelineError:
+            raise
+        except Exception as exc:
+            raise PipelineError(common.explain(exc)) from exc
+
     def _messages(self, chunk: Chunk) -> DataFrame:
         """The messages to publish, in partitions that are in order."""
         read = self._read
@@ -448,6 +555,31 @@ class _Notes:
         self.done = 0
         #: How many chunks the write has that was under way when the replay ended.
         self.under_way = 1
+
+    @contextlib.contextmanager
+    def alone(self) -> Iterator[None]:
+        """Nobody else replays from this folder meanwhile: others would put other chunks into a write. PipelineError.
+
+        A store has no locks.
+        """
+        if not self.place.is_local:
+            yield
+            return
+        folder = Path(self.place.text)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            held = open(folder / ".lock", "a")
+        except OSError as exc:
+            raise PipelineError(f"cannot write to {self.place}: {exc.strerror}") from exc
+        with held:
+            try:
+                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError as exc:
+                raise PipelineError(
+                    f"another process replays from {self.place} at this moment: wait for its end, or give a "
+                    "--checkpoint of its own to a replay of other messages"
+                ) from exc
+            yield
 
     def begin(self, plan: Callable[[], list[Chunk]]) -> list[Chunk]:
         """The chunks of the plan that is there, or of a new one."""

@@ -54,6 +54,14 @@ def tables(
     """Make a table of each source. Those in `schemas` are decoded: JSON by a schema, or anything by a decoder."""
     from pyspark.sql import functions as f
 
+    names: dict[str, str] = {}
+    for topic in sources:
+        # Spark's names of tables have no case.
+        if (other := names.setdefault(table_name(topic).lower(), topic)) != topic:
+            raise PipelineError(
+                f"the topics {other} and {topic} are both called {table_name(topic)} in a query: read one of them at a "
+                "time"
+            )
     for topic, source in sources.items():
         messages = source(spark).withColumn("text", f.col("value").cast("string"))
         if schemas is not None and topic in schemas:

@@ -178,6 +178,7 @@ def checkpoint_batch(place: Place) -> Batch:
             return -1
         return max((int(one.base_name) for one in found if one.base_name.isdecimal()), default=-1)
 
+    lines: list[str] = []
     try:
         if not place.exists("metadata"):
             raise PipelineError(f"{place} is no checkpoint of a stream")

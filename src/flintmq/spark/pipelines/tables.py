@@ -31,7 +31,7 @@ import re
 import secrets
 import time
 import urllib.parse
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -158,13 +158,12 @@ class Table:
                 )
             if _lacks(there, column.type):
                 new.append(column)
-        folded = {name.lower(): name for name in known.names}
-        for name in (column.name for column in new):
-            if folded.get(name.lower(), name) != name:
-                raise PipelineError(
-                    f"{self.place} has a column {folded[name.lower()]}, and what is to be written has {name}, which "
-                    "many readers take for the same: name it alike"
-                )
+        names = [{column.name: column.type for column in schema} for schema in (known, wanted)]
+        for there, name in _clashes(names[0], names[1]):
+            raise PipelineError(
+                f"{self.place} has a column {there}, and what is to be written has {name}, which many readers take for "
+                "the same: name it alike"
+            )
         return [pa.field(column.name, column.type) for column in new]
 
     def _not_added(self, new: Sequence[pa.Field], exc: Exception) -> PipelineError:
@@ -353,6 +352,32 @@ def _misfit(name: str, there: pa.DataType, wanted: pa.DataType) -> tuple[str, st
     return next((found for part in parts if (found := _misfit(*part)) is not None), None)
 
 
+def _clashes(
+    known: Mapping[str, pa.DataType], wanted: Mapping[str, pa.DataType], path: str = ""
+) -> Iterator[tuple[str, str]]:
+    """Yield names, at any depth, that are wanted and new, each behind another one that differs by case alone."""
+    folded: dict[str, str] = {}
+    for name in (*known, *wanted):
+        first = folded.setdefault(name.lower(), name)
+        if first != name and name not in known:
+            yield f"{path}{first}", f"{path}{name}"
+    for name, kind in wanted.items():
+        yield from _clashes(_inside(known.get(name)), _inside(kind), f"{path}{name}.")
+
+
+def _inside(kind: pa.DataType | None) -> dict[str, pa.DataType]:
+    """The types that a type is made of, by the names of the fields."""
+    import pyarrow.types as types
+
+    if kind is None:
+        return {}
+    if types.is_map(kind):
+        return {"key": kind.key_type, "value": kind.item_type}
+    if _is_list(kind):
+        return {"[]": kind.value_type}
+    return {field.name: field.type for field in kind} if types.is_struct(kind) else {}
+
+
 def _lacks(there: pa.DataType, wanted: pa.DataType) -> bool:
     """Has what is wanted fields, at any depth, that are not there? Of types that fit."""
     import pyarrow.types as types
@@ -476,7 +501,8 @@ class DeltaTable(Table):
         return found
 
     def has_rows(self) -> bool:
-        return self._table is not None and self._table.version() > 0 and bool(self._table.file_uris())
+        # Another engine may have made it with its rows, in version 0.
+        return self._table is not None and bool(self._table.file_uris())
 
     def files(self) -> list[DataFile]:
         self._refresh()
@@ -496,6 +522,7 @@ class DeltaTable(Table):
         from deltalake.exceptions import DeltaError
 
         if self._table is None:
+            self._check_columns(pa.schema([]), schema)
             types = (pa.string(), pa.date32(), pa.int32())
             more = list(zip(PARTITIONS, types, strict=True)) if partitioned else []
             columns = [column for column in schema if column.name not in dict(more)]
@@ -758,8 +785,9 @@ def _partition_values(file: DataFile) -> dict[str, str]:
 def _add_action(file: DataFile, data_change: bool = True) -> Any:
     from deltalake.transaction import AddAction
 
-    noted = {"numRecords": file.rows, "minValues": file.least, "maxValues": file.most}
-    noted["nullCount"] = dict.fromkeys(file.least, 0)
+    # No least and greatest values: deltalake (1.6.6) takes a column that has none, beside others that have some, for
+    # one without rows that fit. A reader has the folders, and what the files themselves say.
+    noted = {"numRecords": file.rows}
     return AddAction(
         path=file.path,  # deltalake quotes it
         size=file.bytes,
@@ -930,9 +958,11 @@ class IcebergTable(Table):
         return found
 
     def make(self, schema: pa.Schema, partitioned: bool) -> None:
+        import pyarrow as pa
         from pyiceberg.exceptions import CommitFailedException
 
         if self._table is None:
+            self._check_columns(pa.schema([]), schema)
             self._open(make=True)
             try:
                 self._catalog.create_namespace_if_not_exists(self._name[0])

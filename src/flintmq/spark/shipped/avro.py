@@ -76,7 +76,10 @@ class Avro:
         if shapes.is_ambiguous:
             convert = self._shapes(is_tagged=True).top().convert
         how = {"return_named_type": True} if shapes.is_ambiguous else {}
-        own = _parse(self.texts, {}, plain=True)
+        named: dict[str, Any] = {}
+        own = _parse(self.texts, named, plain=True)
+        if shapes.is_ambiguous:
+            _tag_defaults(named)
 
         def writer_of(schema: Schema) -> tuple[Any, Any]:
             texts = tuple(text for _, text in schema.texts)
@@ -127,6 +130,16 @@ def _parse(texts: Sequence[str], named: dict[str, Any], *, plain: bool) -> Any:
         hints = {"__fastavro_parsed": True, "__named_schemas": named}
         parsed = [{**named[one], **hints} if isinstance(one, str) and one in named else one for one in parsed]
     return parsed
+
+
+def _tag_defaults(named: Mapping[str, Any]) -> None:
+    """Put the name of its type beside each default that is of a union, and so of the union's first type."""
+    for record in named.values():
+        for one in record.get("fields", ()):
+            first = one["type"][0] if isinstance(one["type"], list) and one["type"] else None
+            name = first.get("name") if isinstance(first, dict) else first
+            if "default" in one and name in named and not isinstance(one["default"], tuple):
+                one["default"] = (name, one["default"])
 
 
 def _without_logical_types(schema: Any) -> Any:
@@ -259,11 +272,13 @@ class _Shapes:
         fields: dict[str, Shape] = {}
         by_full_name: dict[str, str] = {}
         by_kind: dict[type, str] = {}
+        # A value without a tag is of a type without a name, if there is one of its kind.
+        for full, one in sorted(branches.items(), key=lambda branch: self._kind(branch[1])[0] in _NAMED):
+            by_kind.setdefault(_KINDS[self._kind(one)[0]], full.rpartition(".")[2])
         for full, one in branches.items():
             name = full.rpartition(".")[2]
             fields[name] = self._of(one, (*path, name), inside)
             by_full_name[full] = name
-            by_kind.setdefault(_KINDS[self._kind(one)[0]], name)
         if len(fields) < len(branches):
             raise PipelineError(f"the union {'.'.join(path)} has two types with one name: {', '.join(branches)}")
         if len(by_kind) < len(fields):

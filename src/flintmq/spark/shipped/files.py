@@ -10,6 +10,7 @@ failed attempt leaves is no part of anything.
 
 from __future__ import annotations
 
+import datetime
 import errno
 import json
 import os
@@ -49,7 +50,7 @@ _ROW_GROUP_BYTES = 32 << 20
 _HELD_BYTES = 128 << 20
 #: So many files of a task are open at once.
 _OPEN_FILES = 100
-#: The columns whose least and greatest values are noted, for readers that pass over files.
+#: The columns whose least and greatest values are told, to pass over files: whole numbers, none null.
 _NOTED = ("offset", "timestamp_ns")
 #: The other names of a scheme, as Hadoop's own file systems call themselves.
 _SCHEMES = {"s3a": "s3", "s3n": "s3", "gcs": "gs", "abfs": "abfss"}
@@ -71,6 +72,8 @@ class Place:
         if isinstance(where, Place):
             return where
         text = os.fspath(where)
+        if not text:
+            raise PipelineError("a place has no name: give a path, or a URI of file, s3 (s3a), gs, abfss or hdfs")
         found = re.match(r"([A-Za-z][A-Za-z0-9+.-]*):/", text)
         scheme = found[1].lower() if found else ""
         if scheme == "file":
@@ -100,6 +103,11 @@ class Place:
         if self.is_local:
             return self.text
         return f"{_FOR_SPARK.get(self.scheme, self.scheme)}://{self.text.partition('://')[2]}"
+
+    def is_inside(self, other: Place) -> bool:
+        """Is it that folder, or one below it? On a disk by any way that leads there."""
+        one, another = (os.path.realpath(place.text) if place.is_local else place.text for place in (self, other))
+        return f"{one}/".startswith(f"{another}/")
 
     def __truediv__(self, name: str) -> Place:
         return Place(f"{self.text}/{name}", self.options)
@@ -195,12 +203,27 @@ class DataFile:
 
     @property
     def oldest(self) -> int | None:
-        """The time of its oldest message, ns since 1970; None where the file does not say."""
-        return self.least.get("timestamp_ns")
+        """No message is older, ns since 1970: as the file says, or the hour of its folder. None where neither does."""
+        return self.least.get("timestamp_ns", self._hour)
 
     @property
     def newest(self) -> int | None:
-        return self.most.get("timestamp_ns")
+        """No message is newer."""
+        hour = self._hour
+        return self.most.get("timestamp_ns", None if hour is None else hour + _HOUR_NS - 1)
+
+    @property
+    def is_exact(self) -> bool:
+        """Are there messages of the oldest and of the newest time?"""
+        return "timestamp_ns" in self.least and "timestamp_ns" in self.most
+
+    @property
+    def _hour(self) -> int | None:
+        try:
+            day = datetime.date.fromisoformat(self.partition["date"])
+            return ((day - datetime.date(1970, 1, 1)).days * 24 + int(self.partition["hour"])) * _HOUR_NS
+        except (KeyError, ValueError):
+            return None
 
 
 class FileWriter:
@@ -357,12 +380,14 @@ def describe(place: Place, path: str, partition: dict[str, str]) -> DataFile:
 def _described(footer: Any, path: str, size: int, partition: dict[str, str]) -> DataFile:
     least: dict[str, int] = {}
     most: dict[str, int] = {}
-    names = footer.schema.names
+    # By their whole path: a field inside of another column may have the same name.
+    paths = [footer.schema.column(number).path for number in range(len(footer.schema))]
     for name in _NOTED:
         found = []
-        for group in range(footer.num_row_groups if name in names else 0):
-            noted = footer.row_group(group).column(names.index(name)).statistics
-            if noted is None or not noted.has_min_max:
+        for group in range(footer.num_row_groups if name in paths else 0):
+            noted = footer.row_group(group).column(paths.index(name)).statistics
+            # The rows of a query may have anything under these names. Of a column with nulls nothing is noted.
+            if noted is None or not noted.has_min_max or type(noted.min) is not int or noted.null_count != 0:
                 break
             found += [noted.min, noted.max]
         else:

@@ -38,6 +38,8 @@ NAME = re.compile(r"(?=.{1,64}\Z)[.a-zA-Z0-9_-]+(#ephemeral)?")
 NAME_RULE = "1 to 64 letters, digits and ._- make one; #ephemeral counts, too"
 READER_NAME = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
+#: The last time that brokers know, in ns since 1970.
+_LATEST = (1 << 63) - 1
 _SIZE_UNITS = {"": 1, "b": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 _TIME_UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 
@@ -447,14 +449,15 @@ class _Given:
 def _read_time(name: str, text: str) -> int:
     """RFC 3339, or milliseconds since 1970 as Kafka's source takes them; in ns."""
     if re.fullmatch(r"\d{1,16}", text):
-        return int(text) * 1_000_000
+        return min(int(text) * 1_000_000, _LATEST)
     try:
         when = datetime.fromisoformat(text)
     except ValueError:
         when = None
     if when is None or when.tzinfo is None:
         raise OptionError(f'{name}: "{text}" is no time such as 2026-01-31T08:00:00Z, nor milliseconds since 1970')
-    return (when - datetime(1970, 1, 1, tzinfo=UTC)) // timedelta(microseconds=1) * 1000
+    # No message is from before 1970, or after 2262: brokers have no such times.
+    return min(max(0, (when - datetime(1970, 1, 1, tzinfo=UTC)) // timedelta(microseconds=1) * 1000), _LATEST)
 
 
 def _read_offsets(name: str, text: str, words: tuple[str, ...]) -> dict[str, dict[str, int]]:

@@ -435,6 +435,8 @@ class _Parser:
             self._at += 1
             self._need("interval")
             moment += self._interval() if forward else -self._interval()
+            if not LEAST <= moment < MOST:
+                raise OptionError("where: a time that is so far away has more than 64 bits in microseconds")
         return (moment,)
 
     def _interval(self) -> int:

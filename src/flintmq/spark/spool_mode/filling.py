@@ -71,12 +71,17 @@ class _Newest:
         return [number + ids[at : at + 16] for at in range(0, len(ids), 16)]
 
     def fresh(self, source: Source, ids: bytes) -> list[int] | None:
-        """Which of these are not known, by their number; None: all of them."""
+        """Which of these are not known, by their number; None: all of them.
+
+        One that is there twice, as after a timeout while nobody read, counts once.
+        """
         keys = self._keys(source, ids)
         new, old = self._new, self._old
-        if new.keys().isdisjoint(keys) and old.keys().isdisjoint(keys):
+        # By key, the first row that has it.
+        first = dict(zip(reversed(keys), range(len(keys) - 1, -1, -1), strict=True))
+        if len(first) == len(keys) and new.keys().isdisjoint(keys) and old.keys().isdisjoint(keys):
             return None
-        return [row for row, key in enumerate(keys) if key not in new and key not in old]
+        return sorted(row for key, row in first.items() if key not in new and key not in old)
 
     def add(self, source: Source, ids: bytes) -> None:
         if len(self._new) >= self._count:
