@@ -6,6 +6,7 @@ It uses its own pytest plugin, also where flintmq runs from its source and is no
 from __future__ import annotations
 
 import logging
+import os
 import signal
 from collections.abc import Generator
 
@@ -18,11 +19,20 @@ from support.garbage import collect_if_grown
 # How long one example takes says more about the machine than about the code.
 settings.register_profile("no deadline", deadline=None)
 settings.load_profile("no deadline")
+#: The full form of a test takes as long as it takes.
+EXHAUSTIVE_SECONDS = 7_200
 
 
 def pytest_configure(config: pytest.Config) -> None:
     if not config.pluginmanager.hasplugin("flintmq"):
         config.pluginmanager.register(flintmq.testing, "flintmq")
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if os.environ.get("FLINTMQ_EXHAUSTIVE") == "1":
+        for item in items:
+            if item.get_closest_marker("timeout") is None:
+                item.add_marker(pytest.mark.timeout(EXHAUSTIVE_SECONDS))
 
 
 @pytest.hookimpl(wrapper=True)
