@@ -542,7 +542,11 @@ class Settings:
             return
         waiters, self._waiters = self._waiters, []
         for then in waiters:
-            then()
+            try:
+                then()
+            except Exception:
+                # The others have waited, too.
+                logger.exception("SETTINGS: they are applied, and somebody who waited for it failed")
 
     def when_applied(self, then: Callable[[], None]) -> None:
         """Call ``then`` when all topics and channels have taken all changes."""

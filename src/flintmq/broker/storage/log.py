@@ -445,7 +445,8 @@ class Log:
     def _note_earlier(self, timestamp: int) -> None:
         """Messages come with a time before the newest. If appending fails, too many steps back are known: no harm."""
         if timestamp < self._last_time:
-            first = self.end if self._steps_back is None else self._steps_back[0]
+            # What is known may be of messages that were cut off since: then their seqs are used again.
+            first = self.end if self._steps_back is None else min(self.end, self._steps_back[0])
             self._steps_back = (first, self.end)
         self._last_time = timestamp
 
