@@ -25,7 +25,7 @@ from flintmq.tools.nsq_tail import own_channel
 __all__ = ["ABOUT", "main"]
 
 #: The line of `flintmq --help`.
-ABOUT = "print the messages of topics as they come, and leave nothing behind"
+ABOUT = "print the messages of topics as they arrive, through a temporary channel"
 
 _MAX_IN_FLIGHT = 1000
 

@@ -108,7 +108,7 @@ def run(arguments: argparse.Namespace) -> int:
             f"orders are published to the topic {TOPIC}, archived and measured\n"
             f"  metrics   {(folder / 'metrics.html').as_uri()}\n"
             f"  archive   {folder / 'archive'}\n"
-            f"  judge it  flintmq pipeline audit {TOPIC} --nsqd {arguments.nsqd} --archive {folder / 'archive'}"
+            f"  check it  flintmq pipeline audit {TOPIC} --nsqd {arguments.nsqd} --archive {folder / 'archive'}"
         )
         sample(spark, arguments.nsqd, folder, rate=arguments.rate, stop=stop)
     return 0
