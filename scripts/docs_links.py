@@ -1,7 +1,7 @@
 """A hook of MkDocs: links to files outside docs/ lead to the repository, and pages make no request to other sites.
 
 A code host follows `../deploy/nsqd.toml` by itself. The site has no such page, so the link becomes one to the source,
-which must exist. A link whose text is the name of a page (`[storage.md](storage.md)`) has that page's title on the site.
+which must exist. A link whose text is a page (`[storage.md](storage.md)`) has the title of that page on the site.
 """
 
 from __future__ import annotations
