@@ -294,7 +294,7 @@ def node_flags(parser: argparse.ArgumentParser) -> None:
         default=DEFAULT_NSQD_HTTP,
         help="host:port, an https:// URL or the path of a unix socket (default %(default)s)",
     )
-    group.add_argument("--token", metavar="TOKEN", help="for a broker that asks for one; others can see it in ps")
+    group.add_argument("--token", metavar="TOKEN", help="for a broker that asks for one; other users can see it in ps")
     group.add_argument("--token-file", metavar="FILE", help="read the token from this file")
     tls_flags(group)
 

@@ -87,7 +87,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--nsqd", metavar="ADDRESS", default=common.DEFAULT_NSQD, help="the broker (default %(default)s)"
     )
     parser.add_argument(
-        "--folder", metavar="DIR", default="flintmq-spark", help="for the results (default ./%(default)s)"
+        "--folder", metavar="DIR", default="flintmq-spark", help="folder of the results (default ./%(default)s)"
     )
     parser.add_argument("--rate", metavar="N", type=float, default=20.0, help="orders a second (default %(default)g)")
     common.spark_arguments(parser)
