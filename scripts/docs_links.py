@@ -1,7 +1,7 @@
 """A hook of MkDocs: links to files outside docs/ lead to the repository, and pages make no request to other sites.
 
 A code host follows `../deploy/nsqd.toml` by itself. The site has no such page, so the link becomes one to the source,
-which must exist.
+which must exist. A link whose text is a page (`[storage.md](storage.md)`) has the title of that page on the site.
 """
 
 from __future__ import annotations
@@ -24,7 +24,12 @@ def on_page_markdown(markdown: str, /, *, page: Any, config: Any, files: Any) ->
         kind = "tree" if (ROOT / path).is_dir() else "blob"
         return f"]({config.repo_url}/{kind}/main/{path}{anchor})"
 
-    return re.sub(r"\]\(\.\./([^)#]+)(#[^)]*)?\)", to_repository, markdown)
+    def with_title(found: re.Match[str]) -> str:
+        title = re.search(r"^# (.+)$", (ROOT / "docs" / found[1]).read_text(), re.MULTILINE)
+        return f"[{title[1] if title else found[1]}]({found[1]}"
+
+    markdown = re.sub(r"\]\(\.\./([^)#]+)(#[^)]*)?\)", to_repository, markdown)
+    return re.sub(r"\[([\w-]+\.md)\]\(\1", with_title, markdown)
 
 
 def on_post_page(output: str, /, *, page: Any, config: Any) -> str:

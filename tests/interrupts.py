@@ -32,7 +32,7 @@ MOMENTS = (1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0)
 #: Seconds from ctrl-C to the end.
 LONGEST = 3.0
 #: When the samples run, they have said this.
-SETTLED = "judge it"
+SETTLED = "check it"
 PATIENCE = 600.0
 TRACE = re.compile(
     r"Traceback|^\s+at [\w.$]+\(|Exception|\[Errno|cannot be reached|Error:|Killed|Terminated", re.MULTILINE

@@ -73,3 +73,30 @@ def test_every_command_is_asked_for_its_help(prose: ModuleType, monkeypatch: pyt
     assert {"flintmq", "flintmq up", "flintmq nsqd", "flintmq pub", "flintmq pipeline archive"} <= set(texts)
     assert len(texts) > 30
     assert all("usage" in text.lower() for text in texts.values())
+
+
+WIDE = "a word `and code` " * 8
+COMMENT = f"<!-- setup: first\n{WIDE}\n-->"
+
+
+@pytest.mark.parametrize(
+    ("page", "wrapped"),
+    [
+        (f"{WIDE}\n", 2),
+        (f"- {WIDE}\n  and more\n", 2),
+        (f"> {WIDE}\n", 2),
+        (f"| {WIDE} | {WIDE} |\n", 1),
+        (f"```\n{WIDE}\n```\n", 3),
+        (f"{COMMENT}\n", 3),
+        ("a word " * 14 + "- 1. and more\n", 2),
+    ],
+)
+def test_a_page_is_wrapped_and_says_the_same(prose: ModuleType, page: str, wrapped: int) -> None:
+    lines = prose.wrapped(page).splitlines()
+    assert len(lines) == wrapped
+    words = [word for line in lines for word in line.removeprefix("> ").split()]
+    assert words == page.removeprefix("> ").split()
+    assert bool(list(prose.wide_lines("page", page))) == (prose.wrapped(page) != page)
+    assert list(prose.wide_lines("page", prose.wrapped(page))) == []
+    # What Markdown would take for a list begins no line.
+    assert not any(line.startswith(("- 1.", "1. ")) for line in lines[1:])

@@ -101,7 +101,7 @@ def _usage() -> str:
         [
             "usage: flintmq COMMAND [ARGUMENTS]\n",
             *lines,
-            "\nflintmq COMMAND --help tells more; flintmq --version prints the version.",
+            "\nflintmq COMMAND --help shows its flags; flintmq --version prints the version.",
         ]
     )
 
@@ -738,13 +738,13 @@ def _own_version() -> str:
 
 #: The commands that are not modules of `flintmq.tools`, or need more than its layer may import.
 _COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
-    "up": (_up, "the whole platform, on this machine only"),
-    "nsqd": (nsqd, "the broker, with the flags of NSQ's nsqd"),
-    "nsqlookupd": (nsqlookupd, "where consumers find brokers, with the flags of NSQ's nsqlookupd"),
-    "nsqadmin": (nsqadmin, "the cluster in the browser, with the flags and the API of NSQ's nsqadmin"),
+    "up": (_up, "run the whole platform, on this machine only"),
+    "nsqd": (nsqd, "run the broker, with the flags of NSQ's nsqd"),
+    "nsqlookupd": (nsqlookupd, "run the directory in which consumers find brokers, with the flags of NSQ's nsqlookupd"),
+    "nsqadmin": (nsqadmin, "run the admin web pages, with the flags and the API of NSQ's nsqadmin"),
     "backup": (_backup, "copy the data path of a broker, while it runs"),
     "restore": (_restore, "create a data path from a backup"),
-    "recover": (_recover, "list what a broker set aside after damage, and publish its messages again"),
+    "recover": (_recover, "list files that a broker set aside after damage, and publish their messages again"),
     "pipeline": (_pipeline, "archive, measure, replay or query topics with Spark"),
-    "completion": (_completion, "print a script that completes commands in bash, zsh or fish"),
+    "completion": (_completion, "print a completion script for bash, zsh or fish"),
 }

@@ -334,7 +334,7 @@ class NsqdOptions(Options):
 
     # Basic.
     log_level: str = option(LOG_LEVEL, "info", "least level that is logged: debug, info, warn, error or fatal")
-    log_prefix: str = option(STRING, "[nsqd] ", "what every log line begins with")
+    log_prefix: str = option(STRING, "[nsqd] ", "prefix of every log line")
     log_format: str = option(LOG_FORMAT, "text", "log lines as NSQ writes them (text), or one object per line (json)")
     id: int = option(
         INT,
@@ -347,65 +347,65 @@ class NsqdOptions(Options):
         (),
         "switch on an experiment, such as topology-aware-consumption; unknown names are ignored (repeatable)",
     )
-    event_loop: str = option(EVENT_LOOP, "auto", "auto, asyncio or uvloop; auto is uvloop where it is installed")
-    sigterm: str = option(SIGTERM, "stop", "what SIGTERM asks for: stop, or drain first")
+    event_loop: str = option(EVENT_LOOP, "auto", "auto, asyncio or uvloop; auto is uvloop if it is installed")
+    sigterm: str = option(SIGTERM, "stop", "action on SIGTERM: stop, or drain first")
     drain_timeout: int = option(
-        DURATION, 5 * MINUTE, "time after which a drain stops the node whatever is left; 0: never", minimum=0
+        DURATION, 5 * MINUTE, "time after which a drain stops the node even if messages are left; 0: never", minimum=0
     )
 
     # Addresses.
     tcp_address: str = option(
-        STRING, "0.0.0.0:4150", "where TCP clients connect: host:port, or the path of a unix socket"
+        STRING, "0.0.0.0:4150", "address for TCP clients: host:port, or the path of a unix socket"
     )
     http_address: str = option(
-        STRING, "0.0.0.0:4151", "where HTTP clients connect: host:port, or the path of a unix socket; empty: no HTTP"
+        STRING, "0.0.0.0:4151", "address for HTTP clients: host:port, or the path of a unix socket; empty: no HTTP"
     )
     https_address: str = option(
-        STRING, "0.0.0.0:4152", "where HTTPS clients connect: host:port; empty or without --tls-cert: no HTTPS"
+        STRING, "0.0.0.0:4152", "address for HTTPS clients: host:port; empty or without --tls-cert: no HTTPS"
     )
     http_auth_token_file: str = option(
         STRING,
         "",
-        "path of the tokens that HTTP requests must carry, with their rights; empty: no tokens are asked for",
+        "path of the tokens that HTTP requests must carry, with their rights; empty: no tokens needed",
     )
     http_allowed_hosts: tuple[str, ...] = option(
         STRINGS,
         (),
-        "name that HTTP requests to a loopback address may be for, and whose web pages may change things (repeatable)",
+        "host name that HTTP requests to a loopback address may use; its pages may make changes (repeatable)",
         flag="http-allowed-host",
     )
-    unix_socket_mode: str = option(
-        STRING, "0600", "who may connect to unix sockets, as the octal mode of their files, such as 0660 for a group"
-    )
+    unix_socket_mode: str = option(STRING, "0600", "octal mode of unix sockets, such as 0660 to let a group connect")
     broadcast_address: str = option(
-        STRING, socket.gethostname, "the address that nsqlookupd is told; by default the host name"
+        STRING, socket.gethostname, "address that is registered with nsqlookupd; by default the host name"
     )
-    broadcast_tcp_port: int = option(INT, 0, "the TCP port that nsqlookupd is told; 0: the port listened on", minimum=0)
+    broadcast_tcp_port: int = option(
+        INT, 0, "TCP port that is registered with nsqlookupd; 0: the port listened on", minimum=0
+    )
     broadcast_http_port: int = option(
-        INT, 0, "the HTTP port that nsqlookupd is told; 0: the port listened on", minimum=0
+        INT, 0, "HTTP port that is registered with nsqlookupd; 0: the port listened on", minimum=0
     )
     nsqlookupd_tcp_addresses: tuple[str, ...] = option(
         STRINGS, (), "TCP address of an nsqlookupd to register with (repeatable)", flag="lookupd-tcp-address"
     )
-    lookupd_tls: bool = option(BOOL, False, "speak TLS with every nsqlookupd, over TCP and HTTP")
+    lookupd_tls: bool = option(BOOL, False, "use TLS to every nsqlookupd, over TCP and HTTP")
     lookupd_tls_root_ca_file: str = option(
-        STRING, "", "path of the authorities an nsqlookupd is checked against (PEM); empty: those of the system"
+        STRING, "", "path of the authorities that nsqlookupds are verified against (PEM); empty: those of the system"
     )
-    lookupd_tls_cert: str = option(STRING, "", "path of the certificate that an nsqlookupd is shown (PEM)")
+    lookupd_tls_cert: str = option(STRING, "", "path of the client certificate for nsqlookupds (PEM)")
     lookupd_tls_key: str = option(STRING, "", "path of that certificate's key (PEM)")
     lookupd_token_file: str = option(
-        STRING, "", "path of the token that every nsqlookupd is shown over HTTP, the first word in it; empty: none"
+        STRING, "", "path of the file whose first word is the token sent to every nsqlookupd over HTTP; empty: none"
     )
     lookupd_registration_token_file: str = option(
-        STRING, "", "path of the token that every nsqlookupd is shown in IDENTIFY, the first word in it; empty: none"
+        STRING, "", "path of a file whose first word is the token for every nsqlookupd, sent in IDENTIFY; empty: none"
     )
     topology_region: str = option(STRING, "", "the region this node is in, for topology-aware-consumption")
     topology_zone: str = option(STRING, "", "the zone this node is in, for topology-aware-consumption")
     http_client_connect_timeout: int = option(
-        DURATION, 2 * SECOND, "how long a connection to nsqlookupd or an auth server may take", minimum=1
+        DURATION, 2 * SECOND, "timeout of a connection to nsqlookupd or an auth server", minimum=1
     )
     http_client_request_timeout: int = option(
-        DURATION, 5 * SECOND, "how long a whole request to nsqlookupd or an auth server may take", minimum=1
+        DURATION, 5 * SECOND, "timeout of a whole request to nsqlookupd or an auth server", minimum=1
     )
 
     # Storage.
@@ -413,39 +413,39 @@ class NsqdOptions(Options):
         STRING, "", "directory of logs, journal and metadata; it must exist; empty: the current one"
     )
     durability: str = option(
-        DURABILITY, "os", "what the OK of a publish means: memory (kept in memory), os (written), fsync (on the disk)"
+        DURABILITY, "os", "meaning of the OK of a publish: memory (kept in memory), os (written), fsync (on the disk)"
     )
     accept_damaged_journal: bool = option(
         BOOL,
         False,
-        "start although the journal is damaged, with what can be read of it; unknown topics are set aside as .lost",
+        "start with the readable part of a damaged journal; unknown topics are renamed to .lost",
     )
     mem_queue_size: int = option(INT, 10_000, "messages kept in memory per topic", minimum=0)
-    mem_queue_bytes: int = option(INT, 256 << 20, "bytes of messages kept in memory per topic, at most", minimum=0)
+    mem_queue_bytes: int = option(INT, 256 << 20, "most bytes of messages kept in memory per topic", minimum=0)
     cold_cache_bytes: int = option(
-        INT, 32 << 20, "cache shared by all topics for what is read back from disk", minimum=0
+        INT, 32 << 20, "bytes of the cache for messages read from files, shared by all topics", minimum=0
     )
-    max_bytes_per_file: int = option(INT, 100 << 20, "size at which a topic begins a new segment file", minimum=1)
+    max_bytes_per_file: int = option(INT, 100 << 20, "bytes at which a topic starts a new segment file", minimum=1)
     sync_every: int = option(INT, 2500, "messages after which files are synced in the background", minimum=0)
     sync_timeout: int = option(DURATION, 2 * SECOND, "time after which files are synced in the background", minimum=1)
     disk_reserve: int = option(INT, 64 << 20, "free bytes kept on the disk: below it publishes are refused", minimum=0)
 
     max_staged_bytes: int = option(
-        INT, 32 << 30, "bytes of staged publishes that are not committed yet, of all producers", minimum=0
+        INT, 32 << 30, "most bytes of uncommitted staged publishes, of all producers", minimum=0
     )
     stage_timeout: int = option(
-        DURATION, 24 * HOUR, "time after which staged rows are dropped that nobody added to or committed", minimum=1
+        DURATION, 24 * HOUR, "time without additions or a commit after which staged rows are dropped", minimum=1
     )
 
     # Queue scan.
     queue_scan_interval: int = option(
-        DURATION, 100 * MILLISECOND, "time between two looks at what timed out or is due", minimum=1
+        DURATION, 100 * MILLISECOND, "time between two scans for messages that timed out or are due", minimum=1
     )
     queue_scan_refresh_interval: int = option(
         DURATION, 5 * SECOND, "accepted for compatibility: the list of channels is always fresh", minimum=1
     )
-    queue_scan_selection_count: int = option(INT, 20, "channels looked at in one round", minimum=1)
-    queue_scan_worker_pool_max: int = option(INT, 4, "channels looked at before other work gets its turn", minimum=1)
+    queue_scan_selection_count: int = option(INT, 20, "channels checked in one round", minimum=1)
+    queue_scan_worker_pool_max: int = option(INT, 4, "channels checked before other work gets its turn", minimum=1)
     queue_scan_dirty_percent: float = option(
         FLOAT, 0.25, "share of channels with something due above which the next round follows at once", minimum=0
     )
@@ -454,7 +454,9 @@ class NsqdOptions(Options):
     msg_timeout: int = option(
         DURATION, MINUTE, "time a consumer has to finish a message, unless it asks for another", minimum=1
     )
-    max_msg_timeout: int = option(DURATION, 15 * MINUTE, "longest such time a consumer can get", minimum=1)
+    max_msg_timeout: int = option(
+        DURATION, 15 * MINUTE, "longest message timeout, with TOUCH or by a consumer's request", minimum=1
+    )
     max_msg_size: int = option(INT, 1 << 20, "largest message body in bytes", minimum=1)
     max_body_size: int = option(INT, 5 << 20, "largest body of one command in bytes", minimum=1)
     max_req_timeout: int = option(DURATION, HOUR, "longest delay of a deferred or requeued message", minimum=0)
@@ -478,7 +480,7 @@ class NsqdOptions(Options):
     )
     max_channel_consumers: int = option(INT, 0, "most consumers of one channel; 0: no limit", minimum=0)
     requeue_on_disconnect: bool = option(
-        BOOL, False, "put what a client held back at once when its connection ends, instead of at its timeout"
+        BOOL, False, "requeue a client's messages at once when its connection ends, instead of at their timeout"
     )
 
     # Limits of the node, which NSQ does not have.
@@ -486,12 +488,12 @@ class NsqdOptions(Options):
     max_connections_per_address: int = option(
         INT, 0, "most client connections from one address; 0: no limit", minimum=0
     )
-    max_topics: int = option(INT, 0, "most topics, beyond which clients can make no more; 0: no limit", minimum=0)
+    max_topics: int = option(INT, 0, "most topics, beyond which clients cannot create more; 0: no limit", minimum=0)
     max_channels: int = option(
-        INT, 0, "most channels of one topic, beyond which clients can make no more; 0: no limit", minimum=0
+        INT, 0, "most channels of one topic, beyond which clients cannot create more; 0: no limit", minimum=0
     )
     max_creation_rate: int = option(
-        INT, 0, "most topics and channels a second that clients can make; 0: no limit", minimum=0
+        INT, 0, "most topics and channels per second that clients can create; 0: no limit", minimum=0
     )
     max_topic_messages: int = option(INT, 0, "most messages that a topic may hold; 0: no limit", minimum=0)
     max_topic_bytes: int = option(INT, 0, "most bytes of messages that a topic may hold; 0: no limit", minimum=0)
@@ -503,18 +505,18 @@ class NsqdOptions(Options):
     )
     max_delivery_rate: int = option(INT, 0, "most messages a second that one channel delivers; 0: no limit", minimum=0)
     http_header_timeout: int = option(
-        DURATION, 10 * SECOND, "time in which the header of an HTTP request must have come", minimum=1
+        DURATION, 10 * SECOND, "time in which the header of an HTTP request must arrive", minimum=1
     )
     http_body_timeout: int = option(
-        DURATION, MINUTE, "time in which the body of an HTTP request must have come", minimum=1
+        DURATION, MINUTE, "time in which the body of an HTTP request must arrive", minimum=1
     )
 
     # TLS and compression.
     tls_cert: str = option(STRING, "", "path of the certificate (PEM)")
     tls_key: str = option(STRING, "", "path of the certificate's key (PEM)")
-    tls_client_auth_policy: str = option(STRING, "", "what is asked of client certificates: require or require-verify")
+    tls_client_auth_policy: str = option(STRING, "", "policy for client certificates: require or require-verify")
     tls_root_ca_file: str = option(
-        STRING, "", "path of the authorities that client certificates are checked against (PEM)"
+        STRING, "", "path of the authorities that client certificates are verified against (PEM)"
     )
     tls_required: str = option(
         TLS_REQUIRED, "false", "refuse clients without TLS: true, false, or tcp-https (plain HTTP stays allowed)"
@@ -540,7 +542,7 @@ class NsqdOptions(Options):
         flag="e2e-processing-latency-percentile",
     )
     e2e_processing_latency_window_time: int = option(
-        DURATION, 10 * MINUTE, "how far back those percentiles look", minimum=1
+        DURATION, 10 * MINUTE, "time window of those percentiles", minimum=1
     )
 
     # Auth server.
@@ -551,7 +553,7 @@ class NsqdOptions(Options):
         flag="auth-http-address",
         secret=True,
     )
-    auth_http_request_method: str = option(STRING, "get", "how an auth server is asked: get or post")
+    auth_http_request_method: str = option(STRING, "get", "HTTP method of requests to auth servers: get or post")
 
     # No options: the config file, and its tables of what single topics and channels do differently, as they stand
     # there. What they mean is the broker's business (broker/settings.py).
@@ -608,32 +610,32 @@ class NsqlookupdOptions(Options):
     )
 
     log_level: str = option(LOG_LEVEL, "info", "least level that is logged: debug, info, warn, error or fatal")
-    log_prefix: str = option(STRING, "[nsqlookupd] ", "what every log line begins with")
+    log_prefix: str = option(STRING, "[nsqlookupd] ", "prefix of every log line")
     log_format: str = option(LOG_FORMAT, "text", "log lines as NSQ writes them (text), or one object per line (json)")
-    event_loop: str = option(EVENT_LOOP, "auto", "auto, asyncio or uvloop; auto is uvloop where it is installed")
-    tcp_address: str = option(STRING, "0.0.0.0:4160", "where nsqds connect: host:port")
-    http_address: str = option(STRING, "0.0.0.0:4161", "where everyone else asks, over HTTP: host:port")
+    event_loop: str = option(EVENT_LOOP, "auto", "auto, asyncio or uvloop; auto is uvloop if it is installed")
+    tcp_address: str = option(STRING, "0.0.0.0:4160", "address for nsqds: host:port")
+    http_address: str = option(STRING, "0.0.0.0:4161", "address for HTTP requests: host:port")
     http_auth_token_file: str = option(
         STRING,
         "",
-        "path of the tokens that HTTP requests must carry, with their rights; empty: no tokens are asked for",
+        "path of the tokens that HTTP requests must carry, with their rights; empty: no tokens needed",
     )
     http_allowed_hosts: tuple[str, ...] = option(
         STRINGS,
         (),
-        "name that HTTP requests to a loopback address may be for, and whose web pages may change things (repeatable)",
+        "host name that HTTP requests to a loopback address may use; its pages may make changes (repeatable)",
         flag="http-allowed-host",
     )
     broadcast_address: str = option(
-        STRING, socket.gethostname, "the address that nsqds are told for HTTP; by default the host name"
+        STRING, socket.gethostname, "address that nsqds use for HTTP; by default the host name"
     )
     registration_token_file: str = option(
         STRING,
         "",
-        "path of the tokens, one on each line, of which an nsqd must show one in IDENTIFY; empty: none is asked for",
+        "path of the tokens, one per line, of which an nsqd must send one in IDENTIFY; empty: no token needed",
     )
     inactive_producer_timeout: int = option(
-        DURATION, 5 * MINUTE, "time without a PING after which an nsqd is not listed any more", minimum=0
+        DURATION, 5 * MINUTE, "time without a PING after which an nsqd is no longer listed", minimum=0
     )
     max_connections: int = option(
         INT,
@@ -644,13 +646,13 @@ class NsqlookupdOptions(Options):
     max_connections_per_address: int = option(
         INT, 0, "most connections of either kind from one address; 0: no limit", minimum=0
     )
-    tombstone_lifetime: int = option(DURATION, 45 * SECOND, "how long a tombstone hides a topic of one nsqd", minimum=0)
-    tls_cert: str = option(
-        STRING, "", "path of the certificate (PEM); given, both addresses speak TLS and nothing else"
+    tombstone_lifetime: int = option(
+        DURATION, 45 * SECOND, "time for which a tombstone hides a topic of one nsqd", minimum=0
     )
+    tls_cert: str = option(STRING, "", "path of the certificate (PEM); if given, both addresses accept only TLS")
     tls_key: str = option(STRING, "", "path of the certificate's key (PEM)")
     tls_root_ca_file: str = option(
-        STRING, "", "path of authorities (PEM); given, everyone needs a certificate that one of them has signed"
+        STRING, "", "path of authorities (PEM); if given, all clients need a certificate signed by one of them"
     )
     tls_min_version: str = option(
         TLS_VERSION, "tls1.2", "oldest version of TLS accepted: tls1.0, tls1.1, tls1.2 or tls1.3"
@@ -681,67 +683,64 @@ class NsqadminOptions(Options):
     )
 
     log_level: str = option(LOG_LEVEL, "info", "least level that is logged: debug, info, warn, error or fatal")
-    log_prefix: str = option(STRING, "[nsqadmin] ", "what every log line begins with")
+    log_prefix: str = option(STRING, "[nsqadmin] ", "prefix of every log line")
     log_format: str = option(LOG_FORMAT, "text", "log lines as NSQ writes them (text), or one object per line (json)")
-    event_loop: str = option(EVENT_LOOP, "auto", "auto, asyncio or uvloop; auto is uvloop where it is installed")
+    event_loop: str = option(EVENT_LOOP, "auto", "auto, asyncio or uvloop; auto is uvloop if it is installed")
     # Whom it asks.
     nsqlookupd_http_addresses: tuple[str, ...] = option(
         STRINGS, (), "HTTP address of an nsqlookupd (repeatable)", flag="lookupd-http-address"
     )
     nsqd_http_addresses: tuple[str, ...] = option(
-        STRINGS, (), "HTTP address of an nsqd, where there is no nsqlookupd (repeatable)", flag="nsqd-http-address"
+        STRINGS, (), "HTTP address of an nsqd, if there is no nsqlookupd (repeatable)", flag="nsqd-http-address"
     )
     lookupd_http_token_file: str = option(
-        STRING, "", "path of the token that every nsqlookupd is shown, the first word in it; empty: none"
+        STRING, "", "path of the file whose first word is the token sent to every nsqlookupd; empty: none"
     )
     nsqd_http_token_file: str = option(
-        STRING, "", "path of the token that every nsqd is shown, the first word in it; empty: none"
+        STRING, "", "path of the file whose first word is the token sent to every nsqd; empty: none"
     )
-    http_client_connect_timeout: int = option(
-        DURATION, 2 * SECOND, "longest time that a connection to a daemon may take", minimum=1
-    )
-    http_client_request_timeout: int = option(
-        DURATION, 5 * SECOND, "longest time that an answer of a daemon may take", minimum=1
-    )
-    http_client_tls_insecure_skip_verify: bool = option(BOOL, False, "believe any certificate of a daemon")
+    http_client_connect_timeout: int = option(DURATION, 2 * SECOND, "timeout of a connection to a daemon", minimum=1)
+    http_client_request_timeout: int = option(DURATION, 5 * SECOND, "timeout of an answer of a daemon", minimum=1)
+    http_client_tls_insecure_skip_verify: bool = option(BOOL, False, "accept any certificate of a daemon")
     http_client_tls_root_ca_file: str = option(
-        STRING, "", "path of the authorities that daemons are checked against (PEM); empty: those of the system"
+        STRING, "", "path of the authorities that daemons are verified against (PEM); empty: those of the system"
     )
-    http_client_tls_cert: str = option(STRING, "", "path of the certificate that daemons are shown (PEM)")
+    http_client_tls_cert: str = option(STRING, "", "path of the client certificate for daemons (PEM)")
     http_client_tls_key: str = option(STRING, "", "path of that certificate's key (PEM)")
     # Who asks it.
-    http_address: str = option(STRING, "0.0.0.0:4171", "where browsers and scripts ask: host:port")
-    base_path: str = option(STRING, "/", "path that stands before every route")
+    http_address: str = option(STRING, "0.0.0.0:4171", "address for browsers and scripts: host:port")
+    base_path: str = option(STRING, "/", "path prefix of every route")
     dev_static_dir: str = option(STRING, "", "directory of the pages' files, instead of the built-in ones")
     http_allowed_hosts: tuple[str, ...] = option(
         STRINGS,
         (),
-        "name that HTTP requests to a loopback address may be for, and whose web pages may change things (repeatable)",
+        "host name that HTTP requests to a loopback address may use; its pages may make changes (repeatable)",
         flag="http-allowed-host",
     )
-    tls_cert: str = option(STRING, "", "path of the certificate (PEM); given, it speaks HTTPS and nothing else")
+    tls_cert: str = option(STRING, "", "path of the certificate (PEM); if given, only HTTPS is accepted")
     tls_key: str = option(STRING, "", "path of the certificate's key (PEM)")
     tls_min_version: str = option(
         TLS_VERSION, "tls1.2", "oldest version of TLS accepted: tls1.0, tls1.1, tls1.2 or tls1.3"
     )
-    acl_http_header: str = option(
-        STRING, "X-Forwarded-User", "header in which a proxy says which user it has authenticated"
-    )
+    acl_http_header: str = option(STRING, "X-Forwarded-User", "header in which a proxy names the authenticated user")
     admin_users: tuple[str, ...] = option(
-        STRINGS, (), "user of that header who may act; if any is given, nobody else may (repeatable)", flag="admin-user"
+        STRINGS,
+        (),
+        "user in that header with the role admin; if any is given, all others may only view (repeatable)",
+        flag="admin-user",
     )
     trusted_proxy_cidrs: tuple[str, ...] = option(
         STRINGS,
         (),
-        "network of the proxies whose header counts; none: as in NSQ anybody's does, for NSQ's actions (repeatable)",
+        "network of trusted proxies; none: every client's header is trusted for NSQ's actions, as in NSQ (repeatable)",
         flag="trusted-proxy-cidr",
     )
     users_file: str = option(
-        STRING, "", "path of the users who may log in, with their roles and argon2 hashes; empty: there is no login"
+        STRING, "", "path of the users who may log in, with their roles and argon2 hashes; empty: no login"
     )
-    session_lifetime: int = option(DURATION, 12 * HOUR, "how long a login holds", minimum=SECOND)
+    session_lifetime: int = option(DURATION, 12 * HOUR, "lifetime of a login", minimum=SECOND)
     insecure: bool = option(
-        BOOL, False, "beyond loopback, let everybody do everything without a login, messages included"
+        BOOL, False, "allow everything without a login, also beyond loopback and including messages"
     )
     allow_config_from_cidr: str = option(
         STRING, "127.0.0.1/8", "network from which /config may be used; empty: from everywhere"
@@ -750,21 +749,23 @@ class NsqadminOptions(Options):
     refresh_interval: int = option(
         DURATION,
         2 * SECOND,
-        "time between two looks at the cluster; NSQ's own nsqds are asked every fifth time",
+        "time between two samples of the cluster; NSQ's own nsqds are asked every fifth time",
         minimum=0,
     )
-    history_memory: int = option(INT, 64 << 20, "bytes of memory for the history; the oldest is dropped", minimum=0)
+    history_memory: int = option(
+        INT, 64 << 20, "bytes of memory for the history; the oldest samples are dropped", minimum=0
+    )
     action_log: str = option(STRING, "", "path of a file to which every action is appended, a JSON object per line")
     notification_http_endpoint: str = option(
         STRING, "", "URL that every action is posted to, as NSQ does it; empty: none", secret=True
     )
     # Graphite.
     graphite_url: str = option(STRING, "", "URL of a Graphite; empty: none", secret=True)
-    proxy_graphite: bool = option(BOOL, False, "answer /render here, by asking Graphite")
+    proxy_graphite: bool = option(BOOL, False, "answer /render by forwarding it to Graphite")
     statsd_counter_format: str = option(
-        STRING, "stats.counters.%s.count", "how the statsd daemon names counters; %s is the key"
+        STRING, "stats.counters.%s.count", "statsd's format of counter names; %s is the key"
     )
-    statsd_gauge_format: str = option(STRING, "stats.gauges.%s", "how the statsd daemon names gauges; %s is the key")
+    statsd_gauge_format: str = option(STRING, "stats.gauges.%s", "statsd's format of gauge names; %s is the key")
     statsd_interval: int = option(DURATION, MINUTE, "nsqd's --statsd-interval", minimum=1)
     statsd_prefix: str = option(STRING, "nsq.%s", "nsqd's --statsd-prefix; %s is the host's key")
 

@@ -142,7 +142,7 @@ class TopicSettings:
 
     durability: str = _setting(
         DURABILITY,
-        "what the OK of a publish means: memory, os or fsync; to and from memory only while the topic is empty",
+        "meaning of the OK of a publish: memory, os or fsync; to and from memory only while the topic is empty",
         option="durability",
     )
     mem_queue_size: int = _setting(INT, "messages kept in memory", option="mem_queue_size")
@@ -159,26 +159,26 @@ class TopicSettings:
     max_defer: int = _setting(
         DURATION, "longest delay of a deferred publish", option="max_req_timeout", maximum=LONGEST_DEFER
     )
-    retain_bytes: int = _setting(INT, "bytes of files that are kept though no channel needs them", default=0)
-    retain_age: int = _setting(DURATION, "how long files are kept though no channel needs them", default=0)
-    ttl: int = _setting(DURATION, "messages older than this are not delivered any more; 0: at any age", default=0)
+    retain_bytes: int = _setting(INT, "bytes of files that are kept although no channel needs them", default=0)
+    retain_age: int = _setting(DURATION, "time for which files are kept although no channel needs them", default=0)
+    ttl: int = _setting(DURATION, "age after which messages are no longer delivered; 0: no limit", default=0)
     ttl_action: str = _setting(
-        TTL_ACTION, "what becomes of those: drop, or dead-letter (to the channel's dead-letter topic)", default="drop"
+        TTL_ACTION, "fate of those messages: drop, or dead-letter (to the channel's dead-letter topic)", default="drop"
     )
     new_channel: str = _setting(
         NEW_CHANNEL,
-        "where a new channel starts: backlog (what no channel has seen, as in NSQ), earliest or latest",
+        "start of a new channel: backlog (messages that have not reached a channel, as in NSQ), earliest or latest",
         default="backlog",
     )
     key_count: int = _setting(
-        INT, "how many idempotency keys are remembered; 0: none, and they are refused", default=1_000_000
+        INT, "number of idempotency keys that are remembered; 0: keys are refused", default=1_000_000
     )
-    key_age: int = _setting(DURATION, "how long an idempotency key is remembered; 0: for ever", default=7 * _DAY)
+    key_age: int = _setting(DURATION, "time for which an idempotency key is remembered; 0: for ever", default=7 * _DAY)
     reader_age: int = _setting(
-        DURATION, "a reader position that has not moved for so long is given up; 0: never", default=7 * _DAY
+        DURATION, "time without a move after which a reader position expires; 0: never", default=7 * _DAY
     )
     reader_bytes: int = _setting(
-        INT, "a reader position that holds more bytes of files is given up; 0: never", default=0
+        INT, "bytes of files behind a reader position beyond which it expires; 0: no limit", default=0
     )
 
     @classmethod

@@ -197,11 +197,11 @@ def _progress(report: Report | None, what: str) -> Iterator[None]:
     elif report is not None:
         report(f"starting {what}")
         yield
-        report(f"{what} is there after {time.monotonic() - started:.1f} s")
+        report(f"{what} started in {time.monotonic() - started:.1f} s")
     else:
         from rich.console import Console
 
         console = Console(stderr=True, highlight=False)
         with console.status(f"starting {what} …"):
             yield
-        console.print(f"{what} is there after {time.monotonic() - started:.1f} s", style="dim")
+        console.print(f"{what} started in {time.monotonic() - started:.1f} s", style="dim")

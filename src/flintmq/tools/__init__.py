@@ -78,7 +78,9 @@ def link_flags(parser: argparse.ArgumentParser) -> None:
         default=DEFAULT_NSQD,
         help="host:port or the path of a unix socket (default %(default)s)",
     )
-    group.add_argument("--auth-secret", metavar="SECRET", help="for a broker that asks for it; others can see it in ps")
+    group.add_argument(
+        "--auth-secret", metavar="SECRET", help="for a broker that requires it; other users can see it in ps"
+    )
     group.add_argument("--tls", action="store_true", help="use TLS; implied by the other --tls options")
     tls_flags(group)
     compression = group.add_mutually_exclusive_group()
@@ -88,7 +90,7 @@ def link_flags(parser: argparse.ArgumentParser) -> None:
 
 def tls_flags(group: argparse._ArgumentGroup) -> None:
     group.add_argument("--tls-root-ca-file", metavar="FILE", help="the authority that signed the broker's certificate")
-    group.add_argument("--tls-cert", metavar="FILE", help="our own certificate, for a broker that asks for one")
+    group.add_argument("--tls-cert", metavar="FILE", help="client certificate, for a broker that requires one")
     group.add_argument("--tls-key", metavar="FILE", help="the key of --tls-cert")
     group.add_argument("--tls-insecure", action="store_true", help="accept any certificate")
 
@@ -292,7 +294,7 @@ def node_flags(parser: argparse.ArgumentParser) -> None:
         default=DEFAULT_NSQD_HTTP,
         help="host:port, an https:// URL or the path of a unix socket (default %(default)s)",
     )
-    group.add_argument("--token", metavar="TOKEN", help="for a broker that asks for one; others can see it in ps")
+    group.add_argument("--token", metavar="TOKEN", help="for a broker that asks for one; other users can see it in ps")
     group.add_argument("--token-file", metavar="FILE", help="read the token from this file")
     tls_flags(group)
 

@@ -25,7 +25,7 @@ from flintmq.tools._show import new_parser
 __all__ = ["ABOUT", "answers", "main"]
 
 #: The line of `flintmq --help`.
-ABOUT = "print a script that completes commands in bash, zsh or fish"
+ABOUT = "print a completion script for bash, zsh or fish"
 
 _SECONDS = 1.0
 

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 __all__ = ["ABOUT", "main"]
 
 #: The line of `flintmq --help`.
-ABOUT = "a topic's log: its range, its messages, its readers"
+ABOUT = "show a topic's log: its range, its messages, its readers"
 
 
 def main(argv: Sequence[str]) -> int:

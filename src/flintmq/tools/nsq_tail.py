@@ -44,7 +44,7 @@ class TailOptions(Source):
     program: ClassVar[str] = "nsq_tail"
 
     topics: tuple[str, ...] = option(STRINGS, (), "topic to print (repeatable)", flag="topic")
-    channel: str = option(STRING, "", "channel; by default a new one that goes when this program ends")
+    channel: str = option(STRING, "", "channel; by default a temporary one that is deleted at the end")
     total: int = option(INT, 0, "end after this many messages; 0: never", flag="n")
     print_topic: bool = option(BOOL, False, "begin each line with the topic")
 

@@ -89,7 +89,7 @@ class FileOptions(Source):
     http_client_connect_timeout: int = option(DURATION, 2 * SECOND, "time to connect to an nsqlookupd for topics")
     http_client_request_timeout: int = option(DURATION, 5 * SECOND, "time for an nsqlookupd to answer about topics")
     log_level: str = option(LOG_LEVEL, "info", "least level that is logged: debug, info, warn, error or fatal")
-    log_prefix: str = option(STRING, "[nsq_to_file] ", "what every log line begins with")
+    log_prefix: str = option(STRING, "[nsq_to_file] ", "prefix of every log line")
 
     def check(self) -> None:
         if not self.channel:

@@ -74,7 +74,7 @@ class HttpOptions(Source):
     mode: str = option(
         STRING, "hostpool", "how a URL is chosen: round-robin, hostpool, epsilon-greedy; any other word: send to all"
     )
-    n: int = option(INT, 100, "most requests under way", minimum=1)
+    n: int = option(INT, 100, "most concurrent requests", minimum=1)
     sample: float = option(FLOAT, 1.0, "share of messages that is sent, 0 to 1; the others are finished")
     status_every: int = option(INT, 250, "results between two status lines; 0: none")
     content_type: str = option(STRING, _CONTENT_TYPE, "Content-Type of POST requests")

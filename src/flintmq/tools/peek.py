@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 __all__ = ["ABOUT", "main"]
 
 #: The line of `flintmq --help`.
-ABOUT = "look at messages without taking them; finish, requeue or defer single ones"
+ABOUT = "show messages without consuming them; finish, requeue or defer single ones"
 
 # What a broker shows on one page, at most.
 _PAGE = 1000
@@ -70,7 +70,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--json", action="store_true", help="print each message as a line of JSON")
     actions = parser.add_argument_group("one message", "each may be given several times")
-    actions.add_argument("--finish", metavar="ID", action="append", default=[], help="finish it, whatever its state")
+    actions.add_argument("--finish", metavar="ID", action="append", default=[], help="finish it, in any state")
     actions.add_argument(
         "--requeue", metavar="ID", action="append", default=[], help="requeue it: ready at once, or after --delay"
     )

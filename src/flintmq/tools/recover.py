@@ -43,12 +43,12 @@ class Leftover(Protocol):
 def main(argv: Sequence[str], find: Callable[[Path], Sequence[Leftover]]) -> int:
     parser = argparse.ArgumentParser(
         prog="flintmq recover",
-        description="List what a broker set aside in its data path (.lost, .bad), and publish its messages again.",
+        description="List files that a broker set aside (.lost, .bad), and publish their messages again.",
     )
-    parser.add_argument("data_path", metavar="DATA_PATH", type=Path, help="the broker's data path; it may run")
+    parser.add_argument("data_path", metavar="DATA_PATH", type=Path, help="the broker's data path; the broker may run")
     parser.add_argument("--publish", action="store_true", help="publish the messages; without it they are only counted")
     parser.add_argument("--only", metavar="NAME", action="append", help="leave out all others (repeatable)")
-    parser.add_argument("--topic", metavar="TOPIC", help="publish to this topic, not to the one they are of")
+    parser.add_argument("--topic", metavar="TOPIC", help="publish to this topic instead of the original one")
     parser.add_argument("--json", action="store_true", help="print one object per leftover")
     link_flags(parser)
     arguments = parser.parse_args(argv)

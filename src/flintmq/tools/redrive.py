@@ -45,7 +45,7 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--reason", metavar="REASON", choices=_REASONS, help=f"only those that died of it: {', '.join(_REASONS)}"
     )
-    parser.add_argument("--stop", action="store_true", help="end the redrive that runs; the rest stay dead letters")
+    parser.add_argument("--stop", action="store_true", help="stop the running redrive; the rest stay dead letters")
     parser.add_argument("--status", action="store_true", help="start nothing, show the progress")
     parser.add_argument("--no-wait", action="store_true", help="start, and do not wait for the end")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")

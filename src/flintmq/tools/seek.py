@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 __all__ = ["ABOUT", "main"]
 
 #: The line of `flintmq --help`.
-ABOUT = "move a channel to another place of its topic's log"
+ABOUT = "move a channel to another place in its topic's log"
 
 
 def main(argv: Sequence[str]) -> int:

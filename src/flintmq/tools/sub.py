@@ -56,7 +56,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("source", metavar="TOPIC/CHANNEL", help="both are created if they do not exist")
     parser.add_argument("-n", metavar="COUNT", dest="count", type=_positive, help="end after COUNT messages")
     parser.add_argument(
-        "--max-in-flight", metavar="N", type=_positive, default=200, help="messages under way (default %(default)s)"
+        "--max-in-flight",
+        metavar="N",
+        type=_positive,
+        default=200,
+        help="most messages in flight (default %(default)s)",
     )
     parser.add_argument("--json", action="store_true", help="print id, timestamp, attempts and body as JSON")
     parser.add_argument(

@@ -25,7 +25,7 @@ from flintmq.tools.nsq_tail import own_channel
 __all__ = ["ABOUT", "main"]
 
 #: The line of `flintmq --help`.
-ABOUT = "print the messages of topics as they come, and leave nothing behind"
+ABOUT = "print the messages of topics as they arrive, through a temporary channel"
 
 _MAX_IN_FLIGHT = 1000
 
@@ -46,7 +46,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("--grep", metavar="TEXT", help="only messages that contain this text")
     parser.add_argument("--print-topic", action="store_true", help="begin each line with the topic, as with several")
     parser.add_argument("--json", action="store_true", help="print topic, id, timestamp, attempts and body as JSON")
-    parser.add_argument("--auth-secret", metavar="SECRET", help="for brokers that ask for it; others can see it in ps")
+    parser.add_argument(
+        "--auth-secret", metavar="SECRET", help="for brokers that ask for it; other users can see it in ps"
+    )
     cluster_flags(parser)
     arguments = parser.parse_args(argv)
     return run_on_cluster("tail", arguments, lambda cluster: _Tail(cluster, arguments).run())

@@ -1,4 +1,4 @@
-"""`flintmq top`: a dashboard of topics and channels in the terminal."""
+"""`flintmq top`: show a dashboard of topics and channels in the terminal."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from flintmq.tools.ls import described
 __all__ = ["ABOUT", "main"]
 
 #: The line of `flintmq --help`.
-ABOUT = "a dashboard of topics and channels in the terminal"
+ABOUT = "show a dashboard of topics and channels in the terminal"
 
 
 def main(argv: Sequence[str]) -> int:

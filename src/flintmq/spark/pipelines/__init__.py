@@ -17,15 +17,15 @@ __all__ = ["PIPELINES", "main"]
 
 #: By name on the command line: the module, and what it is for.
 PIPELINES = {
-    "archive": ("archive", "topics into files, each message exactly once"),
-    "backfill": ("backfill", "what an archive lacks of a time, out of logs or another archive"),
-    "audit": ("audit", "what was published against what was archived"),
-    "metrics": ("metrics", "rates, sizes, delays and frequent values of topics"),
-    "replay": ("replay", "publish again what was archived or is still in a log"),
-    "dead-letters": ("dead_letters", "why messages died, and sending them back by a filter"),
-    "sql": ("sql", "a query over topics, to a topic, a table or the screen"),
-    "status": ("status", "how far streams are, as brokers and checkpoints know it"),
-    "sample": ("sample", "sample messages, archived and measured, to have something to look at"),
+    "archive": ("archive", "write topics to a table, each message exactly once"),
+    "backfill": ("backfill", "add missing messages of a period to an archive"),
+    "audit": ("audit", "compare published and archived messages"),
+    "metrics": ("metrics", "measure rates, sizes, delays and frequent values of topics"),
+    "replay": ("replay", "publish messages of an archive or a log again"),
+    "dead-letters": ("dead_letters", "show why messages died, and send them back by a filter"),
+    "sql": ("sql", "run a query over topics, to a topic, a table or the screen"),
+    "status": ("status", "show the progress of streams, from brokers and checkpoints"),
+    "sample": ("sample", "publish, archive and measure sample messages"),
 }
 
 
@@ -33,7 +33,7 @@ def main(argv: Sequence[str]) -> int:
     """`flintmq pipeline`: 0 after a clean end, 1 when something failed or does not add up, 2 for a wrong call."""
     parser = argparse.ArgumentParser(
         prog="flintmq pipeline",
-        description="Ready-made Spark pipelines; flintmq pipeline NAME --help tells more of one.",
+        description="Ready-made Spark pipelines; flintmq pipeline NAME --help describes one.",
     )
     names = parser.add_subparsers(dest="pipeline", metavar="NAME", required=True)
     for name, (module, purpose) in PIPELINES.items():

@@ -590,22 +590,22 @@ def _delta(root: str | Path | Target, what: str) -> DeltaTable:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = "Archive topics: a table by topic, date and hour of publishing, each message exactly once."
-    parser.add_argument("--to", metavar="URI", required=True, help="the table, made where missing: a path or a URI")
+    parser.add_argument("--to", metavar="URI", required=True, help="the table, created if missing: a path or a URI")
     common.table_arguments(parser)
     bodies.decode_arguments(parser)
     parser.add_argument(
         "--undecodable",
         metavar="WHERE",
-        help="also put messages that do not decode into a table (a path or a URI) or a topic (topic:NAME)",
+        help="also write messages that do not decode to a table (a path or a URI) or a topic (topic:NAME)",
     )
     parser.add_argument(
         "--new-query", action="store_true", help="add to a table that has messages, from a checkpoint of its own"
     )
-    care = parser.add_argument_group("instead of archiving; these need no Spark")
+    care = parser.add_argument_group("maintenance instead of archiving, without Spark")
     one = care.add_mutually_exclusive_group()
     one.add_argument("--compact", action="store_true", help="merge small files of closed hours")
     one.add_argument("--vacuum", action="store_true", help="delete files that no version of the last days needs")
-    one.add_argument("--upgrade", action="store_true", help="make a table of an archive of the form before tables")
+    one.add_argument("--upgrade", action="store_true", help="convert an archive of version 0.1.0 to a table")
     care.add_argument(
         "--compact-size", metavar="MIB", type=_size, default=128, help="of merged files (default %(default)s MiB)"
     )
@@ -614,14 +614,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="DURATION",
         type=common.duration,
         default=7200.0,
-        help="how long ago an hour must have ended (default 2h)",
+        help="least age of a merged hour (default 2h)",
     )
     care.add_argument(
         "--retain",
         metavar="DURATION",
         type=common.duration,
         default=168 * 3600.0,
-        help="how long files are kept for readers that began before (default 168h)",
+        help="time for which files are kept for running readers (default 168h)",
     )
     common.source_arguments(parser, nargs="*")
     common.stream_arguments(parser)

@@ -155,11 +155,13 @@ def _true(condition: Any) -> Any:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.description = "Compare an archive with the logs it was made from. Exit status 1 says that they do not agree."
+    parser.description = "Compare an archive with the logs of its topics. Exit status 1: they differ."
     parser.add_argument("--archive", metavar="URI", required=True, help="the table: a path or a URI")
     common.table_arguments(parser)
     parser.add_argument(
-        "--complete", action="store_true", help="everything in the log must be archived, the oldest and the newest too"
+        "--complete",
+        action="store_true",
+        help="all messages in the log must be archived, including the oldest and the newest",
     )
     common.source_arguments(parser, nargs="*")
     common.spark_arguments(parser)

@@ -447,21 +447,21 @@ class _Filling:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Add to an archive what it lacks of a time: out of the topics' logs, or out of another archive. Messages that "
+        "Add missing messages of a period to an archive, from the topics' logs or from another archive. Messages that "
         "are there are not added again, and an archive query may run beside it."
     )
     parser.add_argument("topics", metavar="TOPIC", nargs="+", help="topics")
-    parser.add_argument("--to", metavar="URI", required=True, help="the archive that lacks something")
+    parser.add_argument("--to", metavar="URI", required=True, help="the archive to complete")
     parser.add_argument(
-        "--since", metavar="TIME", type=common.moment, required=True, help="what was published then or later (RFC 3339)"
+        "--since", metavar="TIME", type=common.moment, required=True, help="messages published then or later (RFC 3339)"
     )
-    parser.add_argument("--until", metavar="TIME", type=common.moment, help="what was published before (default: now)")
-    parser.add_argument("--archive", metavar="URI", help="take it from this archive; without it, from the topics' logs")
+    parser.add_argument("--until", metavar="TIME", type=common.moment, help="messages published before (default: now)")
+    parser.add_argument("--archive", metavar="URI", help="take messages from this archive instead of the topics' logs")
     parser.add_argument("--dry-run", action="store_true", help="say how many messages are missing, and add none")
     parser.add_argument(
         "--complete",
         action="store_true",
-        help="no archive query fills the table any more: what none has read yet is missing, too",
+        help="no archive query fills the table any more: add messages that none has read, too",
     )
     bodies.decode_arguments(parser)
     common.table_arguments(parser)

@@ -30,14 +30,14 @@ def decode_arguments(parser: argparse.ArgumentParser, *, by_topic: bool = False)
         nargs="?",
         const="json",
         choices=FORMATS,
-        help="add what the messages say, as columns data and error: json (default), avro, protobuf or msgpack",
+        help="decode messages into columns data and error: json (default), avro, protobuf or msgpack",
     )
     prefix = "TOPIC=" if by_topic else ""
     kind: dict[str, Any] = {"type": pair, "action": "append", "default": []} if by_topic else {}
     group.add_argument(
         "--schema",
         metavar=f"{prefix}SCHEMA",
-        help="'id BIGINT, name STRING', Avro's JSON, or @FILE; for protobuf a descriptor set (default: JSON as found)",
+        help="'id BIGINT, name STRING', Avro's JSON, or @FILE; for protobuf a descriptor set (default: inferred)",
         **kind,
     )
     group.add_argument("--message", metavar=f"{prefix}NAME", help="the message type of protobuf", **kind)
@@ -53,7 +53,7 @@ def decode_arguments(parser: argparse.ArgumentParser, *, by_topic: bool = False)
         help="user, password, token, ca or timeout, for the registry; may be repeated",
     )
     group.add_argument(
-        "--subject", metavar=f"{prefix}NAME", help="whose newest schema is read by (default TOPIC-value)", **kind
+        "--subject", metavar=f"{prefix}NAME", help="subject whose newest schema is used (default TOPIC-value)", **kind
     )
 
 

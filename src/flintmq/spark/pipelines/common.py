@@ -157,14 +157,14 @@ def source_arguments(parser: argparse.ArgumentParser, *, nargs: str = "+", flag:
         )
     _broker_arguments(group)
     group.add_argument(
-        "--channel", metavar="NAME", help="consume this channel of brokers that keep no log (NSQ's own nsqd)"
+        "--channel", metavar="NAME", help="consume this channel of brokers without a log (NSQ's own nsqd)"
     )
     group.add_argument(
         "--from",
         dest="start",
         metavar="WHERE",
         default="earliest",
-        help="where a first run begins: earliest (default), latest, a time (2026-11-16T00:00:00Z), offsets in JSON",
+        help="start of a first run: earliest (default), latest, a time (2026-11-16T00:00:00Z), offsets in JSON",
     )
 
 
@@ -298,7 +298,7 @@ def spark_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--packages",
         action="store_true",
-        help="download Hadoop's jars for checkpoints and plain Parquet on s3a:// or abfss://; says how much that is",
+        help="download Hadoop's jars for checkpoints and plain Parquet on s3a:// or abfss://; announces the size",
     )
     group.add_argument("--json", action="store_true", help="print the result as JSON")
 
@@ -307,7 +307,7 @@ def table_arguments(parser: argparse.ArgumentParser, *, format: str = "--format"
     """Which table, beside where it is."""
     group = parser.add_argument_group("the table")
     group.add_argument(
-        format, dest="format", choices=("delta", "iceberg", "parquet"), help="default: what is there, else delta"
+        format, dest="format", choices=("delta", "iceberg", "parquet"), help="default: the existing format, else delta"
     )
     group.add_argument(
         "--storage-option",
@@ -315,18 +315,20 @@ def table_arguments(parser: argparse.ArgumentParser, *, format: str = "--format"
         type=pair,
         action="append",
         default=[],
-        help="for the store, as deltalake names it, such as AWS_ENDPOINT_URL=…; may be repeated",
+        help="option of the store, as deltalake names it, such as AWS_ENDPOINT_URL=…; may be repeated",
     )
-    group.add_argument("--catalog", metavar="NAME", help="of Iceberg, in pyiceberg's configuration")
+    group.add_argument("--catalog", metavar="NAME", help="Iceberg catalog in pyiceberg's configuration")
     group.add_argument(
         "--catalog-option",
         metavar="KEY=VALUE",
         type=pair,
         action="append",
         default=[],
-        help="of Iceberg's catalog, as pyiceberg names it; may be repeated",
+        help="option of Iceberg's catalog, as pyiceberg names it; may be repeated",
     )
-    group.add_argument("--table", metavar="NAMESPACE.NAME", help="in Iceberg's catalog (default flintmq.<last part>)")
+    group.add_argument(
+        "--table", metavar="NAMESPACE.NAME", help="name in Iceberg's catalog (default flintmq.<last part>)"
+    )
 
 
 def place_of(arguments: argparse.Namespace, where: str) -> Place:
@@ -337,14 +339,16 @@ def place_of(arguments: argparse.Namespace, where: str) -> Place:
 def stream_arguments(parser: argparse.ArgumentParser) -> None:
     """How a stream runs."""
     group = parser.add_argument_group("the stream")
-    group.add_argument("--checkpoint", metavar="URI", help="where Spark notes how far it is; a run goes on from there")
-    group.add_argument("--once", action="store_true", help="end when everything that is there now is done")
+    group.add_argument(
+        "--checkpoint", metavar="URI", help="where Spark records its progress; a run continues from there"
+    )
+    group.add_argument("--once", action="store_true", help="end when all present messages are processed")
     group.add_argument(
         "--every",
         metavar="DURATION",
         type=duration,
         default=10.0,
-        help="how often a batch begins, such as 1m (default 10s)",
+        help="time between batches, such as 1m (default 10s)",
     )
     group.add_argument(
         "--metrics-address", metavar="HOST:PORT", help="serve the query's numbers there at /metrics, for Prometheus"

@@ -239,13 +239,15 @@ def _time(nanoseconds: int | None) -> datetime.datetime | None:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.description = "Why messages of a channel died; with --redrive, send them back."
-    parser.add_argument("topic", metavar="TOPIC", help="where they were published")
+    parser.description = "Show why messages of a channel died; with --redrive, send them back."
+    parser.add_argument("topic", metavar="TOPIC", help="topic in which they were published")
     parser.add_argument("channel", metavar="CHANNEL", help="where they died")
     parser.add_argument(
-        "--where", metavar="SQL", help="only those that fit: columns reason, attempts, died, published, text, value, …"
+        "--where",
+        metavar="SQL",
+        help="only those that match: columns reason, attempts, died, published, text, value, …",
     )
-    parser.add_argument("--redrive", action="store_true", help="send those that fit back to the channel")
+    parser.add_argument("--redrive", action="store_true", help="send the matching ones back to the channel")
     parser.add_argument("--rate", metavar="N", type=int, default=0, help="send back at most N a second")
     parser.add_argument(
         "--from-channel", metavar="NAME", default=CHANNEL, help="of the dead-letter topic (default %(default)s)"

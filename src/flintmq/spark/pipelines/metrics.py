@@ -319,9 +319,7 @@ def _check(window: float, topic: str | None, checkpoint: object, *, draws_elsewh
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.description = (
-        "Measure topics: messages, bytes, sizes, delays, frequent values; on the screen unless told otherwise."
-    )
+    parser.description = "Measure topics: messages, bytes, sizes, delays, frequent values; by default on the screen."
     parser.add_argument(
         "--window", metavar="DURATION", type=common.duration, default=60.0, help="length of a window (default 1m)"
     )
@@ -332,11 +330,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=60.0,
         help="time that a window stays open for late messages (default 1m)",
     )
-    parser.add_argument("--path", metavar="JSONPATH", help="count the values there, as $.country")
+    parser.add_argument("--path", metavar="JSONPATH", help="count the values at this path, such as $.country")
     parser.add_argument(
         "--top", metavar="N", type=int, default=5, help="values to show of a window (default %(default)s)"
     )
-    parser.add_argument("--to-topic", metavar="TOPIC", help="publish each window as JSON when it is over")
+    parser.add_argument("--to-topic", metavar="TOPIC", help="publish each window as JSON when it ends")
     parser.add_argument("--to-table", metavar="URI", help="add each window to a table when it is over")
     common.table_arguments(parser)
     parser.add_argument("--new-query", action="store_true", help="add to a table that has rows of other queries")

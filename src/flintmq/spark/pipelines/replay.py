@@ -626,23 +626,23 @@ def _ns(when: datetime.datetime | None, default: int) -> int:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.description = "Publish again what was archived, or what a topic's log still has."
+    parser.description = "Publish messages of an archive, or of a topic's log, again."
     parser.add_argument("--archive", metavar="URI", help="replay an archive; without it, the topics' logs")
     common.table_arguments(parser)
-    parser.add_argument("--to", metavar="TOPIC", required=True, help="{topic} in it stands for a message's own")
+    parser.add_argument(
+        "--to", metavar="TOPIC", required=True, help="target topic; {topic} in it stands for a message's own"
+    )
     parser.add_argument(
         "--since", metavar="TIME", type=common.moment, help="only what was published then or later (RFC 3339)"
     )
     parser.add_argument("--until", metavar="TIME", type=common.moment, help="only what was published before (RFC 3339)")
     parser.add_argument(
-        "--where", metavar="SQL", help="only messages that fit, such as \"get_json_object(text, '$.id') > 7\""
+        "--where", metavar="SQL", help="only messages that match, such as \"get_json_object(text, '$.id') > 7\""
     )
     parser.add_argument("--rate", metavar="N", type=float, default=0.0, help="N messages a second")
+    parser.add_argument("--ordered", action="store_true", help="publish with one task in the order of times; slower")
     parser.add_argument(
-        "--ordered", action="store_true", help="by one task, all messages in the order of their times; slower"
-    )
-    parser.add_argument(
-        "--checkpoint", metavar="URI", required=True, help="where it notes how far it is; it goes on from there"
+        "--checkpoint", metavar="URI", required=True, help="where it records its progress; it continues from there"
     )
     parser.add_argument("--to-lookupd", metavar="ADDRESS", action="append", default=[], help="publish to its brokers")
     parser.add_argument("--to-nsqd", metavar="ADDRESS", action="append", default=[], help="publish to this broker")

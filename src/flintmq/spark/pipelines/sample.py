@@ -87,7 +87,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--nsqd", metavar="ADDRESS", default=common.DEFAULT_NSQD, help="the broker (default %(default)s)"
     )
     parser.add_argument(
-        "--folder", metavar="DIR", default="flintmq-spark", help="for the results (default ./%(default)s)"
+        "--folder", metavar="DIR", default="flintmq-spark", help="folder of the results (default ./%(default)s)"
     )
     parser.add_argument("--rate", metavar="N", type=float, default=20.0, help="orders a second (default %(default)g)")
     common.spark_arguments(parser)
@@ -108,7 +108,7 @@ def run(arguments: argparse.Namespace) -> int:
             f"orders are published to the topic {TOPIC}, archived and measured\n"
             f"  metrics   {(folder / 'metrics.html').as_uri()}\n"
             f"  archive   {folder / 'archive'}\n"
-            f"  judge it  flintmq pipeline audit {TOPIC} --nsqd {arguments.nsqd} --archive {folder / 'archive'}"
+            f"  check it  flintmq pipeline audit {TOPIC} --nsqd {arguments.nsqd} --archive {folder / 'archive'}"
         )
         sample(spark, arguments.nsqd, folder, rate=arguments.rate, stop=stop)
     return 0

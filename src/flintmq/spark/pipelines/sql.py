@@ -192,13 +192,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("query", metavar="FILE", help="a file with the query; - is standard input")
     parser.add_argument(
-        "--to-topic", metavar="TOPIC", help="publish the rows: their column value, or all of it as JSON"
+        "--to-topic", metavar="TOPIC", help="publish the rows: their column value, or whole rows as JSON"
     )
     parser.add_argument("--to-table", metavar="URI", help="add the rows to a table, each exactly once")
     common.table_arguments(parser)
     parser.add_argument("--new-query", action="store_true", help="add to a table that has rows of other queries")
-    parser.add_argument("--mode", choices=MODES, default="append", help="what of a result is put out (default append)")
-    parser.add_argument("--batch", action="store_true", help="run it once, over what the logs hold now")
+    parser.add_argument("--mode", choices=MODES, default="append", help="output mode (default append)")
+    parser.add_argument("--batch", action="store_true", help="run it once, over the present content of the logs")
     bodies.decode_arguments(parser, by_topic=True)
     common.source_arguments(parser, flag=True)
     common.stream_arguments(parser)

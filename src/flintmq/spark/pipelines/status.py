@@ -207,10 +207,14 @@ def _reader(line: str) -> str:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.description = "Show who reads topics and how far behind they are, as brokers and checkpoints know it."
+    parser.description = "Show the readers of topics and their lag, from brokers and checkpoints."
     parser.add_argument("topics", metavar="TOPIC", nargs="*", help="only these topics")
     parser.add_argument(
-        "--checkpoint", metavar="URI", action="append", default=[], help="only the query of this one; may be repeated"
+        "--checkpoint",
+        metavar="URI",
+        action="append",
+        default=[],
+        help="only the query of this checkpoint; may be repeated",
     )
     parser.add_argument(
         "--storage-option", metavar="KEY=VALUE", type=common.pair, action="append", default=[], help="for the store"

@@ -16,7 +16,7 @@ from collections.abc import Sequence
 __all__ = ["ABOUT", "main"]
 
 #: The line of `flintmq --help`.
-ABOUT = "kill brokers under load on this machine, and count what is lost"
+ABOUT = "kill brokers under load on this machine, and count lost messages"
 
 
 def main(argv: Sequence[str]) -> int:

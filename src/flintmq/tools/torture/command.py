@@ -118,7 +118,7 @@ def _parser() -> argparse.ArgumentParser:
         type=lambda text: parse_duration(text) / 1e9,
         default=2.0,
         metavar="DURATION",
-        help="a broker's mean life (default 2s)",
+        help="mean lifetime of a broker (default 2s)",
     )
     parser.add_argument(
         "--without",
