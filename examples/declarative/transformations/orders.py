@@ -1,4 +1,4 @@
-"""A topic in tables: every message as it came, the orders among them, what is none, and what each country bought.
+"""A topic in tables: the orders among its messages, those that are none, and what each country bought.
 
 flintmq up &
 flintmq pub orders '{"id": 1, "country": "fr", "amount": 20}'
@@ -24,13 +24,7 @@ RULES = {
 
 
 def judged() -> DataFrame:
-    """Return the messages of the topic with what is wrong with them, null if nothing is."""
-    found = [f.when(f.expr(rule), reason) for reason, rule in RULES.items()]
-    return spark.readStream.table("messages").withColumn("wrong", f.coalesce(*found))
-
-
-@dp.table(comment="every message of the topic, once")
-def messages() -> DataFrame:
+    """Return the messages of the topic, once, with what is wrong with them, null if nothing is."""
     read = (
         spark.readStream.format("nsq")
         .option("nsq.nsqd.addresses", NSQD)
@@ -39,7 +33,8 @@ def messages() -> DataFrame:
         .load()
     )
     data = f.from_json(f.col("value").cast("string"), "id BIGINT, country STRING, amount DOUBLE")
-    return read.select("timestamp", "node", "offset", "value", data.alias("data"))
+    found = [f.when(f.expr(rule), reason) for reason, rule in RULES.items()]
+    return read.withColumn("data", data).withColumn("wrong", f.coalesce(*found))
 
 
 @dp.table(comment="the messages that are orders")
