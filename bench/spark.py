@@ -263,6 +263,7 @@ class Bench:
             },
             "largest offset": {
                 "columns": lambda: self._timed(lambda: self._largest(self._topic(columns="offset"))),
+                "schema": lambda: self._timed(lambda: self._largest(self._topic("offset BIGINT"))),
                 "whole": lambda: self._timed(lambda: self._largest(self._topic())),
             },
             "replay": {
@@ -295,8 +296,9 @@ class Bench:
     def _shape(self) -> dict[str, str]:
         return {"rows": str(self._rows), "partitions": str(self._cores), "size": str(self._size)}
 
-    def _topic(self, **more: str) -> DataFrame:
-        return self._spark.read.format("nsq").options(**self._where(), **more).load()
+    def _topic(self, schema: str = "", **more: str) -> DataFrame:
+        reader = self._spark.read.format("nsq").options(**self._where(), **more)
+        return (reader.schema(schema) if schema else reader).load()
 
     def _late(self) -> str:
         """The condition for the last part of the topic, by the time."""

@@ -11,7 +11,7 @@ from support.examples import REASONS, can_run, examples, run_page
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 #: tests/spark/test_spark_pages.py runs these.
-SPARK = {"decoding", "pipelines", "spark", "spark-clusters", "spark-tutorial"}
+SPARK = {"decoding", "pipelines", "spark", "spark-clusters", "spark-recipes", "spark-tutorial"}
 #: Of all examples, how many may not be run.
 MOST_NOT_RUN = 0.10
 

@@ -54,37 +54,67 @@ def program() -> str:
     return found
 
 
+class Server:
+    """A server that can be killed, and comes back at the same ports with what it had."""
+
+    def __init__(
+        self, folder: Path, bucket: str = "tests", port: int = 0, *, volumes: tuple[int, int] = (30, 64)
+    ) -> None:
+        self._weed = program()
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder, self._bucket = folder, bucket
+        who = {"name": "tests", "credentials": [{"accessKey": ACCESS, "secretKey": SECRET}], "actions": ["Admin"]}
+        (folder / "s3.json").write_text(json.dumps({"identities": [who]}))
+        names = ("master", "master.grpc", "volume", "volume.grpc", "filer", "filer.grpc", "s3", "s3.grpc")
+        ports = dict(zip(names, _unused_ports(len(names)), strict=True))
+        ports["s3"] = port or ports["s3"]
+        self._address = f"127.0.0.1:{ports['s3']}"
+        self._flags = [
+            f"-{name.replace('.grpc', '')}.port{'.grpc' if '.grpc' in name else ''}={port}"
+            for name, port in ports.items()
+        ]
+        self._flags += [
+            "-ip=127.0.0.1",
+            "-ip.bind=127.0.0.1",
+            "-s3",
+            "-s3.port.iceberg=0",
+            "-s3.port.lance=0",
+            f"-s3.config={folder / 's3.json'}",
+        ]
+        # So many files at most, of so many MB each.
+        most, size = volumes
+        self._flags += [f"-master.volumeSizeLimitMB={size}", f"-volume.max={most}", f"-dir={folder}"]
+        self._process: subprocess.Popen[bytes] | None = None
+
+    @property
+    def bucket(self) -> Bucket:
+        return Bucket(f"s3://{self._bucket}", f"http://{self._address}")
+
+    def start(self) -> None:
+        """Return when objects can be written."""
+        log = self._folder / "weed.log"
+        with open(log, "ab") as output:
+            self._process = subprocess.Popen(
+                [self._weed, "server", *self._flags], stdout=output, stderr=subprocess.STDOUT, cwd=self._folder
+            )
+        _make_bucket(self._bucket, self._address, self._process, log)
+
+    def kill(self) -> None:
+        if self._process is not None:
+            self._process.kill()
+            self._process.wait(60)
+            self._process = None
+
+
 @contextlib.contextmanager
 def server(folder: Path, bucket: str = "tests", port: int = 0) -> Iterator[Bucket]:
     """A server on unused ports unless one is given, its data in a new folder; it ends with the context."""
-    weed = program()
-    folder.mkdir(parents=True)
-    who = {"name": "tests", "credentials": [{"accessKey": ACCESS, "secretKey": SECRET}], "actions": ["Admin"]}
-    (folder / "s3.json").write_text(json.dumps({"identities": [who]}))
-    names = ("master", "master.grpc", "volume", "volume.grpc", "filer", "filer.grpc", "s3", "s3.grpc")
-    ports = dict(zip(names, _unused_ports(len(names)), strict=True))
-    ports["s3"] = port or ports["s3"]
-    flags = [
-        f"-{name.replace('.grpc', '')}.port{'.grpc' if '.grpc' in name else ''}={port}" for name, port in ports.items()
-    ]
-    flags += [
-        "-ip=127.0.0.1",
-        "-ip.bind=127.0.0.1",
-        "-s3",
-        "-s3.port.iceberg=0",
-        "-s3.port.lance=0",
-        f"-s3.config={folder / 's3.json'}",
-    ]
-    flags += ["-master.volumeSizeLimitMB=64", "-volume.max=30", f"-dir={folder}"]
-    with open(folder / "weed.log", "wb") as log:
-        process = subprocess.Popen([weed, "server", *flags], stdout=log, stderr=subprocess.STDOUT, cwd=folder)
+    found = Server(folder, bucket, port)
     try:
-        endpoint = f"http://127.0.0.1:{ports['s3']}"
-        _make_bucket(bucket, f"127.0.0.1:{ports['s3']}", process, folder / "weed.log")
-        yield Bucket(f"s3://{bucket}", endpoint)
+        found.start()
+        yield found.bucket
     finally:
-        process.kill()
-        process.wait(60)
+        found.kill()
 
 
 def _make_bucket(name: str, address: str, process: subprocess.Popen[bytes], log: Path) -> None:

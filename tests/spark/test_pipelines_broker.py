@@ -616,7 +616,12 @@ def test_the_declarative_example_runs(spark_environment, broker: Node, topic: st
     pytest.importorskip("yaml", reason="spark-pipelines needs PyYAML: pip install 'flintmq[spark]'")
     hold(broker, topic)
     orders = [json.dumps({"id": n, "country": "de" if n % 3 else "fr", "amount": 2.5}).encode() for n in range(30)]
-    publish(broker, topic, orders)
+    wrong = {
+        b"no json": "no JSON, or without an id",
+        b'{"id": 99, "amount": 1}': "without a country",
+        b'{"id": 99, "country": "de", "amount": -1}': "amount missing or negative",
+    }
+    publish(broker, topic, [*orders, *wrong])
     project = tmp_path / "project"
     shutil.copytree(REPOSITORY / "examples" / "declarative", project)
     spec = (project / "spark-pipeline.yml").read_text()
@@ -644,6 +649,9 @@ def test_the_declarative_example_runs(spark_environment, broker: Node, topic: st
         assert table.num_rows == expected
         sales = dataset.dataset(str(tmp_path / "warehouse" / "sales"), format="parquet").to_table().to_pylist()
         assert sum(row["orders"] for row in sales) == expected
+        rejected = dataset.dataset(str(tmp_path / "warehouse" / "rejected"), format="parquet").to_table().to_pylist()
+        assert {row["value"]: row["wrong"] for row in rejected} == wrong
+        assert len(rejected) == len(wrong)
         publish(broker, topic, orders[:10])
 
 

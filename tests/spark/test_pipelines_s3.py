@@ -55,6 +55,11 @@ def values(place: Place) -> list[bytes]:
 
 
 def test_the_second_of_two_drivers_adds_nothing_and_stops(place: Place):
+    race(place)
+
+
+def race(place: Place) -> None:
+    """Two drivers write one batch; merge and vacuum what they have left. On any store."""
     table = open_table(place)
     assert bring(table, 0)
     zombie, second = open_table(place), open_table(place)

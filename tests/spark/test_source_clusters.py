@@ -22,6 +22,7 @@ pytest.importorskip("pyspark")
 from .conftest import SOURCE, wait_for
 
 SCENARIO = Path(__file__).with_name("scenario.py")
+SUBMITTED = Path(__file__).resolve().parents[2] / "examples" / "spark_archive.py"
 RIGHT = {"batch": True, "stream": 3000, "stream after a restart": 3000, "out": True}
 
 
@@ -126,13 +127,31 @@ def test_executors_in_processes_of_their_own(spark_environment, broker, topic, t
     assert found == {"executors have flintmq": [True], **RIGHT}
 
 
-def test_a_standalone_cluster_that_gets_it_shipped(spark_environment, bare_python, broker, topic, tmp_path):
+def test_a_standalone_cluster_that_gets_it_shipped(
+    spark_environment, bare_python, broker, start_node, lookupd, topic, tmp_path
+):
     env = environment(bare_python)
     with standalone(tmp_path, env) as url:
         assert play(url, broker, topic, tmp_path / "app", ship=True, env=env) == {
             "executors have flintmq": [False],
             **RIGHT,
         }
+        submit(url, start_node("flintmq", f"--lookupd-tcp-address={lookupd.tcp}"), lookupd, tmp_path, env)
+
+
+def submit(url, node, lookupd, folder, env):
+    """A script by spark-submit on workers that have no flintmq: the session is the one that it has configured."""
+    deltalake = pytest.importorskip("deltalake")
+    node.publish("orders", [b"%d" % number for number in range(500)])
+    words = [str(Path(env["SPARK_HOME"]) / "bin" / "spark-submit"), "--master", url, "--driver-memory", "700m"]
+    conf = {"spark.archive.once": "yes", "spark.executor.memory": "700m", "spark.ui.enabled": "false"}
+    words += [part for key, value in conf.items() for part in ("--conf", f"{key}={value}")]
+    words += [str(SUBMITTED), "orders", str(folder / "archive"), str(folder / "checkpoint"), lookupd.http]
+    done = subprocess.run(words, env={**env, "PYTHONPATH": str(SOURCE)}, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert done.stdout.startswith("archive: 500 messages")
+    table = deltalake.DeltaTable(str(folder / "archive")).to_pyarrow_table(columns=["value"])
+    assert sorted(map(int, table["value"].to_pylist())) == list(range(500))
 
 
 def test_spark_connect_gets_it_shipped(spark_environment, bare_python, broker, topic, tmp_path):

@@ -12,6 +12,8 @@ import pytest
 
 pytest.importorskip("pyspark")
 
+from flintmq.spark.shipped.columns import SCHEMA
+
 from .conftest import run_query, start_query, wait_for
 
 
@@ -143,9 +145,30 @@ def test_what_cannot_be_read_is_told_in_one_sentence(spark, broker, more, senten
     assert sentence in str(caught.value)
 
 
-def test_another_schema_is_refused(spark, broker, topic):
-    with pytest.raises(Exception, match="has one schema"):
-        spark.read.format("nsq").schema("body string").options(**options(broker, topic)).load().collect()
+@pytest.mark.parametrize("schema", ["body string", "offset int", "offset bigint, body string"])
+def test_another_schema_is_refused(spark, broker, topic, schema):
+    with pytest.raises(Exception, match="a schema that is given names some or all of these"):
+        spark.read.format("nsq").schema(schema).options(**options(broker, topic)).load().collect()
+
+
+def test_a_schema_of_some_columns_makes_a_table_of_them(spark, broker, topic, tmp_path):
+    """In the order of the names. A condition may be on others, and `columns` has those null that it leaves out."""
+    publish(broker, topic, range(100))
+    whole = batch(spark, options(broker, topic)).orderBy("offset").collect()
+    given = options(broker, topic, where=f"offset < {whole[60].offset}", minPartitions="2")
+    for names in (["timestamp_ns", "offset"], ["node"], ["value", "id"]):
+        schema = ", ".join(part for name in names for part in SCHEMA.split(", ") if part.startswith(f"{name} "))
+        found = spark.read.format("nsq").schema(schema).options(**given).load()
+        assert found.columns == names
+        expected = [tuple(row[name] for name in names) for row in whole[:60]]
+        assert sorted(map(tuple, found.collect())) == sorted(expected)
+    found = spark.read.format("nsq").schema("value BINARY, offset BIGINT").options(**given, columns="offset").load()
+    assert sorted(map(tuple, found.collect())) == [(None, row.offset) for row in whole[:60]]
+    stream = spark.readStream.format("nsq").schema("offset BIGINT").options(**options(broker, topic))
+    rows = stream.option("startingOffsets", "earliest").load().writeStream.format("parquet")
+    rows = rows.option("path", str(tmp_path / "out")).option("checkpointLocation", str(tmp_path / "checkpoint"))
+    run_query(lambda: rows.trigger(availableNow=True).start())
+    assert sorted(map(tuple, spark.read.parquet(str(tmp_path / "out")).collect())) == [(row.offset,) for row in whole]
 
 
 # --- Streams ----------------------------------------------------------------------------------------------------------

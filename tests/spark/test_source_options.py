@@ -129,6 +129,15 @@ def test_a_batch_of_a_spool_needs_nothing_but_its_folder():
         read_source_options({**SOURCE, "mode": "spool", "channel": "c"}, streaming=False)
 
 
+@pytest.mark.parametrize("where", ["hdfs://name:8020/spool", "s3a://bucket/spool"])
+def test_a_spool_is_on_no_store(where):
+    for streaming in (True, False):
+        with pytest.raises(OptionError, match=f"spoolLocation: {where} is a URI.*a folder that all machines"):
+            read_source_options(
+                {**SOURCE, "mode": "spool", "channel": "c", "spoolLocation": where}, streaming=streaming
+            )
+
+
 def test_values_are_read():
     found = read(
         subscribe="orders, payments,orders",

@@ -298,7 +298,7 @@ class Torture:
     def _keep_running(self) -> Program:
         """Return a driver that runs; one that ended by itself is followed by another."""
         if self._driver is not None and self._driver.process.poll() is not None:
-            self._given_up[_reason(self._driver)] += 1
+            self._given_up[reason_of(self._driver)] += 1
             self._driver.kill()
             self._driver = None
         if self._driver is None:
@@ -512,7 +512,7 @@ class Torture:
             driver = self._driver = self._start_driver(once=True)
             if driver.process.wait(_PATIENCE) == 0:
                 return
-            self._given_up[_reason(driver)] += 1
+            self._given_up[reason_of(driver)] += 1
         raise AssertionError(f"the rest cannot be written: see {driver.log}")
 
     # --- The ledger --------------------------------------------------------------------------------------------------
@@ -633,7 +633,7 @@ def _stop_without_executors(program: Program) -> list[int]:
     return stopped
 
 
-def _reason(driver: Program) -> str:
+def reason_of(driver: Program) -> str:
     """Return why a driver ended: the last error of ours in its log, short."""
     found = ""
     for line in driver.log.read_text(errors="replace").splitlines():
@@ -732,6 +732,12 @@ def _commit() -> str:
     return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
 
 
+def about_this_machine() -> dict[str, str]:
+    """When, where and with which code: for a line of results."""
+    now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    return {"date": now, "commit": _commit(), "machine": _machine()}
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.spark.torture", description=__doc__.partition("\n")[0])
     parser.add_argument("--rows", type=int, default=4_000_000, help="shared by the combinations")
@@ -749,7 +755,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     results = Results(arguments.results or folder / "results")
     combinations = [(route, master) for route in arguments.to.split(",") for master in arguments.on.split(",")]
     rows, faults = arguments.rows // len(combinations), -(-arguments.faults // len(combinations))
-    about = {"commit": _commit(), "machine": _machine()}
     over = time.monotonic() + 60 * arguments.minutes
     number = len(results.lines)
     is_whole, has_passed = False, True
@@ -765,8 +770,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         sys.stderr.write(f"{where}\n")
         due = max(1, faults * (done + part) // rows - had)
         report = torture(where, part, due, seed, route, master, line_writer(), had)
-        ended = {"date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())}
-        results.add({"to": route, "on": master, "seed": seed, **ended, **about, **report})
+        results.add({"to": route, "on": master, "seed": seed, **about_this_machine(), **report})
         sys.stderr.write(f"\n{json.dumps(results.lines[-1])}\n")
         number += 1
         if report["passed"]:

@@ -13,6 +13,7 @@ import socket
 import threading
 import time
 from collections.abc import Iterator, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from pyspark.sql.datasource import DataSource, DataSourceReader, DataSourceStreamReader, InputPartition
@@ -62,12 +63,10 @@ class NsqDataSource(DataSource):
         return SCHEMA
 
     def reader(self, schema: StructType) -> DataSourceReader:
-        _check_schema(schema)
-        return BatchReader(read_source_options(self.options, streaming=False))
+        return BatchReader(read_source_options(self.options, streaming=False), _names(schema))
 
     def streamReader(self, schema: StructType) -> DataSourceStreamReader:
-        _check_schema(schema)
-        return StreamReader(read_source_options(self.options, streaming=True))
+        return StreamReader(read_source_options(self.options, streaming=True), _names(schema))
 
     def writer(self, schema: StructType, overwrite: bool) -> BatchWriter:
         return BatchWriter(read_sink_options(self.options), _columns(schema), overwrite)
@@ -80,10 +79,13 @@ def _columns(schema: StructType) -> dict[str, str]:
     return {field.name: field.dataType.simpleString() for field in schema.fields}
 
 
-def _check_schema(schema: StructType) -> None:
-    found = ", ".join(f"{name} {kind}" for name, kind in _columns(schema).items())
-    if found.lower() != SCHEMA.lower():
-        raise OptionError(f'format "nsq" has one schema, {SCHEMA}: take away the one that was given, and select()')
+def _names(schema: StructType) -> tuple[str, ...]:
+    """Return the columns that a table is to have: all of them, unless a user's schema names some."""
+    known = dict(zip(COLUMNS, (part.split()[1].lower() for part in SCHEMA.split(", ")), strict=True))
+    found = _columns(schema)
+    if not found or any(known.get(name) != kind for name, kind in found.items()):
+        raise OptionError(f'format "nsq" has the columns {SCHEMA}: a schema that is given names some or all of these')
+    return tuple(found)
 
 
 class LogPartition(InputPartition):
@@ -103,13 +105,18 @@ class SpoolPartition(InputPartition):
         self.planned_on = planned_on
 
 
-def _read(partition: InputPartition, options: SourceOptions) -> Iterator[pa.RecordBatch]:
+def _read(partition: InputPartition, options: SourceOptions, names: tuple[str, ...]) -> Iterator[pa.RecordBatch]:
+    """Yield the rows of a partition with these columns."""
+    wanted = frozenset(names) if options.columns is None else options.columns & frozenset(names)
+    found: Iterator[pa.RecordBatch] = iter(())
     if isinstance(partition, LogPartition):
-        yield from fetch(partition.range, partition.address, options, partition.reader)
+        found = fetch(partition.range, partition.address, replace(options, columns=wanted), partition.reader)
     elif isinstance(partition, SpoolPartition):
-        for batch in read_pieces(partition.pieces, options.batch_rows, partition.planned_on):
-            yield from chosen(batch, options.where, options.columns or frozenset(COLUMNS))
+        pieces = read_pieces(partition.pieces, options.batch_rows, partition.planned_on)
+        found = (part for batch in pieces for part in chosen(batch, options.where, wanted))
     # Where there is nothing to read, Spark makes a partition of its own that stands for nothing.
+    for batch in found:
+        yield batch if names == COLUMNS else batch.select(names)
 
 
 def _log_partitions(planned: list[tuple[Range, str]], reader: str = "") -> list[InputPartition]:
@@ -153,8 +160,9 @@ def _find_mode(options: SourceOptions) -> str:
 class BatchReader(DataSourceReader):
     """``spark.read``: everything between two offsets, as it is when the query is planned."""
 
-    def __init__(self, options: SourceOptions) -> None:
+    def __init__(self, options: SourceOptions, names: tuple[str, ...] = COLUMNS) -> None:
         self._options = options
+        self._names = names
 
     def partitions(self) -> list[InputPartition]:
         options = self._options
@@ -168,7 +176,7 @@ class BatchReader(DataSourceReader):
             planner.close()
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-        return _read(partition, self._options)
+        return _read(partition, self._options, self._names)
 
 
 # --- Streams ----------------------------------------------------------------------------------------------------------
@@ -281,8 +289,9 @@ class SpoolReader:
 class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
     """``spark.readStream``: one of these answers Spark's questions, others of its kind read partitions."""
 
-    def __init__(self, options: SourceOptions) -> None:
+    def __init__(self, options: SourceOptions, names: tuple[str, ...] = COLUMNS) -> None:
         self._options = options
+        self._names = names
         self._engine: Planner | SpoolReader | None = None
         self._available_now = False
 
@@ -326,7 +335,7 @@ class StreamReader(DataSourceStreamReader, SupportsTriggerAvailableNow):
         return engine.partitions(start, end)
 
     def read(self, partition: InputPartition) -> Iterator[pa.RecordBatch]:
-        return _read(partition, self._options)
+        return _read(partition, self._options, self._names)
 
     def commit(self, end: dict[str, Any]) -> None:
         self._open(end).commit(end)

@@ -15,7 +15,6 @@ import logging
 import os
 import threading
 import time
-from array import array
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -665,7 +664,7 @@ def fetch(found: Range, address: str, options: SourceOptions, reader: str = "") 
     """The messages of a range, in order. A lost connection is made again, and reading goes on where it stopped."""
     web = Web(options.network)
     where = options.where and options.where.at(found.topic, found.node)
-    wanted = options.columns or frozenset(COLUMNS)
+    wanted = frozenset(COLUMNS) if options.columns is None else options.columns
     needed = wanted | where.columns if where is not None else wanted
     shape = Shape(found.topic, found.node, options.batch_rows, needed)
     # Brokers that do not know this send bodies, and nobody looks at them.
@@ -741,9 +740,13 @@ def _is_whole(found: Range, address: str, web: Web) -> bool:
 
 def _numbered(found: Range, shape: Shape, batch_rows: int) -> Iterator[pa.RecordBatch]:
     """Batches of a range of which nothing is wanted that its messages would have to tell."""
+    import pyarrow as pa
+    import pyarrow.compute as compute
+
+    steps = pa.array(range(min(batch_rows, found.size)), pa.int64())
     for first in range(found.first, found.stop, batch_rows):
-        seqs = array("q", range(first, min(first + batch_rows, found.stop)))
-        yield shape.batch((len(seqs), 0, seqs, None, None, None, None, None, None))
+        seqs = compute.add(steps.slice(0, min(batch_rows, found.stop - first)), first)
+        yield shape.batch((len(seqs), 0, seqs.buffers()[1], None, None, None, None, None, None))
 
 
 def _pause(failures: int) -> float:

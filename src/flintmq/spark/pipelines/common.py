@@ -465,6 +465,11 @@ def hadoop_settings(options: Mapping[str, str]) -> dict[str, str]:
 
 def check_hadoop(spark: SparkSession, place: Place) -> None:
     """PipelineError, with what to do, if Spark itself is to use a place and has no jars for it."""
+    if place.scheme == "az":
+        raise PipelineError(
+            f"{place}: Spark has no az:// for checkpoints and plain Parquet: name it abfss://CONTAINER@ACCOUNT.dfs.core."
+            "windows.net/…, with --packages, or keep the checkpoint on a disk, by --checkpoint DIR"
+        )
     wanted = _HADOOP.get(place.scheme)
     if wanted is None or is_remote(spark):
         return

@@ -106,7 +106,8 @@ class Shape:
             for field in self._schema
             if field.name not in self._wanted or field.name == "attempts"
         }
-        self._id_begins = pa.py_buffer(array("i", range(0, 16 * batch_rows + 1, 16)))
+        if "id" in self._wanted:
+            self._id_begins = pa.py_buffer(array("i", range(0, 16 * batch_rows + 1, 16)))
 
     def batch(self, columns: _Columns, *, offsets: Any = None, attempts: bool = False) -> pa.RecordBatch:
         """A batch; ``offsets`` in place of the seqs, ``attempts`` where they mean something."""

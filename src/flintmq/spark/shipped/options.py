@@ -40,6 +40,8 @@ READER_NAME = re.compile(r"[A-Za-z0-9._:-]{1,128}")
 
 #: The last time that brokers know, in ns since 1970.
 _LATEST = (1 << 63) - 1
+#: Rows of an Arrow batch, where messages have their bodies.
+_BATCH_ROWS = 10_000
 _SIZE_UNITS = {"": 1, "b": 1, "k": 1 << 10, "m": 1 << 20, "g": 1 << 30, "t": 1 << 40}
 _TIME_UNITS = {"ms": 0.001, "s": 1.0, "m": 60.0, "min": 60.0, "h": 3600.0, "d": 86400.0}
 
@@ -243,6 +245,9 @@ def read_source_options(options: Mapping[str, str], *, streaming: bool) -> Sourc
     alias = given.count("maxOffsetsPerTrigger", 0)
     if max_messages and alias and max_messages != alias:
         raise OptionError("maxMessagesPerTrigger and maxOffsetsPerTrigger are the same: give one of them")
+    columns = given.columns("columns")
+    # Rows without bodies are small, and each batch has its price on the way to Java.
+    batch_rows = _BATCH_ROWS if columns is None or "value" in columns else 10 * _BATCH_ROWS
     read = SourceOptions(
         network=network,
         topics=topics,
@@ -252,7 +257,7 @@ def read_source_options(options: Mapping[str, str], *, streaming: bool) -> Sourc
         starting=given.position("startingOffsets", "startingTimestamp", ("earliest", "latest")),
         ending=given.position("endingOffsets", "endingTimestamp", ("latest",)),
         where=read_where(given.text("where")) if given.text("where") else None,
-        columns=given.columns("columns"),
+        columns=columns,
         max_messages=max_messages or alias,
         max_bytes=given.size("maxBytesPerTrigger", 0),
         min_messages=given.count("minMessagesPerTrigger", 0),
@@ -266,12 +271,17 @@ def read_source_options(options: Mapping[str, str], *, streaming: bool) -> Sourc
         spool_max_bytes=given.size("spoolMaxBytes", 1 << 30) or 1 << 30,
         spool_in_flight=given.count("spool.maxInFlight", 20_000),
         spool_flush_interval=given.count("spool.flushIntervalMs", 500) / 1000,
-        batch_rows=given.count("arrowBatchRows", 10_000),
+        batch_rows=given.count("arrowBatchRows", batch_rows),
     )
     if read.channel and not NAME.fullmatch(read.channel):
         raise OptionError(f'channel: "{read.channel}" is no name of a channel: {NAME_RULE}')
     if read.mode == "spool" and streaming and not read.channel:
         raise OptionError("spool mode consumes a channel: name it by the option channel")
+    if "://" in read.spool_location:
+        raise OptionError(
+            f"spoolLocation: {read.spool_location} is a URI, and a spool is synced, locked and shortened as files of a "
+            "disk are: give a folder that all machines have mounted; checkpoints and tables may be on a store"
+        )
     if reads_files and not read.spool_location:
         raise OptionError(
             "a plain nsqd cannot be read as a batch: flintmq.spark.drain() takes what is there into a spool"
