@@ -4,8 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import random
+import socket
 import ssl
+import struct
+import threading
 from collections.abc import AsyncIterator
 from pathlib import Path
 from typing import Any
@@ -219,3 +223,40 @@ async def test_auth(kind: str, tmp_path: Path) -> None:
             ):
                 await until(lambda: reported)
             assert "E_UNAUTHORIZED" in str(reported[0])
+
+
+class Resetting(threading.Thread):
+    """A server that greets one client, and resets the connection when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self._listener.getsockname()[1]}"
+        self._told = threading.Event()
+
+    def run(self) -> None:
+        with self._listener, self._listener.accept()[0] as sock:
+            features = json.dumps({"max_rdy_count": 2500, "version": "1.3.0", "max_msg_timeout": 900_000}).encode()
+            received = b""
+            for command, answer in ((b"IDENTIFY\n", features), (b"SUB ", b"OK")):
+                while command not in received:
+                    received += sock.recv(4096)
+                sock.sendall(struct.pack(">II", len(answer) + 4, 0) + answer)
+            self._told.wait(30)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+
+    def reset(self) -> None:
+        """Return when the connection is reset. The event loop stands still meanwhile, and knows nothing of it."""
+        self._told.set()
+        self.join(30)
+
+
+async def test_close_of_a_connection_that_was_just_reset_ends_quietly() -> None:
+    server = Resetting()
+    server.start()
+    async with Consumer("t", "c", nsqd=server.address) as consumer:
+        await until(lambda: consumer.connections == [server.address])
+        [connection] = consumer._connections
+        connection.flush()
+        server.reset()
+        await connection.close()

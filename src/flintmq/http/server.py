@@ -7,6 +7,7 @@ is made: it takes a third of a second, and a third of an idle broker's memory.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import logging
 import socket
 import sys
@@ -406,7 +407,8 @@ def _classes() -> tuple[Any, type[aio.Response], type[aio.StreamResponse]]:
                 transport.write(answer)
             if transport.can_write_eof():
                 # Closing at once with unread input would reset the connection, and could cost the peer the answer.
-                transport.write_eof()
+                with contextlib.suppress(OSError):  # the peer may have reset the connection
+                    transport.write_eof()
                 asyncio.get_running_loop().call_later(LINGER_SECONDS, self.force_close)
             else:
                 transport.close()

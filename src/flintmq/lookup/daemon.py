@@ -643,7 +643,8 @@ class Session(asyncio.Protocol):
             # TLS ends in both directions at once.
             self._transport.close()
             return
-        self._transport.write_eof()
+        with contextlib.suppress(OSError):  # the peer may have reset the connection
+            self._transport.write_eof()
         # What comes is passed over: unread it would reset the connection.
         self._transport.resume_reading()
         self._patience = self._loop.call_later(LINGER_SECONDS, self._transport.abort)
