@@ -320,10 +320,10 @@ def test_bash_completes_topics_and_channels_of_the_address_in_the_line(where: li
     setup.write_text(f'PATH="{tmp_path}:$PATH"; PS1="ready> "; eval "$(flintmq completion bash)"\n')
     with Terminal("--rcfile", str(setup), "-i", program=bash) as terminal:
         terminal.wait_for("ready> ")
-        terminal.type(f"flintmq channel pause {' '.join(where)} ord\t")
-        terminal.wait_for(f"{where[1]} orders/")
-        terminal.type("sh\t")
-        terminal.wait_for("orders/shipping")
+        terminal.type(f"flintmq channel pause {' '.join(where)} ord")
+        terminal.press_until("\t", f"{where[1]} orders/")
+        terminal.type("sh")
+        terminal.press_until("\t", "orders/shipping")
 
 
 # --- In a terminal ----------------------------------------------------------------------------------------------------
@@ -373,6 +373,17 @@ class Terminal:
         end = time.monotonic() + PATIENCE
         while text not in self.seen:
             assert self._read() and time.monotonic() < end, f"no {text!r} in {self.seen[-2000:]!r}"
+
+    def press_until(self, key: str, text: str) -> None:
+        """Press a key, and again if the text does not come: a completion gives up on a broker that takes long."""
+        end = time.monotonic() + PATIENCE
+        pressed = 0.0
+        while text not in self.seen:
+            now = time.monotonic()
+            if now > pressed + 3:
+                self.type(key)
+                pressed = now
+            assert self._read() and now < end, f"no {text!r} in {self.seen[-2000:]!r}"
 
     def end(self) -> int:
         """Wait for its end; return the exit code."""
