@@ -738,11 +738,8 @@ class Connection(asyncio.Protocol):
             self.reason = ClosedError(f"{self.address}: closed")
             assert self._transport is not None
             if self._transport.can_write_eof():
-                try:
+                with contextlib.suppress(OSError):  # reset by the peer, which the event loop is about to notice
                     self._transport.write_eof()
-                except OSError:
-                    # The peer has reset the connection, and the event loop has not noticed yet.
-                    self._transport.abort()
             else:
                 self._transport.close()
         timer = self._steady.call_later(_GOODBYE_SECONDS, self._abandon)
