@@ -86,7 +86,7 @@ OPTIONS = (
     Option("minPartitions", "source", "", "cut ranges so that there are at least so many partitions"),
     Option("maxRecordsPerPartition", "source", "", "cut ranges so that no partition has more"),
     Option("failOnDataLoss", "source", "true", "fail when messages are gone before they were read"),
-    Option("readerName", "source", "made once, kept in the checkpoint", "under which brokers keep files for the query"),
+    Option("readerName", "source", "generated, stored in the checkpoint", "under which brokers keep files for the query"),
     Option(
         "temporaryReader",
         "source",
@@ -104,7 +104,7 @@ OPTIONS = (
     Option("mpubMaxMessages", "sink", "10000", "messages in one MPUB, or in one chunk of a staged write"),
     Option("mpubMaxBytes", "sink", "1m", "bytes in one of them; a larger message goes alone"),
     Option("idempotent", "sink", "auto", "true: fail where brokers cannot stage; false: publish without staging"),
-    Option("writeId", "sink", "made anew for every batch write", "the name of a batch write that may be repeated"),
+    Option("writeId", "sink", "generated for every batch write", "the name of a batch write that may be repeated"),
     Option("home", "sink", "found or chosen at the first batch", "the broker that keeps the query's decisions"),
     Option("repeatedBatch", "sink", "stop", "stop or skip, when a batch runs again with other rows"),
 )
