@@ -86,7 +86,7 @@ OPTIONS = (
     Option("minPartitions", "source", "", "cut ranges so that there are at least so many partitions"),
     Option("maxRecordsPerPartition", "source", "", "cut ranges so that no partition has more"),
     Option("failOnDataLoss", "source", "true", "fail when messages are gone before they were read"),
-    Option("readerName", "source", "generated, stored in the checkpoint", "under which brokers keep files for the query"),
+    Option("readerName", "source", "generated, stored in the checkpoint", "under which brokers keep files for a query"),
     Option(
         "temporaryReader",
         "source",
