@@ -426,7 +426,7 @@ import os, select, time
 
 for module, names in (
     (select, [name for name in vars(select) if name.startswith(("EPOLL", "epoll", "POLLRDHUP"))]),
-    (os, ["posix_fallocate", "posix_fadvise", "fdatasync", "sched_getaffinity", "copy_file_range", "pipe2"]),
+    (os, ["posix_fallocate", "posix_fadvise", "fdatasync", "copy_file_range", "pipe2"]),
     (time, ["CLOCK_BOOTTIME"]),
 ):
     for name in names:
