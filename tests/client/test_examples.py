@@ -1,4 +1,4 @@
-"""The programs of docs/client.md: they stand there as they are in examples/, and they run."""
+"""The programs of the docs: they stand there as they are in examples/, and they run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from flintmq.testing import NsqBroker
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 EXAMPLES = REPOSITORY / "examples"
-DOCUMENT = (REPOSITORY / "docs" / "client.md").read_text()
+DOCS = REPOSITORY / "docs"
 
 
 @pytest.fixture(scope="module")
@@ -49,8 +49,9 @@ def run_until(name: str, address: str, count: int) -> list[str]:
     return lines
 
 
-def test_the_document_has_every_example_as_it_is() -> None:
-    shown = dict(re.findall(r"```python title=\"(examples/\w+\.py)\"\n(.*?)```", DOCUMENT, re.DOTALL))
+def test_the_documents_have_every_example_as_it_is() -> None:
+    text = "\n".join(path.read_text() for path in sorted(DOCS.glob("*.md")))
+    shown = dict(re.findall(r"```python title=\"(examples/\w+\.py)\"\n(.*?)```", text, re.DOTALL))
     files = {f"examples/{path.name}": path.read_text() for path in EXAMPLES.glob("*.py")}
     assert shown == files
 
