@@ -46,6 +46,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from flintmq.spark.pipelines.common import pair
+from flintmq.spark.shipped.files import Place
+
 from .daemons import Daemon, Side, fresh
 
 BATCH_ROWS = 10_000
@@ -223,6 +226,8 @@ class Bench:
         self._rows, self._size, self._cores = options.rows, options.size, options.cores
         self._spark, self._daemon, self._folder = spark, daemon, folder
         self._names = 0
+        # Another place for archives, or none.
+        self._elsewhere = Place.of(options.to, dict(options.storage_option)) if options.to else None
         # What the last part of the topic is, and how many rows it has.
         self._edge = ""
         self._late_rows = 0
@@ -275,6 +280,8 @@ class Bench:
                 "topic": lambda: self._stream("nsq", {**self._where(), "maxMessagesPerTrigger": str(per_batch)}),
                 "ceiling": lambda: self._stream("generated", {**self._shape(), "perBatch": str(per_batch)}),
             },
+            "archive, Delta": self._archives(self._folder / "archives"),
+            **({"archive, Delta at --to": self._archives(self._elsewhere)} if self._elsewhere else {}),
             "stream write": {
                 side: lambda to=to: self._stream("generated", {**self._shape(), "perBatch": str(per_batch)}, *to())
                 for side, to in {
@@ -284,6 +291,36 @@ class Bench:
                 }.items()
             },
         }
+
+    def _archives(self, to: Path | Place) -> dict[str, Callable[[], float]]:
+        """A topic into a new Delta table, as ``flintmq pipeline archive --once`` does it, and rows without a broker."""
+        per_batch = max(1, self._rows // 5)
+        topic = {**self._where(), "maxMessagesPerTrigger": str(per_batch)}
+        shape = {**self._shape(), "perBatch": str(per_batch)}
+
+        def stream(name: str, options: dict[str, str]) -> Callable[[SparkSession], DataFrame]:
+            return lambda spark: spark.readStream.format(name).options(**options).load()
+
+        return {
+            "topic": lambda: self._timed(lambda: self._archive(stream("nsq", topic), to)),
+            "ceiling": lambda: self._timed(lambda: self._archive(stream("generated", shape), to)),
+            "Spark's Parquet sink": lambda: self._timed(
+                lambda: self._archive(stream("generated", shape), self._folder / "archives", "parquet")
+            ),
+        }
+
+    def _archive(self, source: Callable[[SparkSession], DataFrame], to: Path | Place, format: str = "delta") -> None:
+        from flintmq.spark.pipelines.archive import Target, archive
+
+        name = self._new_name()
+        target = Target(Place.of(to / name) if isinstance(to, Path) else to / name, format)
+        checkpoint = self._folder / f"checkpoint-{name}"
+        summary = archive(self._spark, source, target, checkpoint=checkpoint, once=True)
+        if summary.rows != self._rows:
+            raise SystemExit(f"bench: {summary.rows} rows were archived, not {self._rows}")
+        if isinstance(to, Path):
+            shutil.rmtree(to / name)
+        shutil.rmtree(checkpoint)
 
     def _where(self) -> dict[str, str]:
         return {
@@ -636,6 +673,10 @@ def parse_options() -> argparse.Namespace:
     )
     parser.add_argument("--rate", type=int, default=1000, help="messages a second for --latency (default: 1000)")
     parser.add_argument("--only", default="", metavar="TEXT", help="scenarios with this in their names")
+    parser.add_argument("--to", metavar="URI", help="measure archives there, too, such as s3://bucket/folder")
+    parser.add_argument(
+        "--storage-option", metavar="KEY=VALUE", type=pair, action="append", default=[], help="for the store of --to"
+    )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every sample")
     return parser.parse_args()
 

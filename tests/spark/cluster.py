@@ -12,10 +12,17 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
+from . import ready_classes
+
 #: Options of a JVM that lives for a minute: what its second compiler would gain is spent before it is gained.
-QUICK_JAVA = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC -XX:MaxDirectMemorySize=2g"
+_QUICK = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC -XX:MaxDirectMemorySize=2g"
 #: A JVM on a busy machine takes its time.
 PATIENCE = 300.0
+
+
+def quick_java() -> str:
+    """Options of a JVM that lives for a minute."""
+    return _QUICK + ready_classes.options()
 
 
 def spark_home() -> Path:
@@ -38,7 +45,7 @@ def environment(**more: str) -> dict[str, str]:
         "PYSPARK_PYTHON": sys.executable,
         "PYSPARK_DRIVER_PYTHON": sys.executable,
         "PYTHONPATH": source,
-        "SPARK_DAEMON_JAVA_OPTS": QUICK_JAVA,
+        "SPARK_DAEMON_JAVA_OPTS": quick_java(),
         **more,
     }
 

@@ -24,7 +24,8 @@ import flintmq
 from flintmq.errors import PipelineError
 from flintmq.spark import java
 
-from .cluster import QUICK_JAVA
+from . import ready_classes
+from .cluster import quick_java
 from .daemons import Lookupd, Node
 
 if TYPE_CHECKING:
@@ -85,7 +86,7 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 @pytest.fixture(scope="session")
-def spark_environment() -> Iterator[None]:
+def spark_environment(pytestconfig: pytest.Config) -> Iterator[None]:
     """What Spark's processes read from the environment, and the end of its JVM when the tests are over."""
     if why := missing():
         pytest.skip(why)
@@ -97,8 +98,10 @@ def spark_environment() -> Iterator[None]:
         patch.setenv("PYTHONPATH", os.pathsep.join(dict.fromkeys([str(SOURCE), *_absolute_python_path()])))
         patch.setenv("SPARK_LOCAL_IP", "127.0.0.1")
         patch.delenv("SPARK_HOME", raising=False)
-        patch.setenv("SPARK_SUBMIT_OPTS", QUICK_JAVA)
-        patch.setenv("SPARK_LAUNCHER_OPTS", QUICK_JAVA)
+        patch.setenv("SPARK_LAUNCHER_OPTS", quick_java())
+        if pytestconfig.cache is not None:
+            ready_classes.make(pytestconfig.cache.mkdir("spark"), quick_java())
+        patch.setenv("SPARK_SUBMIT_OPTS", quick_java())
         yield
         stop_jvm()
 

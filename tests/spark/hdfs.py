@@ -21,7 +21,7 @@ import pytest
 from flintmq.spark import java
 from support.peers import PEERS
 
-from .cluster import QUICK_JAVA, spark_home
+from .cluster import quick_java, spark_home
 
 #: Hadoop's command line around its small cluster, which the jar has for its own tests.
 _MAIN = "org.apache.hadoop.test.MiniDFSClusterManager"
@@ -47,7 +47,14 @@ class Hdfs:
         ready = self._folder / "ready"
         ready.unlink(missing_ok=True)
         log = self._folder / "hdfs.log"
-        command = [str(java.find().home / "bin" / "java"), *QUICK_JAVA.split(), "-Xmx400m", "-cp", self._classes, _MAIN]
+        command = [
+            str(java.find().home / "bin" / "java"),
+            *quick_java().split(),
+            "-Xmx400m",
+            "-cp",
+            self._classes,
+            _MAIN,
+        ]
         command += ["-nnport", str(self.port), "-datanodes", "1", "-writeDetails", str(ready)]
         command += ["-format"] if format else []
         command += ["-D", f"hdfs.minidfs.basedir={self._folder / 'dfs'}", "-D", "dfs.replication=1"]

@@ -42,7 +42,7 @@ from typing import Any
 # For `python -m`, which knows the repository but not the tests' own names.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from spark.cluster import QUICK_JAVA, Cluster, Program, environment
+from spark.cluster import Cluster, Program, environment, quick_java
 from spark.daemons import Node
 from spark.object_store import Server
 from spark.torture import HOLDER, HOSTS, Results, Say, about_this_machine, line_writer, reason_of
@@ -208,8 +208,8 @@ class Scale:
             "spark.driver.bindAddress": "127.0.0.1",
             "spark.ui.enabled": "false",
             "spark.local.dir": str(self._folder / "local"),
-            "spark.driver.extraJavaOptions": QUICK_JAVA,
-            "spark.executor.extraJavaOptions": QUICK_JAVA,
+            "spark.driver.extraJavaOptions": quick_java(),
+            "spark.executor.extraJavaOptions": quick_java(),
             "spark.task.maxFailures": "8",
             "spark.python.authenticate.socketTimeout": "180s",
         }

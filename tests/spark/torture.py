@@ -57,7 +57,7 @@ from typing import Any
 # For `python -m`, which knows the repository but not the tests' own names.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from spark.cluster import QUICK_JAVA, Cluster, Program, environment
+from spark.cluster import Cluster, Program, environment, quick_java
 from spark.daemons import Node
 from spark.proxy import Proxy
 from spark.torture_driver import OUT_TOPICS, is_dropped
@@ -226,8 +226,8 @@ class Torture:
             "spark.ui.enabled": "false",
             "spark.sql.shuffle.partitions": "2",
             "spark.local.dir": str(self._folder / "local"),
-            "spark.driver.extraJavaOptions": QUICK_JAVA,
-            "spark.executor.extraJavaOptions": QUICK_JAVA,
+            "spark.driver.extraJavaOptions": quick_java(),
+            "spark.executor.extraJavaOptions": quick_java(),
             "spark.speculation": "true",
             "spark.speculation.interval": "100ms",
             "spark.speculation.multiplier": "1.2",

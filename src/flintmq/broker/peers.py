@@ -65,7 +65,7 @@ class Peers:
     def __init__(self, broker: Broker) -> None:
         self.broker = broker
         self._peers: dict[str, Peer] = {}
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._tasks: dict[asyncio.Task[None], None] = {}
         self._turns = asyncio.Semaphore(MOST_QUESTIONS)
         #: How TLS is spoken with them; None: not at all.
         self.tls: ssl.SSLContext | None = None
@@ -128,8 +128,8 @@ class Peers:
 
     def _spawn(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
         task = asyncio.get_running_loop().create_task(work)
-        self._tasks.add(task)
-        task.add_done_callback(self._tasks.discard)
+        self._tasks[task] = None
+        task.add_done_callback(self._tasks.pop)
         return task
 
     # --- What the broker says --------------------------------------------------------------------------------------

@@ -94,7 +94,7 @@ class HttpLane:
         self._names = names
         #: Nothing is served here: the general server says why.
         self.refused = refused
-        self.connections: set[HttpConnection] = set()
+        self.connections: dict[HttpConnection, None] = {}
         #: Connections whose sockets can be read in this turn; the Poller appends to it.
         self.arrived: list[tuple[HttpConnection, SocketTransport]] = []
         self._heads: dict[bytes, Head] = {}
@@ -343,7 +343,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         # Accepted by asyncio, which does not ask. A TlsListener does, before the handshake.
         asked = self.fd >= 0 or sock is None or transport.get_extra_info("sslcontext") is not None
         refused = not asked and not self._broker.listeners.descriptors.admit()
-        self.lane.connections.add(self)
+        self.lane.connections[self] = None
         if refused:
             self._closing = True
             self.transport.abort()
@@ -368,7 +368,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         self.fd = -1
         self._closing = True
         self._held = None
-        self.lane.connections.discard(self)
+        self.lane.connections.pop(self, None)
         if self._broker.connections is not None:
             self._broker.connections.release(self)
         if self._linger is not None:
@@ -669,12 +669,12 @@ class HttpConnection(asyncio.BufferedProtocol):
         """Hand the connection, with this request and what follows, to the general server."""
         self._closing = True
         self.fd = -1
-        self.lane.connections.discard(self)
+        self.lane.connections.pop(self, None)
         self.lane.hand_over(self, head + memoryview(data)[body:stop])
 
     def take_back(self, answer: Answer) -> None:
         """Give the only answer there is to a request that the general server cannot take, and end the connection."""
-        self.lane.connections.add(self)
+        self.lane.connections[self] = None
         self._end(answer)
 
     # --- Output ----------------------------------------------------------------------------------------------------

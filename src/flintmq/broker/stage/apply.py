@@ -54,7 +54,7 @@ class Apply:
         self._failed: list[tuple[Attempt, int]] = []
         # Why a commit failed, unless its topic was deleted.
         self._error: Exception | None = None
-        self._commits: set[Commit] = set()
+        self._commits: dict[Commit, None] = {}
         self._topics: dict[str, Topic] = {}
         # Who waits for it, or for the next error.
         self._waiting: list[asyncio.Future[None]] = []
@@ -224,11 +224,11 @@ class Apply:
         if commit is None:
             topic.own_keys().reserved.add(digest)
         else:
-            self._commits.add(commit)
+            self._commits[commit] = None
             commit.waiters.append(partial(self._committed, commit, topic, attempt, number))
 
     def _committed(self, commit: Commit, topic: Topic, attempt: Attempt, number: int) -> None:
-        self._commits.discard(commit)
+        self._commits.pop(commit, None)
         if commit.error is not None:
             self._failed.append((attempt, number))
             if not topic.exiting:

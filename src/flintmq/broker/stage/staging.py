@@ -72,7 +72,7 @@ class Staging:
         self._attempts_begun = 0
         self._chunks_put = 0
         # Topics that unfinished sets have rows for; keys that are held for a set.
-        self._topics: set[str] = set()
+        self._topics: dict[str, None] = {}
         self._held: dict[tuple[str, int], list[Keys]] = {}
         # Is the folder's own entry on the device?
         self._entered = False
@@ -157,7 +157,7 @@ class Staging:
         for txn, found in state.sets.items():
             if found.state != APPLIED:
                 producer.sealed.setdefault(txn, [])
-                self._topics.update(found.topics)
+                self._topics.update(dict.fromkeys(found.topics))
 
     def holds(self, topic: str) -> bool:
         """Has an unfinished set rows for this topic? Asked at the start, before its keys are read."""

@@ -51,7 +51,7 @@ _EMPTY_FRAME = (FRAME_OVERHEAD - 4).to_bytes(4, "big") + TYPE_MESSAGE.to_bytes(4
 class Fetches:
     def __init__(self, disk: Disk) -> None:
         self._disk = disk
-        self._open: set[Fetch] = set()
+        self._open: dict[Fetch, None] = {}
         # Who waits for one of them to end.
         self._entering: deque[asyncio.Future[None]] = deque()
         self._reading = 0
@@ -65,17 +65,17 @@ class Fetches:
             left = min(stalled.given + STALLED - loop.time(), STALLED)
             if left <= 0:
                 stalled.cut()
-                self._open.discard(stalled)
+                self._open.pop(stalled, None)
                 break
             entering: asyncio.Future[None] = loop.create_future()
             self._entering.append(entering)
             await asyncio.wait([entering], timeout=left)
             entering.cancel()
-        self._open.add(fetch)
+        self._open[fetch] = None
 
     def leave(self, fetch: Fetch) -> None:
         """The fetch has ended."""
-        self._open.discard(fetch)
+        self._open.pop(fetch, None)
         while self._entering:
             entering = self._entering.popleft()
             if not entering.done():
