@@ -839,6 +839,8 @@ class Run:
         if step < 0:
             self.ledger.set_back.add(node.name)
         node.date_changed = True
+        if not node.up:
+            self.ledger.loosen(node.name)
 
     def _link(self, rng: random.Random) -> _Client | None:
         self.clients = [client for client in self.clients if not client.over]

@@ -93,7 +93,8 @@ class Inside:
     def reached(self, journal: Journal, mark: int) -> None:
         """A journal says that everything up to ``mark`` is on the device."""
         machine = journal._disk.system
-        if isinstance(machine, Machine) and not machine.dead and mark >= journal._written:
+        # Behind the mark a journal that has failed may have a part of what it could not write.
+        if isinstance(machine, Machine) and not (machine.dead or journal.closed) and mark >= journal._written:
             name = f"journal-{journal._number:08d}"
             file = self._find(machine, journal._folder / name, on_device=True)
             if file is None or any(data is not None for _, data in file.changes):

@@ -417,7 +417,7 @@ class Ledger:
             for book in topic.books.values():
                 book.shaken += 1
                 book.held.clear()
-        self._loosen(node)
+        self.loosen(node)
 
     def killed(self, node: str, pauses: float, stored: dict[str, set[bytes]]) -> None:
         """``pauses``: so many seconds may pass before the journal says that something is paused.
@@ -440,7 +440,7 @@ class Ledger:
         """Does a delay from then span a new start of the machine and a change of its date?"""
         return self.powerless.get(node, -1.0) >= since and self.stepped.get(node, -1.0) >= since
 
-    def _loosen(self, node: str) -> None:
+    def loosen(self, node: str) -> None:
         """The next start goes by the date with delays from before the last start of the machine."""
         if node not in self.powerless or node not in self.stepped:
             return
@@ -462,7 +462,7 @@ class Ledger:
     def _crashed(
         self, node: str, since: float, pauses: float, *, power: bool, stored: dict[str, set[bytes]] | None = None
     ) -> None:
-        self._loosen(node)
+        self.loosen(node)
         for topic in self._of(node):
             if topic.paused_at is not None and topic.paused_at >= pauses:
                 topic.paused_at = None

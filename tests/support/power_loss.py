@@ -501,7 +501,7 @@ async def try_every_call(
         ledger.binding = binding
         for loss in losses(n):
             try:
-                await inspect(left_over(disk, loss), _copy_ledger(ledger), rebooted(clock), **options)
+                await inspect(left_over(disk, loss), copy_ledger(ledger), rebooted(clock), **options)
             except BaseException as exc:
                 exc.add_note(f"crash at call {n}, {disk.history[-1]}, what was not synced: {loss}")
                 raise
@@ -531,7 +531,7 @@ def copy_of(clock: FakeClock) -> FakeClock:
     return copy
 
 
-def _copy_ledger(ledger: Ledger) -> Ledger:
+def copy_ledger(ledger: Ledger) -> Ledger:
     copy = Ledger()
     copy.binding = ledger.binding
     copy.owed = {key: set(bodies) for key, bodies in ledger.owed.items()}

@@ -28,11 +28,22 @@ from flintmq.broker.storage import journal as journal_module
 from flintmq.broker.storage import log as log_module
 from flintmq.broker.storage import mover as mover_module
 from flintmq.broker.storage import store as store_module
+from flintmq.errors import StartError
 from flintmq.protocol.wire import FRAME_MESSAGE, Message, decode_message, encode_mpub
 from support.fakes import SECOND, FakeClock, dpub, pub
 from support.garbage import collect_if_grown
 from support.loopback import Loopback
-from support.power_loss import EXHAUSTIVE, Ledger, World, frozen_time, inspect, rebooted, unexpected
+from support.power_loss import (
+    EXHAUSTIVE,
+    Ledger,
+    World,
+    copy_ledger,
+    copy_of,
+    frozen_time,
+    inspect,
+    rebooted,
+    unexpected,
+)
 from support.simdisk import PowerLoss, SimDisk
 
 #: Calls of one kind on one kind of file that the suite tries.
@@ -341,3 +352,96 @@ async def test_an_error_at_any_call_costs_nothing(
         except BaseException as exc:
             exc.add_note(f"error at call {fault}, {times} times")
             raise
+
+
+# --- The start --------------------------------------------------------------------------------------------------------
+
+
+class Frozen(Run):
+    """Like a run, beside a topic whose only channel ends with its consumer: the next start has something to note."""
+
+    async def busy(self) -> None:
+        ephemeral = self.client()
+        ephemeral.send(b"SUB v e#ephemeral\n" + pub("v", b"for nobody who is still there"))
+        await self.settle()
+        await super().busy()
+
+
+async def killed(folder: Path, seed: int, after: int, durability: str) -> tuple[SimDisk, Run, FakeClock]:
+    """A busy run that is killed after so many calls, or the calls of a whole one."""
+    clock = FakeClock()
+    disk = SimDisk(folder, seed=seed)
+    run = Frozen(disk, clock, durability=durability)
+    async with frozen_time(clock):
+        try:
+            await run.start()
+            disk.power_off_at = disk.calls + after if after else None
+            await run.busy()
+        except PowerLoss:
+            pass
+        finally:
+            disk.dead = True
+            with contextlib.suppress(PowerLoss):
+                run.broker.kill()
+            for _ in range(5):
+                await asyncio.sleep(0)
+            run.close()
+    return disk, run, clock
+
+
+def _io_error(kind: str) -> int:
+    return errno.EIO
+
+
+async def started(disk: SimDisk, clock: FakeClock, durability: str) -> str:
+    """Start, and end at once as by a kill. Why it did not start, if it did not."""
+    why = ""
+    async with frozen_time(clock):
+        world = World(disk, clock, Ledger(), loopback=True, **OPTIONS, durability=durability)
+        try:
+            await world.start()
+        except StartError as exc:
+            why = str(exc)
+            assert disk.open_files == [], "no start, but open files"
+        finally:
+            disk.dead = True
+            with contextlib.suppress(PowerLoss):
+                world.broker.kill()
+            for _ in range(5):
+                await asyncio.sleep(0)
+            world.close()
+    return why
+
+
+@pytest.mark.timeout(1_800)
+@pytest.mark.parametrize(("durability", "power", "seed"), [("os", False, 7), ("fsync", False, 8), ("fsync", True, 9)])
+async def test_an_error_at_any_call_of_a_start_costs_nothing(
+    tmp_path: Path, durability: str, power: bool, seed: int
+) -> None:
+    """The start fails or not; it is killed, or the power goes; at the next one all is there that was promised."""
+    whole, _, _ = await killed(tmp_path, seed, 0, durability)
+    disk, run, clock = await killed(tmp_path, seed, len(whole.history) * 2 // 3, durability)
+
+    def left() -> SimDisk:
+        return disk.after_power_loss("none") if power else disk.after_kill()
+
+    def date() -> FakeClock:
+        return rebooted(clock) if power else copy_of(clock)
+
+    calm = left()
+    assert await started(calm, date(), durability) == ""
+    for number, (kind, name) in enumerate(calm.history, 1):
+        for error in (_no_descriptor, _io_error):
+            if kind in SOCKETS or (error is _io_error and not (EXHAUSTIVE or kind in ("write", "sync", "sync_folder"))):
+                continue
+            there, now = left(), date()
+            there.system.fault_at = (number, error, (1, 20)[number % 2], (0, 25, 400)[number % 3])
+            try:
+                await started(there, now, durability)
+                assert there.system.met or error is _no_descriptor, "nothing failed"
+                after = there.after_power_loss(("none", number, "all")[number % 3]) if power else there.after_kill()
+                await inspect(after, copy_ledger(run.ledger), now, durability=durability, **OPTIONS)
+            except BaseException as exc:
+                exc.add_note(f"{error.__name__} at call {number} of the start: {kind} {name}")
+                raise
+    collect_if_grown()

@@ -147,6 +147,8 @@ class Journal:
         self._ends: dict[Path, int] = {}
         self.is_new = False
         self.closed = False
+        # Why nothing more is written, if a write or a sync has failed.
+        self._failure: StorageError | None = None
 
     # --- Writing ---------------------------------------------------------------------------------------------------
 
@@ -206,13 +208,24 @@ class Journal:
         try:
             self._offset += self._disk.write(self._fd, [batch, entries], self._offset)
         except OSError as exc:
-            self._fatal(StorageError(f"cannot write the journal in {self._folder}: {exc}"))
+            self._fail(StorageError(f"cannot write the journal in {self._folder}: {exc}"))
             return
         self._written = self.noted
         if self._offset >= ROLL_AT and self._snapshot is not None:
             busy = self._snapshotting or self._syncing or self._disk.closing
             if not busy and self._clock.now() >= self._roll_after:
                 self._roll()
+
+    def _fail(self, failure: StorageError) -> None:
+        """Nothing can be added behind what was not written, and no snapshot may say that it was."""
+        self._failure = self._failure or failure
+        self.closed = True
+        self._fatal(failure)
+
+    def _check(self) -> None:
+        """StorageError if a write or a sync has failed, or storage elsewhere: what builds on it must not go on."""
+        if self._failure is not None or self.closed:
+            raise self._failure or StorageError(f"the journal in {self._folder} takes no more")
 
     # --- Syncing ---------------------------------------------------------------------------------------------------
 
@@ -236,7 +249,7 @@ class Journal:
     def _sync_done(self, mark: int, number: int, offset: int, _: None, error: BaseException | None) -> None:
         self._syncing = False
         if error is not None:
-            self._fatal(StorageError(f"cannot sync the journal in {self._folder}: {error}"))
+            self._fail(StorageError(f"cannot sync the journal in {self._folder}: {error}"))
             return
         if number == self._number:
             self._safe = offset
@@ -255,6 +268,7 @@ class Journal:
     def sync_now(self) -> None:
         """Write and sync everything said so far, and wait for it: at the start, before anybody is served."""
         self.flush()
+        self._check()
         self._disk.sync(self._fd)
         self._safe = self._offset
         self._reached(self._written)
@@ -322,6 +336,7 @@ class Journal:
         self._offset = self._safe = FILE_HEADER
         self.note("open", self._clock.boot_id())
         self.flush()
+        self._check()
         self._disk.sync(self._fd)
         self._disk.sync_folder(self._folder)
         self.synced = self._written
@@ -422,6 +437,7 @@ class Journal:
         What was read back may be in the page cache only, and all that comes after builds on it.
         """
         assert self._snapshot is not None
+        self._check()
         entries = [_encoded(("open", self._clock.boot_id()))]
         entries += [_encoded(note) for note in self._snapshot()]
         with start_needs(self._folder / f"snapshot-{self._number:08d}", sum(map(len, entries))):
@@ -455,6 +471,8 @@ class Journal:
             self._disk.sync(fd)
         finally:
             self._disk.close_file(fd)
+        if self._failure is not None:
+            raise self._failure
         self._disk.rename(temporary, self._folder / name)
         self._disk.sync_folder(self._folder)
         for other in self._disk.names(self._folder):
