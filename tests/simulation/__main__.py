@@ -45,22 +45,31 @@ def machine() -> str:
 
 
 class Figures:
-    """What became of the seeds so far; with a file, also of those that earlier runs of the same sources did."""
+    """What became of the seeds so far; with a file, also of those that earlier runs did, of the same sources or of any.
 
-    def __init__(self, path: str | None, sources: str, steps: int) -> None:
+    Of other sources only hundreds without a failure count.
+    """
+
+    def __init__(self, path: str | None, sources: str, steps: int, any_sources: bool) -> None:
         self._path = Path(path) if path else None
         self._about = {"commit": sources, "machine": machine(), "steps": steps}
         self.reached: Counter[str] = Counter()
         self.failed: list[int] = []
         self.seeds: set[int] = set()
+        #: Seeds by the commit that they were run on.
+        self.commits: Counter[str] = Counter()
         self.seconds = 0.0
         if self._path is not None and self._path.exists():
             for text in self._path.read_text().splitlines():
                 line = json.loads(text)
-                if (line["commit"], line["steps"]) == (sources, steps):
+                same = line["commit"] == sources
+                if line["steps"] == steps and (same or (any_sources and not line["failed"])):
                     self._add(line)
 
     def _add(self, line: dict[str, Any]) -> None:
+        if line["first"] in self.seeds:
+            return
+        self.commits[line["commit"]] += line["seeds"]
         self.reached.update(line["reached"])
         self.failed += line["failed"]
         self.seeds.update(range(line["first"], line["first"] + line["seeds"]))
@@ -68,7 +77,7 @@ class Figures:
 
     def add(self, first: int, seeds: int, failed: list[int], seconds: float, reached: Counter[str]) -> None:
         line = {"first": first, "seeds": seeds, "failed": failed, "seconds": round(seconds, 1)}
-        self._add({**line, "reached": reached})
+        self._add({**self._about, **line, "reached": reached})
         if self._path is not None:
             with self._path.open("a") as file:
                 file.write(json.dumps({**self._about, **line, "reached": dict(sorted(reached.items()))}) + "\n")
@@ -113,12 +122,12 @@ def main() -> int:
     parser.add_argument(
         "--results", help="append figures to this file; seeds that are in it for the same sources are not run again"
     )
+    parser.add_argument("--any-sources", action="store_true", help="seeds that other sources passed count, too")
     parser.add_argument("--minutes", type=float, default=90.0, help="stop after so long (default: %(default)s)")
     parser.add_argument("--keep-going", action="store_true", help="go on after a failure")
     arguments = parser.parse_args()
-    figures = Figures(
-        arguments.results, revision(*ENGINE, "tests/simulation") if arguments.results else "", arguments.steps
-    )
+    sources = revision(*ENGINE, "tests/simulation") if arguments.results else ""
+    figures = Figures(arguments.results, sources, arguments.steps, arguments.any_sources)
     begin = time.monotonic()
     stopping = False
     for first in range(arguments.seed, arguments.seed + arguments.seeds, CHUNK):
@@ -152,6 +161,8 @@ def main() -> int:
             mark = "MISSING" if name in missing else ""
             say(f"{reached[name]:10d}  {name}  {mark}".rstrip())
     done, seconds = len(figures.seeds), figures.seconds
+    if len(figures.commits) > 1:
+        say("seeds by commit: " + ", ".join(f"{commit} {count}" for commit, count in figures.commits.items()))
     say(f"{done} seeds, {len(failed)} failed {failed[:20]}, {seconds:.1f} s, {seconds / max(1, done):.3f} s a seed")
     return 1 if failed or (arguments.full and missing) else 0
 
