@@ -193,6 +193,8 @@ class Opening:
         topic.log.reader.set_aside.extend(gone)
 
     def _restore_topic(self, topic: Topic, state: TopicState, same_boot: bool) -> None:
+        # First of all: it says which files count.
+        copied = topic.mover.restore(copies(topic.side)) if topic.side is not None else []
         spans = topic.log.spans()
         end = topic.log.end
         topic.pumped = end if state.frozen is None else min(state.frozen, end)
@@ -202,7 +204,6 @@ class Opening:
             topic.pumped = max(topic.pumped, behind[0]) if behind else end
             topic.gaps.extend(_between(spans, topic.pumped, end))
         addressed = side_spans(topic.side) if topic.side is not None else {}
-        copied = topic.mover.restore(copies(topic.side)) if topic.side is not None else []
         now, wall = self._broker.clock.now(), self._broker.clock.wall()
         self._report_missing(topic, state, [*copied, *spans])
         for channel_state in state.channels.values():

@@ -116,6 +116,42 @@ async def test_copies_survive_the_broker(
     assert (channel.depth, len(channel.deferred), channel.in_flight_count) == (0, 0, 0)
 
 
+@pytest.mark.parametrize("back", range(1, 16))
+async def test_removed_files_that_are_there_again_cost_no_message(
+    start_broker: StartBroker, clock: FakeClock, tmp_path: Path, back: int
+) -> None:
+    """A power loss brings removed files back, in any selection; one that could not be removed is there, too."""
+
+    def files() -> list[Path]:
+        return list(tmp_path.glob("flintmq/topics/t@*/*.seg"))
+
+    broker = await start_broker(**SMALL)
+    consumer = await consumer_of(broker)
+    producer = Client(broker)
+    deferred = [b"deferred %d" % number for number in range(4)]
+    seen: dict[Path, bytes] = {}
+    for body in deferred:
+        await producer.publish_later("t", body, HOUR)
+        await churn(broker, consumer)
+        seen.update({path: path.read_bytes() for path in files()})
+    for _ in range(4):
+        await settle(broker)
+    removed = seen.keys() - set(files())
+    homes = [next(path for path in removed if body in seen[path]) for body in deferred]
+    assert len(set(homes)) == 4, "each was in another file"
+    broker.kill()
+    for number, path in enumerate(homes):
+        if back & 1 << number:
+            path.write_bytes(seen[path])
+    broker = await start_broker(**SMALL)
+    consumer = await consumer_of(broker)
+    await settle(broker)
+    assert consumer.messages == [], "they are not early"
+    await pass_time(broker, clock, HOUR)
+    await until(lambda: len(consumer.messages) == 4)
+    assert sorted(message.body for message in taken(consumer)) == deferred
+
+
 async def test_a_message_in_flight_is_copied_too_and_can_be_finished(broker: Broker, tmp_path: Path) -> None:
     holder = await consumer_of(broker, 1)
     await Client(broker).publish("t", b"takes long")

@@ -1204,6 +1204,12 @@ class Log:
 
     # --- Opening ---------------------------------------------------------------------------------------------------
 
+    def remove_before(self, seq: int) -> None:
+        """A start: files before ``seq`` were removed, and some are there again."""
+        for segment in [segment for segment in self.segments if segment.base < seq]:
+            self._remove_segment(segment)
+        self.removal.begin_at(seq)
+
     def recover(self, durable: int, after: int | None) -> None:
         """Read what is in the folder.
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import logging
 from array import array
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections import deque
 from collections.abc import Iterable, Iterator
 from struct import Struct
@@ -79,17 +79,25 @@ class Mover:
 
     def restore(self, found: Iterable[tuple[int, int, bool]]) -> list[tuple[int, int]]:
         """Take up what a start found in the side log; the seqs that exist as copies alone, as ranges."""
-        self.below = self._topic.log.first
+        copied = {seq: (place, plain) for seq, place, plain in found}
+        log = self._topic.log
+        segments = [(segment.base, segment.end) for segment in log.segments]
+
+        def is_removed(seq: int) -> bool:
+            i = bisect_right(segments, (seq, SIDE << 1)) - 1
+            return seq >= log.first and not (i >= 0 and seq < segments[i][1])
+
+        removed = max(filter(is_removed, copied), default=None)
+        if removed is not None:
+            # Files before a removed one are back after a power loss, or could not be removed: they count no more.
+            log.remove_before(next((base for base, _ in segments if base > removed), log.end))
+        self.below = log.first
         # Of a segment that is still there the copies do not count: it may have been given up in the middle.
-        kept: dict[int, int] = {}
-        for seq, place, plain in found:
-            if seq < self.below:
-                kept[seq] = place
-                if plain:
-                    self._plain.add(seq)
-        self._seqs = array("q", sorted(kept))
-        self._places = array("q", (kept[seq] for seq in self._seqs))
-        return [(seq, seq + 1) for seq in self._seqs]
+        kept = sorted(seq for seq in copied if seq < self.below)
+        self._seqs = array("q", kept)
+        self._places = array("q", (copied[seq][0] for seq in kept))
+        self._plain.update(seq for seq in kept if copied[seq][1])
+        return [(seq, seq + 1) for seq in kept]
 
     def frame(self, seq: int) -> bytearray | None:
         """The frame of a message whose segment was deleted; None while it is being read back."""
