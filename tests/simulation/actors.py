@@ -335,6 +335,7 @@ class Consumer(_Nsq):
         # Else it may have timed out, or its process is gone.
         if book is not None and not self.last_words and self.run.world.seconds - at < self.timeout - LATENCY:
             book.not_before[body] = (self.run.world.seconds + seconds, self.run.world.seconds)
+            book.asked_by[body] = self
             self._last_wishes[body] = self.run.world.seconds
         self.send(b"REQ %b %d\n" % (id, round(seconds * 1000)))
 
@@ -364,7 +365,8 @@ class Consumer(_Nsq):
             # Nor is it known whether its last wishes were heard.
             for body, at in self._last_wishes.items():
                 if at > self.run.world.seconds - LATENCY:
-                    book.not_before.pop(body, None)
+                    if book.not_before.pop(body, None) is not None:
+                        book.maybe_later[body] = at
                     book.held.pop(body, None)
         self.held.clear()
         self._unconfirmed.clear()

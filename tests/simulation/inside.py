@@ -37,7 +37,7 @@ __all__ = ["Inside", "stored"]
 #: and the pause after a sync that found no descriptor.
 LAG = 1.0
 #: An id, and how the body of a simulated message begins.
-_MESSAGE = re.compile(rb"(.{16})(<\d+ \S+ [^>]+>)", re.DOTALL)
+_MESSAGE = re.compile(rb"([0-9a-f]{16})(<\d+ [a-z]+\d+ [^>]+>)")
 
 
 class Inside:

@@ -99,6 +99,8 @@ class Book:
     not_before: dict[bytes, tuple[float, float]] = field(default_factory=dict)
     #: When that was asked for, of those that a crash may have made the broker forget.
     maybe_later: dict[bytes, float] = field(default_factory=dict)
+    #: Who asked last that it comes later.
+    asked_by: dict[bytes, Consumer] = field(default_factory=dict)
     #: Grows whenever a delivery may have been lost on its way.
     shaken: int = 0
     #: Somebody takes messages and is late, or silent, about it: attempts may grow by more than one from here on.
@@ -310,6 +312,14 @@ class Ledger:
         elif now > book.confirmed.get(body, now) + LONGEST_DELAY:
             world.violated(f"finished: {where} delivers to a slow consumer what was finished long before: {body!r}")
 
+    def _early(self, book: Book, body: bytes, text: str) -> None:
+        """It was asked for later; unless its consumer does not know yet that it is hung up on, and was not heard."""
+        by = book.asked_by.get(body)
+        if by is None or self.world.seconds > book.not_before[body][1] + LATENCY:
+            self.world.violated(text)
+        else:
+            self.world.after(LATENCY, lambda: by.over or self.world.violated(text))
+
     def _check_book(self, where: str, book: Book, consumer: Consumer, sent: Sent, attempts: int) -> None:
         world, now, body = self.world, self.world.seconds, sent.body
         # Else it may be from before somebody emptied it, or sent it elsewhere.
@@ -324,7 +334,7 @@ class Ledger:
         # The copy of a dead letter that was sent back, whose attempts begin anew, is not bound by a delay.
         sent_back = book.topic.redriven and attempts == 1
         if now < book.not_before.get(body, (0.0, 0.0))[0] - 1e-6 and settled and not sent_back:
-            world.violated(f"early: {where} delivers what was requeued for later: {body[:60]!r}")
+            self._early(book, body, f"early: {where} delivers what was requeued for later: {body[:60]!r}")
         if body in book.seen:
             self.redelivered += 1
             last = book.seen[body]

@@ -91,20 +91,26 @@ async def test_what_a_start_after_a_crash_offers_survives_the_next_power_loss(tm
     Once a start has called something durable it must be, and what it has removed must not come back.
     """
 
-    async def started(disk: SimDisk, ledger: Ledger, clock: FakeClock) -> Contents:
-        world = World(disk, clock, ledger, durability="os")
+    async def started(disk: SimDisk, ledger: Ledger, clock: FakeClock, *, publishes: bool = False) -> Contents:
+        world = World(disk, clock, ledger, loopback=True, durability="fsync")
         await world.start()
+        if publishes:
+            for name in sorted(world.broker.topics):
+                await world.publish(world.client(), pub(name, b"after the crash"), name, [])
         found = await world.contents()
         world.broker.kill()
         await asyncio.sleep(0)
+        world.close()
         return found
 
     whole, _, _ = await crash(tmp_path, None, clean=True, durability="os")
-    for n in crash_points(whole)[:: 1 if EXHAUSTIVE else 3]:
+    points = crash_points(whole)
+    # The end of a stop is short, and all of it matters.
+    for n in points if EXHAUSTIVE else [*points[:-30:3], *points[-30:]]:
         ended, ledger, clock = await crash(tmp_path, n, clean=True, durability="os")
         async with frozen_time(clock) as raised:
             disk = ended.after_kill() if first == "kill" else ended.after_power_loss(n)
-            before = await started(disk, ledger, clock)
+            before = await started(disk, ledger, clock, publishes=bool(n % 2))
             # Nothing at all of what the start did and did not sync, or any of it.
             for loss in dict.fromkeys(["none", *losses(n)]):
                 assert await started(disk.after_power_loss(loss), ledger, clock) == before, f"call {n}, {loss}"

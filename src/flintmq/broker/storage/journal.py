@@ -314,7 +314,17 @@ class Journal:
         return fd, salt
 
     def start(self, state: State) -> None:
-        """Begin a new file after ``recover``. Everything up to here is on the device when this returns."""
+        """Begin a new file after ``recover``. Everything up to here is on the device when this returns.
+
+        After an unclean stop ``secure`` sees to that.
+        """
+        if state.clean:
+            # A process that is killed at the very end of its stop leaves its last words in the page cache.
+            last = self._disk.open(self._folder / f"journal-{self._number:08d}")
+            try:
+                self._disk.sync(last)
+            finally:
+                self._disk.close_file(last)
         state.clean = False
         self._number += 1
         name = f"journal-{self._number:08d}"
