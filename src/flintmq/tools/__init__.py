@@ -14,6 +14,7 @@ import base64
 import contextlib
 import os
 import re
+import socket
 import sys
 from collections import deque
 from collections.abc import Callable, Coroutine
@@ -75,6 +76,7 @@ def link_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--nsqd",
         metavar="ADDRESS",
+        type=_nsqd_address,
         default=DEFAULT_NSQD,
         help="host:port or the path of a unix socket (default %(default)s)",
     )
@@ -86,6 +88,19 @@ def link_flags(parser: argparse.ArgumentParser) -> None:
     compression = group.add_mutually_exclusive_group()
     compression.add_argument("--deflate", action="store_true", help="compress with deflate if the broker supports it")
     compression.add_argument("--snappy", action="store_true", help="compress with snappy if the broker supports it")
+
+
+def _nsqd_address(text: str) -> str:
+    """The address of --nsqd: without a host it is this machine, and a file in this folder may be a unix socket."""
+    if text.startswith(":") and text.count(":") == 1:
+        text = f"127.0.0.1{text}"
+    elif ":" not in text and "/" not in text and os.path.exists(text):
+        text = f"./{text}"
+    try:
+        addresses.split(text)
+    except OptionError as exc:
+        raise argparse.ArgumentTypeError(str(exc)) from exc
+    return text
 
 
 def tls_flags(group: argparse._ArgumentGroup) -> None:
@@ -121,10 +136,6 @@ class Link:
             snappy=arguments.snappy,
             connect=link._connect,
         )
-        if address.startswith(":"):
-            address = f"127.0.0.1{address}"
-        elif ":" not in address and "/" not in address:
-            address = f"./{address}"  # a unix socket in this folder
         try:
             link._connection = await Connection.open(
                 address, settings, asyncio.get_running_loop(), link, subscribe=subscribe
@@ -145,7 +156,9 @@ class Link:
         cause = error.__cause__
         if not self._is_reached and isinstance(cause, Exception):
             remedy = "; start one with: flintmq up"
-            if isinstance(cause, PermissionError):
+            if isinstance(cause, socket.gaierror):
+                remedy = "; check the host name"
+            elif isinstance(cause, PermissionError):
                 # It runs, and is for others. Its option lets a group in.
                 remedy = f"{permission_hint(cause, self.address)}; nsqd's --unix-socket-mode lets others connect"
             return ConnectError(f"cannot connect to a broker at {self.address} ({_reason(cause)}){remedy}")
@@ -252,8 +265,9 @@ def _reason(exc: Exception) -> str:
     """Why a system call failed, in the system's own words: asyncio puts the address in their place."""
     if isinstance(exc, TimeoutError):
         return "no answer"
+    if isinstance(exc, socket.gaierror):
+        return str(exc.strerror)
     number = exc.errno if isinstance(exc, OSError) else None
-    # Failed look-ups of names have numbers of their own, which are negative.
     return os.strerror(number) if number is not None and number > 0 else str(exc)
 
 
