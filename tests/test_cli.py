@@ -8,6 +8,7 @@ import importlib.util
 import json
 import os
 import platform
+import pty
 import re
 import resource
 import selectors
@@ -440,6 +441,21 @@ def test_sub_takes_no_more_than_it_was_asked_for(nsqd):
     assert first == b"0\n1\n2\n3\n"
     # A message that had been sent to the first and given back would show a second attempt.
     assert [json.loads(line)["attempts"] for line in rest.splitlines()] == [1] * 6
+
+
+@needs_broker
+def test_sub_tells_a_terminal_what_it_waits_for_and_nobody_else(nsqd):
+    here, there = pty.openpty()
+    try:
+        argv = command("sub", "t/c", "--timeout", "3s", "--nsqd", nsqd)
+        result = subprocess.run(argv, stdout=subprocess.PIPE, stderr=there, timeout=PATIENCE, check=False)
+        assert os.read(here, 1000) == b"waiting for messages of t/c; end with ctrl-C\r\n"
+    finally:
+        os.close(here)
+        os.close(there)
+    assert (result.returncode, result.stdout) == (0, b"")
+    result = run("sub", "t/c", "--timeout", "3s", "--nsqd", nsqd)
+    assert (result.returncode, result.stdout, result.stderr) == (0, b"", b"")
 
 
 @needs_broker

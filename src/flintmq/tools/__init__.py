@@ -59,6 +59,7 @@ __all__ = [
     "refuses_plain_http",
     "run",
     "run_on_node",
+    "say_that_it_waits",
     "split_source",
     "tls_flags",
     "tls_of",
@@ -68,6 +69,8 @@ DEFAULT_NSQD = "127.0.0.1:4150"
 DEFAULT_NSQD_HTTP = "127.0.0.1:4151"
 #: Exit status of a command that ctrl-C or SIGTERM cut short.
 INTERRUPTED = 130
+# Seconds without a message after which a terminal is told that a tool waits.
+_SILENCE = 2.0
 
 
 def link_flags(parser: argparse.ArgumentParser) -> None:
@@ -269,6 +272,17 @@ def _reason(exc: Exception) -> str:
         return str(exc.strerror)
     number = exc.errno if isinstance(exc, OSError) else None
     return os.strerror(number) if number is not None and number > 0 else str(exc)
+
+
+def say_that_it_waits(source: str, is_silent: Callable[[], bool]) -> None:
+    """Tell a terminal after two seconds what a tool waits for, if nothing was printed until then."""
+
+    def say() -> None:
+        if is_silent():
+            sys.stderr.write(f"waiting for messages of {source}; end with ctrl-C\n")
+
+    if sys.stderr is not None and sys.stderr.isatty():
+        asyncio.get_running_loop().call_later(_SILENCE, say)
 
 
 def run(tool: str, main: Callable[[], Coroutine[Any, Any, int]]) -> int:

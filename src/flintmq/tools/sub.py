@@ -28,7 +28,7 @@ from flintmq.client import Message
 from flintmq.errors import ConnectError, ProtocolError
 from flintmq.options import SECOND, parse_duration
 from flintmq.protocol import wire
-from flintmq.tools import INTERRUPTED, Link, body_fields, link_flags, run
+from flintmq.tools import INTERRUPTED, Link, body_fields, link_flags, run, say_that_it_waits
 from flintmq.tools._output import output_error
 
 __all__ = ["ABOUT", "main"]
@@ -96,6 +96,7 @@ async def _subscribe(topic: str, channel: str, arguments: argparse.Namespace) ->
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, printer.stop)
+        say_that_it_waits(f"{topic}/{channel}", lambda: not printer.printed)
         await printer.run()
     finally:
         await link.close()
