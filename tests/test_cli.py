@@ -205,6 +205,26 @@ def test_a_wrong_command_line_is_a_usage_error(argv, closed_port):
 
 
 @pytest.mark.parametrize(
+    "argv",
+    [
+        ["pub", "t", "x", "--rate"],
+        ["sub", "t/c", "-n"],
+        ["sub", "t/c", "--max-in-flight"],
+        ["peek", "t", "--limit"],
+        ["peek", "t", "--bytes"],
+        ["redrive", "t/c", "--count"],
+        ["torture", "--minutes"],
+        ["torture", "--kills"],
+    ],
+)
+def test_a_word_where_a_number_is_due_is_named(argv):
+    result = run(*argv, "many")
+    assert result.returncode == 2
+    last = result.stderr.decode().splitlines()[-1]
+    assert last.startswith(f'flintmq {argv[0]}: error: argument {argv[-1]}: "many" is n')
+
+
+@pytest.mark.parametrize(
     ("address", "reason"),
     [("127.0.0.1", "the port is missing"), ("127.0.0.1:99999", '"99999" is not a port'), ("::1:4150", "brackets")],
 )

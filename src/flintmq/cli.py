@@ -25,7 +25,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from flintmq import __version__, addresses, logs
+from flintmq import __version__, logs
 from flintmq.errors import (
     BackupError,
     FlintError,
@@ -297,6 +297,8 @@ def _up(argv: Sequence[str]) -> int:
 
 def _other_ports(arguments: argparse.Namespace) -> str:
     """Return the flags of `flintmq up` that move the addresses which other programs have by 1,000 ports."""
+    from flintmq import addresses
+
     flags = []
     for name in ("tcp", "http", "lookupd_tcp", "lookupd_http", "admin_http"):
         address = getattr(arguments, f"{name}_address")
