@@ -130,11 +130,24 @@ def test_a_unix_socket_is_bound_and_its_clients_have_no_name(tmp_path: Path) -> 
         assert text_of(sock.getsockname()) == path
         client.connect(path)
         assert text_of(client.getsockname()) == "@"
+        with pytest.raises(StartError, match=r"listen \(.*\) failed - address already in use"):
+            bind(path)
     assert text_of(b"\0abstract") == "@abstract"
-    with pytest.raises(StartError, match=r"listen \(.*\) failed - address already in use"):
-        bind(path)
     with pytest.raises(StartError, match=r"is not an address .*: write host:port or \[v6\]:port"):
         bind(path, unix=False)
+
+
+def test_the_file_of_a_unix_socket_that_nobody_listens_on_is_replaced(tmp_path: Path) -> None:
+    path = tmp_path / "nsqd.sock"
+    bind(str(path)).close()
+    assert path.is_socket()
+    with bind(str(path)), socket.socket(socket.AF_UNIX) as client:
+        client.connect(str(path))
+    path.unlink()
+    path.write_text("not a socket")
+    with pytest.raises(StartError, match="address already in use"):
+        bind(str(path))
+    assert path.read_text() == "not a socket"
 
 
 @pytest.mark.parametrize("address", ["h:abc", "127.0.0.1:65536", "::1:4150", "127.0.0.1", "", "no.such.host.invalid:1"])

@@ -8,6 +8,7 @@ import importlib.util
 import json
 import os
 import platform
+import pty
 import re
 import resource
 import selectors
@@ -201,6 +202,47 @@ def test_a_wrong_command_line_is_a_usage_error(argv, closed_port):
     result = run(*argv, "--nsqd", closed_port)
     assert result.returncode == 2
     assert b"usage: flintmq " + argv[0].encode() in result.stderr
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ["pub", "t", "x", "--rate"],
+        ["sub", "t/c", "-n"],
+        ["sub", "t/c", "--max-in-flight"],
+        ["peek", "t", "--limit"],
+        ["peek", "t", "--bytes"],
+        ["redrive", "t/c", "--count"],
+        ["torture", "--minutes"],
+        ["torture", "--kills"],
+    ],
+)
+def test_a_word_where_a_number_is_due_is_named(argv):
+    result = run(*argv, "many")
+    assert result.returncode == 2
+    last = result.stderr.decode().splitlines()[-1]
+    assert last.startswith(f'flintmq {argv[0]}: error: argument {argv[-1]}: "many" is n')
+
+
+@pytest.mark.parametrize(
+    ("address", "reason"),
+    [("127.0.0.1", "the port is missing"), ("127.0.0.1:99999", '"99999" is not a port'), ("::1:4150", "brackets")],
+)
+def test_a_wrong_address_of_a_broker_is_a_usage_error(address, reason):
+    result = run("pub", "topic", "x", "--nsqd", address)
+    assert result.returncode == 2
+    last = result.stderr.decode().splitlines()[-1]
+    assert f'argument --nsqd: "{address}" is not an address (' in last
+    assert reason in last
+
+
+def test_an_unknown_host_is_named_without_advice_to_start_a_broker():
+    result = run("pub", "topic", "x", "--nsqd", "no-such-host.invalid:4150")
+    assert result.returncode == 1
+    (line,) = result.stderr.decode().splitlines()
+    assert line.startswith("flintmq pub: cannot connect to a broker at no-such-host.invalid:4150 (")
+    assert line.endswith("; check the host name")
+    assert "Errno" not in line
 
 
 def test_pub_names_the_file_that_is_not_there(tmp_path, closed_port):
@@ -419,6 +461,21 @@ def test_sub_takes_no_more_than_it_was_asked_for(nsqd):
     assert first == b"0\n1\n2\n3\n"
     # A message that had been sent to the first and given back would show a second attempt.
     assert [json.loads(line)["attempts"] for line in rest.splitlines()] == [1] * 6
+
+
+@needs_broker
+def test_sub_tells_a_terminal_what_it_waits_for_and_nobody_else(nsqd):
+    here, there = pty.openpty()
+    try:
+        argv = command("sub", "t/c", "--timeout", "3s", "--nsqd", nsqd)
+        result = subprocess.run(argv, stdout=subprocess.PIPE, stderr=there, timeout=PATIENCE, check=False)
+        assert os.read(here, 1000) == b"waiting for messages of t/c; end with ctrl-C\r\n"
+    finally:
+        os.close(here)
+        os.close(there)
+    assert (result.returncode, result.stdout) == (0, b"")
+    result = run("sub", "t/c", "--timeout", "3s", "--nsqd", nsqd)
+    assert (result.returncode, result.stdout, result.stderr) == (0, b"", b"")
 
 
 @needs_broker
@@ -735,6 +792,30 @@ def test_up_with_several_nodes_keeps_them_running(tmp_path):
         running.kill()
         running.communicate(timeout=PATIENCE)
         eventually(lambda: all(map(is_gone, brokers)))
+
+
+@needs_broker
+def test_up_beside_another_platform_moves_every_port_that_is_taken(tmp_path):
+    names = ("tcp", "http", "lookupd-tcp", "lookupd-http", "admin-http")
+    with contextlib.ExitStack() as stack:
+        servers = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in names]
+        ports = [server.getsockname()[1] for server in servers]
+        flags = [f"--{name}-address=127.0.0.1:{port}" for name, port in zip(names, ports, strict=True)]
+        result = run("up", "--data-path", str(tmp_path), *flags)
+    assert result.returncode == 1
+    advice = result.stderr.decode().splitlines()[-1].split()
+    assert advice[:2] == ["flintmq", "up"]
+    assert advice[2::2] == [f"--{name}-address" for name in names]
+    moved = [int(address.split(":")[1]) for address in advice[3::2]]
+    assert [abs(new - old) for new, old in zip(moved, ports, strict=True)] == [1000] * len(names)
+
+
+@needs_broker
+def test_up_with_an_address_that_is_none_does_not_speak_of_another_broker(tmp_path):
+    result = run("up", "--data-path", str(tmp_path), *FREE_PORTS, "--tcp-address=127.0.0.1:99999")
+    assert result.returncode == 1
+    assert "is not a port" in result.stderr.decode()
+    assert "Another broker" not in result.stderr.decode()
 
 
 @needs_broker

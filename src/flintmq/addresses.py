@@ -11,10 +11,12 @@ needs nothing but the standard library and ``errors``.
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
 import re
 import socket
+import stat
 import sys
 from typing import Any, NamedTuple
 from urllib.parse import urlsplit
@@ -112,6 +114,7 @@ def bind(address: str, *, unix: bool = True, mode: int | None = None) -> socket.
         host, port, path = split(address, listening=True, unix=unix)
         if path:
             family, where = socket.AF_UNIX, path
+            _remove_dead_socket(path)
         elif host:
             family = socket.AF_INET6 if ":" in host else socket.AF_INET
             family, _, _, _, where = socket.getaddrinfo(host, port, family, socket.SOCK_STREAM)[0]  # type: ignore[assignment]
@@ -139,6 +142,18 @@ def bind(address: str, *, unix: bool = True, mode: int | None = None) -> socket.
     except (OptionError, OSError, ValueError) as exc:
         raise StartError(f"listen ({address}) failed - {reason_of(exc)}{_remedy(exc, address)}") from exc
     return sock
+
+
+def _remove_dead_socket(path: str) -> None:
+    """Delete the file of a unix socket that nobody listens on: a killed daemon leaves it, and could not start again."""
+    with contextlib.suppress(OSError):
+        if stat.S_ISSOCK(os.lstat(path).st_mode):
+            with socket.socket(socket.AF_UNIX) as probe:
+                probe.setblocking(False)
+                try:
+                    probe.connect(path)
+                except ConnectionRefusedError:
+                    os.unlink(path)
 
 
 def _remedy(exc: BaseException, address: str) -> str:

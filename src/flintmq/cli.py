@@ -48,6 +48,8 @@ from flintmq.options import (
 )
 
 if TYPE_CHECKING:
+    import argparse
+
     from flintmq.broker.backup import Manifest
     from flintmq.broker.daemon import Broker
     from flintmq.lookup.daemon import Lookupd
@@ -277,14 +279,10 @@ def _up(argv: Sequence[str]) -> int:
         return _run(main, _event_loop(options.event_loop))
     except StartError as exc:
         print(f"flintmq up: {exc}", file=sys.stderr)
-        if str(exc).startswith("listen "):
-            flag = "tcp-address"
-            for name in ("http_address", "lookupd_tcp_address", "lookupd_http_address", "admin_http_address"):
-                if f"({getattr(arguments, name)})" in str(exc):
-                    flag = name.replace("_", "-")
+        if str(exc).endswith("address already in use"):
             print(
-                "Another broker may be running there. Stop it, or choose another port:\n"
-                f"  flintmq up --{flag} 127.0.0.1:5150",
+                "Another broker may be running there. Stop it, or choose other ports:\n"
+                f"  flintmq up {_other_ports(arguments)}",
                 file=sys.stderr,
             )
         elif "failed to lock data-path" in str(exc) and not isinstance(exc.__cause__, PermissionError):
@@ -295,6 +293,24 @@ def _up(argv: Sequence[str]) -> int:
             raise
         print(f"flintmq up: {system_reason(exc)}", file=sys.stderr)
         return 1
+
+
+def _other_ports(arguments: argparse.Namespace) -> str:
+    """Return the flags of `flintmq up` that move the addresses which other programs have by 1,000 ports."""
+    from flintmq import addresses
+
+    flags = []
+    for name in ("tcp", "http", "lookupd_tcp", "lookupd_http", "admin_http"):
+        address = getattr(arguments, f"{name}_address")
+        host, port, path = addresses.split(address, listening=True)
+        if path:
+            continue
+        try:
+            addresses.bind(address).close()
+        except StartError:
+            moved = addresses.join(host, port + 1000 if port <= 60_000 else port - 1000)
+            flags.append(f"--{name.replace('_', '-')}-address {moved}")
+    return " ".join(flags) or "--tcp-address 127.0.0.1:5150"
 
 
 def _welcome(nsqds: Sequence[tuple[str, str]], options: NsqdOptions, lookupd: Lookupd, admin: str) -> None:

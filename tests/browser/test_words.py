@@ -68,6 +68,31 @@ async def test_the_first_publish_is_for_a_node_of_the_cluster(view: View, cluste
     await until(is_right, f"one of {commands}")
 
 
+async def test_the_first_channel_is_for_the_nodes_of_the_topic(view: View, cluster: Cluster) -> None:
+    async with cluster.client(0) as node:
+        await node.create_topic("channelless")
+    await cluster.admin.state.sample()
+    await view.go("/topics/channelless")
+    command = view.page.locator(".command code")
+    await command.wait_for()
+    wanted = f"flintmq channel create channelless/CHANNEL --nsqd-http-address {cluster.node(0)}"
+
+    async def is_right() -> bool:
+        return await command.inner_text() == wanted
+
+    await until(is_right, wanted)
+
+
+async def test_a_short_topic_is_not_broken_beside_the_id_of_a_query(view: View, cluster: Cluster) -> None:
+    await cluster.report_query(id="e548", name="e548a6dc-c9a8-4799-aa0f-ea072e9cd435", topics=["orders"])
+    await view.page.set_viewport_size({"width": 1000, "height": 800})
+    await view.go("/pipelines")
+    row = view.page.get_by_role("table", name="queries").get_by_role("row").filter(has_text="e548a6dc")
+    link = row.get_by_role("link", name="orders")
+    await link.wait_for()
+    assert await link.evaluate("(one) => one.getClientRects().length") == 1
+
+
 async def test_an_axis_of_few_messages_has_each_number_once(view: View, cluster: Cluster) -> None:
     await cluster.publish("few", [b"1", b"2"])
     await cluster.admin.state.sample()

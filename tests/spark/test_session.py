@@ -121,16 +121,31 @@ def test_the_module_prints_the_java_home(no_java: Path):
 # --- The session ------------------------------------------------------------------------------------------------------
 
 
-def test_without_pyspark_one_sentence_says_what_to_install():
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "archive orders --to nowhere",
+        "audit orders --archive nowhere",
+        "backfill orders --to nowhere --since 2026-01-01",
+        "dead-letters orders billing",
+        "replay orders --to again --checkpoint nowhere",
+        "sample --folder nowhere",
+        "status --checkpoint nowhere",
+    ],
+)
+def test_without_spark_one_sentence_says_what_to_install(arguments: str, tmp_path: Path):
     script = (
-        "import sys; sys.modules['pyspark'] = None\n"
+        "import os, sys\n"
+        "sys.modules.update(dict.fromkeys(['pyspark', 'pyarrow', 'pandas', 'deltalake']))\n"
+        f"os.chdir({str(tmp_path)!r})\n"
         "from flintmq.spark.pipelines import main\n"
-        "sys.exit(main(['archive', 'orders', '--to', 'nowhere']))"
+        f"sys.exit(main({arguments.split()!r}))"
     )
     result = run_python(script)
     assert result.returncode == 1
+    assert "is not installed" in result.stderr
     assert "pip install 'flintmq[spark]'" in result.stderr
-    assert "Traceback" not in result.stderr
+    assert result.stderr.count("\n") == 1
 
 
 def test_master_and_remote_together_are_refused():

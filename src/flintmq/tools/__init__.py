@@ -14,6 +14,7 @@ import base64
 import contextlib
 import os
 import re
+import socket
 import sys
 from collections import deque
 from collections.abc import Callable, Coroutine
@@ -58,6 +59,7 @@ __all__ = [
     "refuses_plain_http",
     "run",
     "run_on_node",
+    "say_that_it_waits",
     "split_source",
     "tls_flags",
     "tls_of",
@@ -67,6 +69,8 @@ DEFAULT_NSQD = "127.0.0.1:4150"
 DEFAULT_NSQD_HTTP = "127.0.0.1:4151"
 #: Exit status of a command that ctrl-C or SIGTERM cut short.
 INTERRUPTED = 130
+# Seconds without a message after which a terminal is told that a tool waits.
+_SILENCE = 2.0
 
 
 def link_flags(parser: argparse.ArgumentParser) -> None:
@@ -75,6 +79,7 @@ def link_flags(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--nsqd",
         metavar="ADDRESS",
+        type=_nsqd_address,
         default=DEFAULT_NSQD,
         help="host:port or the path of a unix socket (default %(default)s)",
     )
@@ -86,6 +91,19 @@ def link_flags(parser: argparse.ArgumentParser) -> None:
     compression = group.add_mutually_exclusive_group()
     compression.add_argument("--deflate", action="store_true", help="compress with deflate if the broker supports it")
     compression.add_argument("--snappy", action="store_true", help="compress with snappy if the broker supports it")
+
+
+def _nsqd_address(text: str) -> str:
+    """The address of --nsqd: without a host it is this machine, and a file in this folder may be a unix socket."""
+    if text.startswith(":") and text.count(":") == 1:
+        text = f"127.0.0.1{text}"
+    elif ":" not in text and "/" not in text and os.path.exists(text):
+        text = f"./{text}"
+    try:
+        addresses.split(text)
+    except OptionError as exc:
+        raise argparse.ArgumentTypeError(str(exc)) from exc
+    return text
 
 
 def tls_flags(group: argparse._ArgumentGroup) -> None:
@@ -121,10 +139,6 @@ class Link:
             snappy=arguments.snappy,
             connect=link._connect,
         )
-        if address.startswith(":"):
-            address = f"127.0.0.1{address}"
-        elif ":" not in address and "/" not in address:
-            address = f"./{address}"  # a unix socket in this folder
         try:
             link._connection = await Connection.open(
                 address, settings, asyncio.get_running_loop(), link, subscribe=subscribe
@@ -145,7 +159,9 @@ class Link:
         cause = error.__cause__
         if not self._is_reached and isinstance(cause, Exception):
             remedy = "; start one with: flintmq up"
-            if isinstance(cause, PermissionError):
+            if isinstance(cause, socket.gaierror):
+                remedy = "; check the host name"
+            elif isinstance(cause, PermissionError):
                 # It runs, and is for others. Its option lets a group in.
                 remedy = f"{permission_hint(cause, self.address)}; nsqd's --unix-socket-mode lets others connect"
             return ConnectError(f"cannot connect to a broker at {self.address} ({_reason(cause)}){remedy}")
@@ -252,9 +268,21 @@ def _reason(exc: Exception) -> str:
     """Why a system call failed, in the system's own words: asyncio puts the address in their place."""
     if isinstance(exc, TimeoutError):
         return "no answer"
+    if isinstance(exc, socket.gaierror):
+        return str(exc.strerror)
     number = exc.errno if isinstance(exc, OSError) else None
-    # Failed look-ups of names have numbers of their own, which are negative.
     return os.strerror(number) if number is not None and number > 0 else str(exc)
+
+
+def say_that_it_waits(source: str, is_silent: Callable[[], bool]) -> None:
+    """Tell a terminal after two seconds what a tool waits for, if nothing was printed until then."""
+
+    def say() -> None:
+        if is_silent():
+            sys.stderr.write(f"waiting for messages of {source}; end with ctrl-C\n")
+
+    if sys.stderr is not None and sys.stderr.isatty():
+        asyncio.get_running_loop().call_later(_SILENCE, say)
 
 
 def run(tool: str, main: Callable[[], Coroutine[Any, Any, int]]) -> int:

@@ -104,8 +104,12 @@ async def _examine(cluster: Cluster, arguments: argparse.Namespace) -> int:
     warnings = sum(finding.level == "warning" for finding in findings)
     if not arguments.json:
         good = len(findings) - failures - warnings
-        print_line(paint(f"\n{good} good, {warnings} warnings, {failures} failures", BOLD))
+        print_line(paint(f"\n{good} good, {_many(warnings, 'warning')}, {_many(failures, 'failure')}", BOLD))
     return 1 if failures else 0
+
+
+def _many(number: int, noun: str) -> str:
+    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def _print(finding: Finding, as_json: bool) -> None:

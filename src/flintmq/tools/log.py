@@ -102,9 +102,10 @@ async def _info(node: NodeClient, topic: str, arguments: argparse.Namespace) -> 
     if arguments.json:
         print_json(msgspec.structs.asdict(info))
         return 0
-    print_line(f"{topic} on {node.address}: {info.messages:,} messages, {info.bytes:,} bytes")
+    plural = "" if info.messages == 1 else "s"
+    print_line(f"{topic} on {node.address}: {info.messages:,} message{plural}, {info.bytes:,} bytes")
     print_line(f"  first    {info.first}")
-    print_line(f"  durable  {info.durable}  (what lies before it can be read)")
+    print_line(f"  durable  {info.durable}  (messages before it can be read)")
     print_line(f"  end      {info.end}")
     print_line(f"  node     {info.node}")
     print_line(f"  epoch    {info.epoch}")

@@ -83,19 +83,17 @@ def _parser() -> argparse.ArgumentParser:
 def _count(text: str) -> int | None:
     if text == "all":
         return None
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError("must be at least 1, or all")
-    return number
+    if not text.isdecimal() or not int(text):
+        raise argparse.ArgumentTypeError(f'"{text}" is neither a number above 0 nor all')
+    return int(text)
 
 
 def _bytes(text: str) -> int | None:
     if text == "all":
         return None
-    number = int(text)
-    if number < 0:
-        raise argparse.ArgumentTypeError("must be a number from 0 on, or all")
-    return number
+    if not text.isdecimal():
+        raise argparse.ArgumentTypeError(f'"{text}" is neither a whole number nor all')
+    return int(text)
 
 
 def _seconds(text: str) -> float:

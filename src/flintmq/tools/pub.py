@@ -83,9 +83,12 @@ def _milliseconds(text: str) -> int:
 
 
 def _rate(text: str) -> float:
-    rate = float(text)
+    try:
+        rate = float(text)
+    except ValueError:
+        rate = 0.0
     if not 0 < rate < float("inf"):
-        raise argparse.ArgumentTypeError("--rate must be greater than 0")
+        raise argparse.ArgumentTypeError(f'"{text}" is not a number above 0')
     return rate
 
 

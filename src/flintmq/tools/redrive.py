@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from flintmq.tools import node_flags, print_json, print_line, run_on_node, split_source
+from flintmq.tools._show import parse_count
 
 if TYPE_CHECKING:
     from flintmq.cluster.node import NodeClient, Redrive
@@ -34,8 +35,8 @@ def main(argv: Sequence[str]) -> int:
         "ctrl-C ends the watching, not the work; --stop ends the work.",
     )
     parser.add_argument("source", metavar="TOPIC/CHANNEL", help="the channel that the dead letters came from")
-    parser.add_argument("--count", metavar="N", type=_positive, help="most messages to move")
-    parser.add_argument("--rate", metavar="N", type=_positive, help="most messages to move per second")
+    parser.add_argument("--count", metavar="N", type=parse_count, help="most messages to move")
+    parser.add_argument("--rate", metavar="N", type=parse_count, help="most messages to move per second")
     parser.add_argument(
         "--from",
         dest="taken_from",
@@ -59,13 +60,6 @@ def main(argv: Sequence[str]) -> int:
     if arguments.status and arguments.stop:
         parser.error("--status cannot be combined with --stop")
     return run_on_node("redrive", arguments, lambda node: _redrive(node, topic, channel, arguments))
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError("must be at least 1")
-    return number
 
 
 async def _redrive(node: NodeClient, topic: str, channel: str, arguments: argparse.Namespace) -> int:

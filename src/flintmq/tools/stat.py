@@ -61,6 +61,10 @@ async def _watch(cluster: Cluster, topic: str, channel: str, arguments: argparse
     failing: dict[str, str] = {}
     due = loop.time()
     while not arguments.count or printed < arguments.count:
+        if not arguments.json and printed % _HEADER_EVERY == 0:
+            # Before the first interval: a user sees at once what is to come.
+            print_line(paint("  ".join(f"{name:>9}" for name in _COLUMNS), DIM))
+            sys.stdout.flush()
         due += arguments.interval
         try:
             await asyncio.wait_for(stopping.wait(), max(0.0, due - loop.time()))
@@ -75,8 +79,6 @@ async def _watch(cluster: Cluster, topic: str, channel: str, arguments: argparse
         if arguments.json:
             print_json({"time": datetime.now(UTC).isoformat(), "topic": topic, "channel": channel, **values})
         else:
-            if printed % _HEADER_EVERY == 0:
-                print_line(paint("  ".join(f"{name:>9}" for name in _COLUMNS), DIM))
             shown = [rate(value) if isinstance(value, float) else f"{value:,}" for value in values.values()]
             print_line("  ".join(f"{text:>9}" for text in shown))
         sys.stdout.flush()

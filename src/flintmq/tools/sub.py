@@ -28,8 +28,9 @@ from flintmq.client import Message
 from flintmq.errors import ConnectError, ProtocolError
 from flintmq.options import SECOND, parse_duration
 from flintmq.protocol import wire
-from flintmq.tools import INTERRUPTED, Link, body_fields, link_flags, run
+from flintmq.tools import INTERRUPTED, Link, body_fields, link_flags, run, say_that_it_waits
 from flintmq.tools._output import output_error
+from flintmq.tools._show import parse_count
 
 __all__ = ["ABOUT", "main"]
 
@@ -54,11 +55,11 @@ def _parser() -> argparse.ArgumentParser:
         prog="flintmq sub", description="Print the messages of a channel, one per line, and finish them."
     )
     parser.add_argument("source", metavar="TOPIC/CHANNEL", help="both are created if they do not exist")
-    parser.add_argument("-n", metavar="COUNT", dest="count", type=_positive, help="end after COUNT messages")
+    parser.add_argument("-n", metavar="COUNT", dest="count", type=parse_count, help="end after COUNT messages")
     parser.add_argument(
         "--max-in-flight",
         metavar="N",
-        type=_positive,
+        type=parse_count,
         default=200,
         help="most messages in flight (default %(default)s)",
     )
@@ -71,13 +72,6 @@ def _parser() -> argparse.ArgumentParser:
     )
     link_flags(parser)
     return parser
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError("must be at least 1")
-    return number
 
 
 def _seconds(text: str) -> float:
@@ -96,6 +90,7 @@ async def _subscribe(topic: str, channel: str, arguments: argparse.Namespace) ->
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM):
             loop.add_signal_handler(number, printer.stop)
+        say_that_it_waits(f"{topic}/{channel}", lambda: not printer.printed)
         await printer.run()
     finally:
         await link.close()

@@ -16,7 +16,7 @@ import msgspec
 
 from flintmq.client import Batch, Consumer, Message
 from flintmq.errors import OptionError
-from flintmq.tools import INTERRUPTED, body_fields
+from flintmq.tools import INTERRUPTED, body_fields, say_that_it_waits
 from flintmq.tools._cluster import Cluster, cluster_flags, run_on_cluster, warn
 from flintmq.tools._output import Output
 from flintmq.tools._show import DIM, new_parser, paint, parse_count
@@ -62,6 +62,7 @@ class _Tail:
         self._needle = arguments.grep.encode() if arguments.grep else b""
         self._consumers: list[Consumer[bytes]] = []
         self._stopping = asyncio.Event()
+        self._has_printed = False
 
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
@@ -85,6 +86,7 @@ class _Tail:
                 tasks.append(asyncio.create_task(self._print_all(consumer, output)))
             if self._stopping.is_set():
                 self._stop()
+            say_that_it_waits(", ".join(topics), lambda: not self._has_printed)
             await asyncio.gather(*tasks)
         finally:
             for task in tasks:
@@ -120,6 +122,7 @@ class _Tail:
                 if not self._left:
                     self._stop()
             if shown:
+                self._has_printed = True
                 await output.write(b"".join([self._line(consumer.topic, message) for message in shown]))
             # The channel is ours alone: there is nobody to give a message back to.
             Batch(batch).finish()

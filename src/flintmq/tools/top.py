@@ -51,7 +51,7 @@ def main(argv: Sequence[str]) -> int:
 
 async def _show(cluster: Cluster, arguments: argparse.Namespace) -> int:
     if not sys.stdin.isatty() or not sys.stdout.isatty():
-        raise OptionError("flintmq top needs a terminal; flintmq top --json prints updates, flintmq ls a list")
+        raise OptionError("a terminal is needed; flintmq top --json prints updates, flintmq ls a list")
     try:
         from flintmq.tools._top import Top
     except ModuleNotFoundError as exc:

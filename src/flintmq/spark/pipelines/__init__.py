@@ -28,6 +28,9 @@ PIPELINES = {
     "sample": ("sample", "publish, archive and measure sample messages"),
 }
 
+#: Packages of the extra spark, which pipelines import when they need them.
+_SPARK_PACKAGES = frozenset({"pyspark", "py4j", "pyarrow", "pandas", "deltalake"})
+
 
 def main(argv: Sequence[str]) -> int:
     """`flintmq pipeline`: 0 after a clean end, 1 when something failed or does not add up, 2 for a wrong call."""
@@ -58,6 +61,10 @@ def main(argv: Sequence[str]) -> int:
         if screen.is_interrupted():
             # Spark tidied up over a connection that was gone.
             return screen.stopped(arguments.pipeline)
+        if isinstance(exc, ModuleNotFoundError) and (exc.name or "").split(".")[0] in _SPARK_PACKAGES:
+            error = f"{exc.name} is not installed: pip install 'flintmq[spark]'"
+            sys.stderr.write(f"flintmq pipeline {arguments.pipeline}: {error}\n")
+            return 1
         is_of_spark = type(exc).__module__.startswith(("pyspark.", "py4j."))
         if not isinstance(exc, FlintError) and not is_of_spark:
             raise

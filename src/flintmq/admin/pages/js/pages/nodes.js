@@ -79,7 +79,7 @@ export function Lookup() {
       { key: "address", title: "nsqlookupd", main: true, render: (row) => html`<${Level} level=${row.up ? 0 : 3} words=${false} /> ${row.address}` },
       { key: "state", title: "State", render: (row) => (row.up ? html`<${Label} kind="green">up</${Label}>` : html`<${Label} kind="red" title=${row.error}>${row.error || "does not answer"}</${Label}>`) },
       { key: "version", title: "Version", render: (row) => row.version || "–" }, counted("nodes", "Nodes"), counted("topics", "Topics")]} />`}
-    ${mayAct("operate") ? html`<h2>Create a topic or channel</h2><p class="quiet">So that no message is missed because consumers come later: nodes that get the topic create its channels with it.</p><${CreateForm} onDone=${reload} />` : null}
+    ${mayAct("operate") ? html`<h2>Create a topic or channel</h2><p class="quiet">A channel created before its consumers misses no message. New nodes of the topic create it too.</p><${CreateForm} onDone=${reload} />` : null}
     <h2>Inactive topics</h2>
     ${inactive.length ? html`<p class="quiet">${inactive.length === 1 ? "One topic" : `${exact(inactive.length)} topics`} that nsqlookupd knows and no node has.</p><${Table} label="inactive topics" rows=${shown} name=${(row) => row.topic} columns=${[
       { key: "topic", title: "Topic", main: true, render: (row) => html`<${A} to=${topicPath(row.topic)}>${row.topic}</${A}>` },

@@ -68,7 +68,7 @@ export function Topic({ topic }) {
       <${Stat} title="Messages so far" value=${count(row.message_count)} hint=${bytes(row.message_bytes)} />
     </div>
     <div class="section-head"><h2>Channels</h2></div>
-    <${ChannelTable} rows=${channels} topic=${topic} />
+    <${ChannelTable} rows=${channels} topic=${topic} nodes=${nodes} />
     <div class="section-head"><h2>Over time</h2><${Ranges} /></div>
     <div class="charts"><${Chart} title="Messages per second" series=${RATES} data=${past} format=${rate} /><${Chart} title="Depth" series=${DEPTH} data=${past} />
       <${Chart} title="In flight and deferred" series=${FLOW} data=${past} /><${Chart} title="Failed deliveries per second" series=${FAILED} data=${past} format=${rate} /></div>
@@ -81,7 +81,7 @@ export function Topic({ topic }) {
       { key: "moved", title: "Moved", num: true, render: (one) => html`<${Ago} at=${one.moved} />` }]} />` : null}`;
 }
 
-export function ChannelTable({ rows, topic }) {
+export function ChannelTable({ rows, topic, nodes }) {
   const { query } = useStore(address);
   const [sort, setSort] = useState("");
   const field = sort.replace(/^-/, "");
@@ -101,8 +101,8 @@ export function ChannelTable({ rows, topic }) {
     counted("requeue_count", "Requeues", { card: false }),
     counted("timeout_count", "Timeouts", { card: false }),
     { key: "dead_lettered_count", title: "Dead", num: true, card: false, render: (row) => (row.dead_lettered_count ? html`<${A} to="/dead" query=${{ topic: row.topic || topic, channel: row.channel }}>${count(row.dead_lettered_count)}</${A}>` : count(row.dead_lettered_count)) },
-  ]} empty=${html`<${Empty} title="No channels yet"><p>A channel begins with its first consumer, and gets everything that the topic has kept for it. On the command line:</p>
-    <${Command}>${`nsq_tail --topic ${topic} --channel tail --nsqd-tcp-address 127.0.0.1:4150`}</${Command}></${Empty}>`} />`;
+  ]} empty=${html`<${Empty} title="No channels yet"><p>A consumer or this command creates one. It gets all messages the topic has kept.</p>
+    <${Command}>${nodes.reduce((text, one) => `${text} --nsqd-http-address ${one.node}`, `flintmq channel create ${topic}/CHANNEL`)}</${Command}></${Empty}>`} />`;
 }
 
 export function NodePart({ rows, topic, channel, onDone }) {
