@@ -25,6 +25,7 @@ Keys have the same form at the end of a sealed segment. Their numbers are little
 
 from __future__ import annotations
 
+import errno
 import logging
 from array import array
 from bisect import bisect_left
@@ -406,7 +407,10 @@ class KeyFiles:
         return blocks
 
     def _read(self, path: Path) -> KeyBlock | None:
-        """The keys in a file; None if it is damaged, or the device cannot read it."""
+        """The keys in a file; None if it is damaged, missing, or the device cannot read it.
+
+        OSError: it cannot be read now, and may be whole.
+        """
         try:
             fd = self._disk.open(path)
             try:
@@ -414,6 +418,8 @@ class KeyFiles:
             finally:
                 self._disk.close_file(fd)
         except OSError as exc:
+            if exc.errno not in (errno.EIO, errno.ENOENT):
+                raise
             logger.error("KEYS(%s): cannot read %s - %s", self._name, path, exc)
             return None
         start = _head.size + _crc.size
