@@ -18,6 +18,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import stat
 from pathlib import Path
 
 import msgspec
@@ -172,7 +173,10 @@ class DataPath:
 
 def has_metadata(data_path: Path) -> bool:
     """Is there an ``nsqd.dat``? We write one too: the caller knows whether there is flintmq data beside it."""
-    return (data_path / METADATA).is_file()
+    try:
+        return stat.S_ISREG(os.stat(data_path / METADATA).st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
 
 
 def remove_tree(disk: Disk, path: Path) -> None:
