@@ -226,7 +226,7 @@ class Opening:
 def _incarnation(name: str) -> int:
     """The number in the name of a topic's folder; -1 if it is none, or was set aside."""
     digits = name.rpartition("@")[2]
-    return int(digits) if digits.isdigit() else -1
+    return int(digits) if digits.isdecimal() else -1
 
 
 def highest_incarnation(names: Iterable[str]) -> int:
