@@ -156,9 +156,13 @@ class DataPath:
         data = takeover.read(self.path, max_msg_size=options.max_msg_size)
         logger.info("NSQ: taking over the data path of another nsqd, %d topics", len(data.topics))
         importer = takeover.Importer(self._disk, clock, options, root)
-        for topic in data.topics:
-            importer.topic(topic)
-        importer.finish()
+        try:
+            importer.start()
+            for topic in data.topics:
+                importer.topic(topic)
+            importer.finish()
+        finally:
+            importer.close()
         for line in data.damage:
             logger.error("NSQ: %s", line)
         for topic in data.topics:
@@ -166,8 +170,10 @@ class DataPath:
                 for line in queue.damage:
                     logger.error("NSQ: %s", line)
         fd = self._disk.open(root / "takeover-pending", create=True)
-        self._disk.sync(fd)
-        self._disk.close_file(fd)
+        try:
+            self._disk.sync(fd)
+        finally:
+            self._disk.close_file(fd)
         self._disk.sync_folder(root)
 
 
