@@ -298,7 +298,7 @@ async def test_kill_neither_loses_nor_doubles_what_goes_to_topics_in_memory(
     await try_every_call(tmp_path, 2, lambda disk, _: disk.after_kill(), 29, kinds=killed, **options)
 
 
-# --- A start that meets an error ---------------------------------------------------------------------------------------
+# --- A start that meets an error --------------------------------------------------------------------------------------
 
 
 async def started(disk: SimDisk, clock: FakeClock) -> None:
