@@ -180,7 +180,7 @@ class DataPath:
 def has_metadata(data_path: Path) -> bool:
     """Is there an ``nsqd.dat``? We write one too: the caller knows whether there is flintmq data beside it."""
     try:
-        return stat.S_ISREG(os.stat(data_path / METADATA).st_mode)
+        return stat.S_ISREG((data_path / METADATA).stat().st_mode)
     except (FileNotFoundError, NotADirectoryError):
         return False
 
