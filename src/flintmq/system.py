@@ -131,7 +131,12 @@ class System:
         return os.listdir(path)
 
     def exists(self, path: Path) -> bool:
-        return path.exists()
+        """Is there such a file? OSError: nobody knows. ``Path.exists`` may say no then."""
+        try:
+            os.stat(path)
+        except (FileNotFoundError, NotADirectoryError):
+            return False
+        return True
 
     def rename(self, old: Path, new: Path) -> None:
         """Rename a file or folder; a file that has the new name already is replaced."""

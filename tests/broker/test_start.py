@@ -459,3 +459,31 @@ def test_a_system_without_epoll_is_started_on(tmp_path: Path) -> None:
         check=False,
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "b'one'\n", "")
+
+
+@pytest.mark.parametrize(
+    "name", ["journal/journal-\N{SUPERSCRIPT TWO}", "topics/t0@1/mine.first", "topics/t0@1/mine.seg", "topics/mine@²"]
+)
+async def test_a_name_that_the_broker_did_not_give_is_left_alone(
+    start_broker: StartBroker, tmp_path: Path, name: str
+) -> None:
+    await fill(start_broker, "stop")
+    [folder] = (tmp_path / "flintmq" / "topics").glob(f"{TOPICS[0]}@*")
+    path = tmp_path / "flintmq" / name.replace("t0@1", folder.name)
+    if "@²" in name:
+        path.mkdir()
+        path = path / "mine.seg"
+    path.write_bytes(b"something")
+    broker = await start_broker()
+    assert await delivered(broker) == {topic: [f"{topic}{i}".encode() for i in range(3)] for topic in TOPICS}
+    assert path.exists() or path.parent.with_name(f"{path.parent.name}.lost").exists()
+
+
+async def test_a_start_names_many_missing_journals_in_one_line(start_broker: StartBroker, tmp_path: Path) -> None:
+    """A copy that somebody named by the date, say: millions of files seem to be missing before it."""
+    await fill(start_broker, "stop")
+    path = newest(tmp_path, "journal")
+    path.with_name("journal-00200000").write_bytes(path.read_bytes())
+    with pytest.raises(StartError, match=r"journal-\d+ to journal-00199999 are missing") as caught:
+        await start_broker()
+    assert len(str(caught.value)) < 2_000

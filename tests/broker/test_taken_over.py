@@ -7,12 +7,15 @@ was left by the real daemon.
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import shutil
 import socket
 from collections import Counter
+from functools import partial
 from pathlib import Path
+from typing import Any
 
 import pytest
 from conftest import StartBroker
@@ -20,6 +23,7 @@ from conftest import StartBroker
 from flintmq.broker import daemon, takeover
 from flintmq.broker.storage import journal
 from flintmq.errors import StartError, StorageError
+from flintmq.system import System
 from support.fakes import Client, CountingDisk, FakeClock, quiet
 
 CLEAN_STOP = Path(__file__).parent / "go_data" / "clean_stop"
@@ -213,3 +217,56 @@ async def test_every_way_to_stop_gives_back_all_files_those_of_side_logs_include
     assert open_files(data_path) == set()
     again = await start_broker(data_path=data_path)
     assert await consume_all(again) == wanted
+
+
+class FailingSystem(System):
+    """Its n-th call on a file fails. It knows which files are open."""
+
+    CALLS = ("open", "pread", "pwritev", "fdatasync", "fsync", "size", "mkdir", "listdir", "exists", "rename", "unlink")
+
+    def __init__(self, fails_at: int, error: int) -> None:
+        super().__init__()
+        self.calls = 0
+        self.open_files: set[int] = set()
+        self._fails_at, self._error = fails_at, error
+        for name in self.CALLS:
+            setattr(self, name, partial(self._call, getattr(self, name)))
+
+    def _call(self, call: Any, *args: Any) -> Any:
+        self.calls += 1
+        if self.calls == self._fails_at:
+            raise OSError(self._error, os.strerror(self._error))
+        result = call(*args)
+        if call.__name__ == "open":
+            self.open_files.add(result)
+        return result
+
+    def close(self, fd: int) -> None:
+        self.open_files.discard(fd)
+        super().close(fd)
+
+
+@pytest.mark.timeout(300)
+async def test_an_error_at_any_call_of_a_take_over_costs_nothing(start_broker: StartBroker, tmp_path: Path) -> None:
+    """The start fails, or not: no file stays open, and the next one has everything."""
+    number, met = 0, True
+    while met:
+        number += 4
+        error = (errno.EIO, errno.ENOSPC, errno.EMFILE)[number % 3]
+        system = FailingSystem(number, error)
+        path = tmp_path / f"data-{number}"
+        shutil.copytree(CLEAN_STOP, path)
+        wanted = expected(path)
+        try:
+            broker = await start_broker(data_path=path, disk=CountingDisk(system))
+            await quiet(broker)
+            broker.kill()
+        except StartError:
+            assert not system.open_files, f"{len(system.open_files)} files are open after call {number}"
+        met = system.calls >= number
+        broker = await start_broker(data_path=path)
+        depths = {(t.name, c.name): c.depth for t in broker.topics.values() for c in t.channels.values()}
+        paused = {name for name, topic in broker.topics.items() if topic.paused}
+        assert depths == {key: found.total() for key, found in wanted.items()}, f"after call {number}, {paused}"
+        await broker.stop()
+    assert number > 200

@@ -155,8 +155,8 @@ PLAUSIBLE = [
     Change(
         "snapshot_deletes_the_journal_behind_it",
         f"{_STORAGE}/journal.py",
-        "and digits.isdigit() and int(digits) < number:",
-        'and digits.isdigit() and int(digits) <= number and kind == "journal":',
+        "and digits.isdecimal() and int(digits) < number:",
+        'and digits.isdecimal() and int(digits) <= number and kind == "journal":',
     ),
     Change(
         "journal_rolls_without_syncing_the_old_one",

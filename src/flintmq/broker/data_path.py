@@ -18,6 +18,7 @@ from __future__ import annotations
 import errno
 import logging
 import os
+import stat
 from pathlib import Path
 
 import msgspec
@@ -155,9 +156,13 @@ class DataPath:
         data = takeover.read(self.path, max_msg_size=options.max_msg_size)
         logger.info("NSQ: taking over the data path of another nsqd, %d topics", len(data.topics))
         importer = takeover.Importer(self._disk, clock, options, root)
-        for topic in data.topics:
-            importer.topic(topic)
-        importer.finish()
+        try:
+            importer.start()
+            for topic in data.topics:
+                importer.topic(topic)
+            importer.finish()
+        finally:
+            importer.close()
         for line in data.damage:
             logger.error("NSQ: %s", line)
         for topic in data.topics:
@@ -165,14 +170,19 @@ class DataPath:
                 for line in queue.damage:
                     logger.error("NSQ: %s", line)
         fd = self._disk.open(root / "takeover-pending", create=True)
-        self._disk.sync(fd)
-        self._disk.close_file(fd)
+        try:
+            self._disk.sync(fd)
+        finally:
+            self._disk.close_file(fd)
         self._disk.sync_folder(root)
 
 
 def has_metadata(data_path: Path) -> bool:
     """Is there an ``nsqd.dat``? We write one too: the caller knows whether there is flintmq data beside it."""
-    return (data_path / METADATA).is_file()
+    try:
+        return stat.S_ISREG((data_path / METADATA).stat().st_mode)
+    except (FileNotFoundError, NotADirectoryError):
+        return False
 
 
 def remove_tree(disk: Disk, path: Path) -> None:

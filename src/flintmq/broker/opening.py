@@ -31,6 +31,8 @@ logger = logging.getLogger(__name__)
 
 #: Numbers of channels that are left out after damage to the journal: lost entries may have used them.
 SKIPPED_CHANNELS = 1 << 20
+#: Where a redrive's note says that it goes on.
+REDRIVE_RUNS = 6
 #: Ranges of seqs that one line names at most.
 _NAMED = 10
 
@@ -170,27 +172,38 @@ class Opening:
         """Say which messages that must be in the files are not there, and let readers of the log know.
 
         A gap that a crash left is none of these, nor what was deleted: only what a channel still has to get counts, and
-        only where the journal is exact about it. Of durability ``memory`` much never reaches a file.
+        only where the journal is exact about it: not while a redrive copies. Of durability ``memory`` much never
+        reaches a file.
         """
         if self._broker.journal.damage or topic.log.durability == "memory":
             return
         there = Ranges.union(sorted([*found, *topic.log.reader.lost()]))
+        beside = Ranges.union(
+            sorted([*topic.side.spans(), *topic.side.reader.lost()]) if topic.side is not None else []
+        )
         missing: list[tuple[int, int]] = []
+        missing_beside: list[tuple[int, int]] = []
         for channel in state.channels.values():
             if state.whole or (channel.exact and not state.was_frozen):
                 missing += channel.outstanding.within([(state.base, state.durable)]).without(there)
-        if not missing:
-            return
-        gone = Ranges.union(sorted(missing))
+            if channel.exact and not (channel.redrive is not None and channel.redrive[REDRIVE_RUNS]):
+                missing_beside += channel.outstanding.within([(SIDE, state.side_exact)]).without(beside)
+        if missing:
+            topic.log.reader.set_aside.extend(self._report_lost(topic, topic.log.folder, missing))
+        if missing_beside:
+            self._report_lost(topic, topic.folder / "side" if topic.folder is not None else None, missing_beside)
+
+    def _report_lost(self, topic: Topic, folder: Path | None, seqs: list[tuple[int, int]]) -> Ranges:
+        gone = Ranges.union(sorted(seqs))
         logger.error(
             "TOPIC(%s): %d messages are lost, their files in %s are missing (seqs %s)",
             topic.name,
             gone.total,
-            topic.folder,
+            folder,
             ", ".join(f"{first} to {stop - 1}" for first, stop in islice(gone, _NAMED))
             + (" ..." * (len(gone) > _NAMED)),
         )
-        topic.log.reader.set_aside.extend(gone)
+        return gone
 
     def _restore_topic(self, topic: Topic, state: TopicState, same_boot: bool) -> None:
         # First of all: it says which files count.
@@ -227,7 +240,7 @@ class Opening:
 def _incarnation(name: str) -> int:
     """The number in the name of a topic's folder; -1 if it is none, or was set aside."""
     digits = name.rpartition("@")[2]
-    return int(digits) if digits.isdigit() else -1
+    return int(digits) if digits.isdecimal() else -1
 
 
 def highest_incarnation(names: Iterable[str]) -> int:

@@ -416,9 +416,18 @@ class Importer:
         self._root = root
         # However long it gets, it is one file: there is no broker yet that could take a snapshot.
         self._journal = Journal(disk, clock, root / "journal", fatal=_raise, later=lambda work: work(), snapshot=None)
-        self._journal.start(self._journal.recover())
+        self._stores: list[Store] = []
         self._incarnation = 0
         self._channel = 0
+
+    def start(self) -> None:
+        """Begin. From here on ``close`` gives back what is open, also after an error."""
+        self._journal.start(self._journal.recover())
+
+    def close(self) -> None:
+        for store in self._stores:
+            store.close()
+        self._journal.close()
 
     def topic(self, source: GoTopic) -> None:
         self._incarnation += 1
@@ -470,6 +479,7 @@ class Importer:
             delay=lambda _, work: work(),
             recovered=lambda: None,
         )
+        self._stores.append(store)
         # In memory until we say so: many messages go into one record, and one sync serves many records.
         return Log(store, name, folder, base, "memory", progressed=lambda: None, failed=_failed, arrived=lambda: None)
 

@@ -22,7 +22,7 @@ from flintmq.broker.observe.steps import SLICE, at_once
 from flintmq.broker.stage import apply as apply_module
 from flintmq.broker.stage import staging as staging_module
 from flintmq.broker.stage.producer import Producer
-from flintmq.errors import StageError
+from flintmq.errors import StageError, StartError
 from support.fakes import Client, CountingDisk, FakeClock, quiet, until
 from support.http_client import HttpClient
 from support.simdisk import SimDisk
@@ -765,3 +765,25 @@ async def test_a_backup_during_an_apply_does_not_double_its_rows(
         if opened["decided"] is None:
             await client.commit(0, CHUNKS, "job-2")
     assert broker.topics["t"].channels["c"].depth == ROWS.total()
+
+
+async def test_a_state_that_cannot_be_looked_at_is_not_a_missing_one(start_broker: StartBroker) -> None:
+    """The system does not say whether the file is there: a producer without one is deleted, with all its rows."""
+    broker = await start_broker(http_address="127.0.0.1:0")
+    async with StageClient.connect(broker) as client:
+        await client.open(0)
+        winner = await client.stage(1, 0, "a", CHUNKS)
+        prepared = await client.prepare(1, 0, [winner])
+    await broker.stop()
+    [folder] = (broker.path / "flintmq" / "stage").iterdir()
+    state = folder / "state"
+    state.rename(folder.parent.parent / "elsewhere")
+    state.symlink_to(state)
+    with pytest.raises(StartError, match="state"):
+        await start_broker(http_address="127.0.0.1:0")
+    (folder.parent.parent / "elsewhere").replace(state)
+    broker = await start_broker(http_address="127.0.0.1:0")
+    async with StageClient.connect(broker) as client:
+        await client.decide(1, 0, {"n": prepared["set"]})
+        await client.apply(0, prepared["set"])
+    assert stored(broker) == ROWS

@@ -17,6 +17,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import random
 from collections import Counter
 from collections.abc import Awaitable, Callable, Sequence
@@ -31,7 +32,7 @@ from flintmq.broker.stage import producer as producer_module
 from flintmq.broker.stage.state import Decision
 from flintmq.broker.storage import journal as journal_module
 from flintmq.broker.storage import log as log_module
-from flintmq.errors import StageError
+from flintmq.errors import StageError, StartError
 from flintmq.protocol.wire import FRAME_MESSAGE, decode_message
 from support.fakes import Client, FakeClock
 from support.garbage import collect_if_grown
@@ -295,6 +296,53 @@ async def test_kill_neither_loses_nor_doubles_what_goes_to_topics_in_memory(
     monkeypatch.setattr(log_module, "RECORD_BYTES", 1_000)
     options = {"durability": "memory", "mem_queue_size": 3, "mem_queue_bytes": 4_000}
     await try_every_call(tmp_path, 2, lambda disk, _: disk.after_kill(), 29, kinds=killed, **options)
+
+
+# --- A start that meets an error --------------------------------------------------------------------------------------
+
+
+async def started(disk: SimDisk, clock: FakeClock) -> None:
+    """Start, if that is possible, apply for a while, and end as by a kill."""
+    async with frozen_time(clock):
+        world = World(disk, clock, Ledger())
+        try:
+            await world.start()
+            for _ in range(30):
+                await world._turn()
+        except StartError:
+            assert disk.open_files == [], "no start, but open files"
+        finally:
+            disk.dead = True
+            with contextlib.suppress(PowerLoss):
+                world.broker.kill()
+            for _ in range(5):
+                await asyncio.sleep(0)
+
+
+@pytest.mark.timeout(LIMIT)
+async def test_a_read_that_fails_at_a_start_doubles_nothing(tmp_path: Path) -> None:
+    """What a start cannot read may be the keys of rows that are stored: then it ends, and the next one goes on."""
+    whole, _, _ = await crash(tmp_path, None, seed=2, of=SHORT)
+    calls = [(kind, name.rpartition(".")[2]) for kind, name in whole.history]
+    stored = calls.index(("sync", "seg"))
+    # All rows are stored, and the state does not say so yet.
+    applied = next(n for n in range(stored, len(calls)) if whole.history[n] == ("write", "state.tmp"))
+    for at in range(stored, applied + 1) if EXHAUSTIVE else [applied]:
+        disk, committed, clock = await crash(tmp_path, at + 1, seed=2, of=SHORT)
+        calm = disk.after_kill()
+        await started(calm, copy_of(clock))
+        for number, (kind, name) in enumerate(calm.history, 1):
+            if kind not in ("open", "read", "size"):
+                continue
+            error = (errno.EIO, errno.EMFILE)[kind == "open"]
+            there = disk.after_kill()
+            there.system.fault_at = (number, lambda _, error=error: error, (1, 20)[number % 2], 0)  # type: ignore[misc]
+            try:
+                await started(there, copy_of(clock))
+                await go_on(there.after_kill(), committed, copy_of(clock), number, SHORT)
+            except BaseException as exc:
+                exc.add_note(f"{errno.errorcode[error]} at call {number} of the start: {kind} {name}")
+                raise
 
 
 # --- Rows that are consumed while they are applied --------------------------------------------------------------------

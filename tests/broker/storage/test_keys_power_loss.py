@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -20,6 +21,7 @@ import pytest
 
 from flintmq.broker.storage import journal as journal_module
 from flintmq.broker.storage import keys as keys_module
+from flintmq.errors import StartError
 from flintmq.protocol.wire import FRAME_RESPONSE, encode_command, encode_mpub
 from support.fakes import Client, FakeClock
 from support.garbage import collect_if_grown
@@ -216,3 +218,45 @@ async def test_kill_neither_loses_nor_doubles(tmp_path: Path) -> None:
 async def test_power_loss_may_cost_what_was_not_synced_but_a_repeat_makes_up_for_it(tmp_path: Path) -> None:
     """Durability `os`: what is lost takes its key along, so that it can be published again."""
     await try_every_call(tmp_path, 3, SimDisk.after_power_loss, binding=False, step=3, durability="os")
+
+
+# --- The start --------------------------------------------------------------------------------------------------------
+
+
+async def started(disk: SimDisk, clock: FakeClock, **options: Any) -> None:
+    """Start, if that is possible, and end at once as by a kill."""
+    async with frozen_time(clock):
+        world = World(disk, clock, Ledger(), **options)
+        try:
+            await world.start()
+        except StartError:
+            assert disk.open_files == [], "no start, but open files"
+        finally:
+            disk.dead = True
+            with contextlib.suppress(PowerLoss):
+                world.broker.kill()
+            for _ in range(5):
+                await asyncio.sleep(0)
+
+
+@pytest.mark.timeout(1800)
+async def test_an_error_at_any_call_of_a_start_costs_no_key(tmp_path: Path) -> None:
+    """The start fails or not. At the next one every key is known: no file of keys was set aside that is whole."""
+    disk, book, clock = await crash(tmp_path, None, seed=2, durability="fsync")
+    calm = disk.after_kill()
+    await started(calm, copy_of(clock), durability="fsync")
+    for number, (kind, name) in enumerate(calm.history, 1):
+        there, copy = disk.after_kill(), Book()
+        copy.commands = dict(book.commands)
+        copy.acknowledged, copy.finishing = set(book.acknowledged), set(book.finishing)
+        # What a device cannot read counts as damaged.
+        error = (
+            (errno.EMFILE, errno.EACCES, errno.ENOMEM)[number % 3] if kind in ("open", "read", "size") else errno.EIO
+        )
+        there.system.fault_at = (number, lambda _, error=error: error, (1, 20)[number % 2], 25)  # type: ignore[misc]
+        try:
+            await started(there, copy_of(clock), durability="fsync")
+            await repeat_everything(there.after_kill(), copy, copy_of(clock), True, durability="fsync")
+        except BaseException as exc:
+            exc.add_note(f"{errno.errorcode[error]} at call {number} of the start: {kind} {name}")
+            raise

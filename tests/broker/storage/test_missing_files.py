@@ -5,6 +5,7 @@ from __future__ import annotations
 import random
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -95,6 +96,73 @@ async def test_gaps_of_crashes_and_deleted_files_are_nothing_to_report(
             else:
                 await Client(broker).publish("t", *(bytes(rng.randrange(1, 500)) for _ in range(rng.randrange(1, 20))))
             broker.upkeep.sync()
+            await quiet(broker)
+        if rng.random() < 0.5:
+            broker.kill()
+        else:
+            await broker.stop()
+        assert "are missing" not in caplog.text
+
+
+@pytest.mark.parametrize("how", ["stop", "kill"])
+@pytest.mark.parametrize("what", ["file", "folder"])
+async def test_messages_of_a_missing_side_log_are_reported(
+    start_broker: StartBroker, tmp_path: Path, what: str, how: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The queues of channels that were taken over are nowhere else."""
+    shutil.copytree(Path(__file__).parent.parent / "go_data" / "clean_stop", tmp_path, dirs_exist_ok=True)
+    broker = await start_broker()
+    await quiet(broker)
+    if how == "stop":
+        await broker.stop()
+    else:
+        broker.kill()
+    side = folder(tmp_path, "orders") / "side"
+    if what == "folder":
+        shutil.rmtree(side)
+    else:
+        for path in side.glob("*.seg"):
+            path.unlink()
+    caplog.clear()
+    again = await start_broker()
+    assert re.findall(r"TOPIC\((\w+)\): (\d+) messages are lost, their files in (\S+) are missing", caplog.text) == [
+        ("orders", "20", str(side))
+    ]
+    # It is said until a snapshot knows it.
+    await quiet(again)
+    await again.stop()
+    caplog.clear()
+    await start_broker()
+    assert "are missing" not in caplog.text
+
+
+@pytest.mark.parametrize("seed", range(6))
+async def test_what_was_redriven_and_finished_is_nothing_to_report(
+    start_broker: StartBroker, seed: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    rng = random.Random(seed)
+    for _ in range(6):
+        broker = await start_broker(max_bytes_per_file=3_000)
+        topic = broker.topic("t")
+        for _ in range(6):
+            channel, _ = topic.channel(f"c{rng.randrange(2)}")
+            channel.settings = replace(channel.settings, max_attempts=1)
+            await Client(broker).publish("t", *(bytes(rng.randrange(1, 500)) for _ in range(rng.randrange(1, 20))))
+            client = Client(broker)
+            await client.subscribe("t", channel.name, 50)
+            await quiet(broker)
+            for message in client.messages[: rng.randrange(40)]:
+                client.send(b"%s %s%s\n" % rng.choice([(b"FIN", message.id, b""), (b"REQ", message.id, b" 0")]))
+            await quiet(broker)
+            client.hang_up()
+            dead = broker.topics.get(f"t.{channel.name}.dead")
+            running = channel.redrive is not None and channel.redrive.running
+            if dead is not None and not running and rng.random() < 0.6:
+                source, _ = dead.channel("redrive")
+                channel.begin_redrive(source, 1000, 0, "")
+            if rng.random() < 0.6:
+                broker.upkeep.sync()
+                broker.turns.housekeeping()
             await quiet(broker)
         if rng.random() < 0.5:
             broker.kill()

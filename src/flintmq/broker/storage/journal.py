@@ -487,7 +487,7 @@ class Journal:
         self._disk.sync_folder(self._folder)
         for other in self._disk.names(self._folder):
             kind, _, digits = other.removesuffix(".tmp").partition("-")
-            if kind in ("journal", "snapshot") and digits.isdigit() and int(digits) < number:
+            if kind in ("journal", "snapshot") and digits.isdecimal() and int(digits) < number:
                 self._disk.remove(self._folder / other)
 
     # --- Recovery --------------------------------------------------------------------------------------------------
@@ -506,7 +506,7 @@ class Journal:
                 self._disk.remove(self._folder / name)
                 continue
             kind, _, digits = name.partition("-")
-            if digits.isdigit():
+            if digits.isdecimal():
                 (snapshots if kind == "snapshot" else journals if kind == "journal" else []).append(int(digits))
         start = max(snapshots, default=0)
         last = max([start, *journals])
@@ -515,12 +515,12 @@ class Journal:
             state.in_snapshot = True
             self._replay(f"snapshot-{start:08d}", state)
             state.snapshot_read()
-        for number in range(max(start, 1), last + 1):
-            if number in journals:
-                self._replay(f"journal-{number:08d}", state, used=number == start)
-            else:
-                name = f"journal-{number:08d}"
-                self.damage.append(f"{self._folder / name} is missing, and no snapshot stands for it")
+        expected = max(start, 1)
+        for number in [number for number in sorted(journals) if number >= expected]:
+            self._check_missing(expected, number)
+            self._replay(f"journal-{number:08d}", state, used=number == start)
+            expected = number + 1
+        self._check_missing(expected, last + 1)
         self._number = last
         if self.damage:
             if not accept:
@@ -528,6 +528,12 @@ class Journal:
             state.clean = False
             self._keep_damaged()
         return state
+
+    def _check_missing(self, first: int, stop: int) -> None:
+        """The journals from ``first`` up to ``stop``, if there are any, are not there."""
+        if first < stop:
+            more = f" to journal-{stop - 1:08d} are" if stop - first > 1 else " is"
+            self.damage.append(f"{self._folder / f'journal-{first:08d}'}{more} missing, and no snapshot stands for it")
 
     def _replay(self, name: str, state: State, *, used: bool = True) -> None:
         """Apply the batches of a file up to its end; where one that was on the device is not whole, note it.

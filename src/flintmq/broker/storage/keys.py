@@ -25,6 +25,7 @@ Keys have the same form at the end of a sealed segment. Their numbers are little
 
 from __future__ import annotations
 
+import errno
 import logging
 from array import array
 from bisect import bisect_left
@@ -385,14 +386,17 @@ class KeyFiles:
         """The last seq whose key is in a file; -1 if there is none."""
         return self._files[-1].last if self._files else -1
 
-    def read(self) -> list[KeyBlock]:
-        """All that there are, oldest first. One that is damaged is set aside: what it held is forgotten."""
+    def read(self, *, strict: bool = False) -> list[KeyBlock]:
+        """All that there are, oldest first. One that is damaged is set aside: what it held is forgotten.
+
+        With ``strict`` an error of the device is raised.
+        """
         blocks = []
         for name in self._disk.names(self._folder):
             if not name.endswith(".keys"):
                 continue
             path = self._folder / name
-            block = self._read(path)
+            block = self._read(path, strict=strict)
             if block is None or not len(block):
                 logger.error(
                     "KEYS(%s): %s is damaged and set aside, what is repeated with one of its keys is stored again",
@@ -405,8 +409,11 @@ class KeyFiles:
             blocks.append(block)
         return blocks
 
-    def _read(self, path: Path) -> KeyBlock | None:
-        """The keys in a file; None if it is damaged, or the device cannot read it."""
+    def _read(self, path: Path, *, strict: bool = False) -> KeyBlock | None:
+        """The keys in a file; None if it is damaged, missing, or the device cannot read it.
+
+        OSError: it cannot be read now, and may be whole.
+        """
         try:
             fd = self._disk.open(path)
             try:
@@ -414,6 +421,8 @@ class KeyFiles:
             finally:
                 self._disk.close_file(fd)
         except OSError as exc:
+            if strict or exc.errno not in (errno.EIO, errno.ENOENT):
+                raise
             logger.error("KEYS(%s): cannot read %s - %s", self._name, path, exc)
             return None
         start = _head.size + _crc.size
@@ -580,11 +589,13 @@ class Keys:
         assert self._files is not None
         settings = self._topic.settings
         now, wall = self._clock.now(), self._clock.wall()
-        saved = self._files.read()
+        # What is not known of an unfinished staged transaction would be published once more.
+        strict = self._holds > 0
+        saved = self._files.read(strict=strict)
         # From the newest on, and no more of them than count.
         blocks: list[KeyBlock] = []
         total = 0
-        for found in self._topic.log.keys():
+        for found in self._topic.log.keys(strict=strict):
             found.skip(self._files.last + 1)
             block, reserved = found.split()
             if self._holds:

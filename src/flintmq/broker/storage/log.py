@@ -1009,9 +1009,9 @@ class Log:
         """(first seq, count, extra bytes) of every record in the files: a side log says there whom it is for."""
         return self.reader.addressed()
 
-    def keys(self) -> Iterator[KeyBlock]:
-        """The keys in the files, of the newest segment first."""
-        return self.reader.keys()
+    def keys(self, *, strict: bool = False) -> Iterator[KeyBlock]:
+        """The keys in the files, of the newest segment first: see ``Reader.keys``."""
+        return self.reader.keys(strict=strict)
 
     def spans(self) -> list[tuple[int, int]]:
         """All seqs that can be read, as ranges in order."""

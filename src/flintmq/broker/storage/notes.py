@@ -372,6 +372,8 @@ class TopicState:
     side_end: int = SIDE
     #: The next message of the side log has no seq below it.
     side_next: int = SIDE
+    #: ``side_end`` in the snapshot: of what comes before it, a channel's row names its own messages alone.
+    side_exact: int = SIDE
     channels: dict[int, ChannelState] = field(default_factory=dict)
     #: What was set live for it (empty name), and for its channels by their name or pattern.
     settings: dict[str, dict[str, Any]] = field(default_factory=dict)
@@ -410,6 +412,7 @@ class State:
         self.in_snapshot = False
         for topic in self.topics.values():
             topic.was_frozen = topic.frozen is not None
+            topic.side_exact = topic.side_end
 
     def apply_back(self, channel: int, rows: array[int]) -> None:
         """Take up rows (seq, attempts, due on the clock, due on the wall). ValueError if they are not whole."""

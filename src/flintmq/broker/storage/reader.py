@@ -8,6 +8,7 @@ does not count as a try.
 
 from __future__ import annotations
 
+import errno
 import functools
 import logging
 from array import array
@@ -474,14 +475,19 @@ class Reader:
                 if isinstance(entry, Entry):
                     yield entry
 
-    def keys(self) -> Iterator[KeyBlock]:
-        """Yield the keys in the files, of the newest segment first."""
+    def keys(self, *, strict: bool = False) -> Iterator[KeyBlock]:
+        """Yield the keys in the files, of the newest segment first.
+
+        StorageError if some cannot be read. Without ``strict`` those are left out that the device cannot read.
+        """
         for segment in reversed(self._log.segments):
             if not segment.key_count:
                 continue
             try:
                 yield self.keys_in(segment, self._store.file(segment))
             except OSError as exc:
+                if strict or exc.errno != errno.EIO:
+                    raise StorageError(f"the keys in {segment.path} cannot be read: {exc.strerror or exc}") from exc
                 # They are forgotten: what is published again with one of them is stored again.
                 logger.error("LOG(%s): the keys in %s cannot be read - %s", self._log.name, segment.path, exc)
 

@@ -34,6 +34,8 @@ logger = logging.getLogger(__name__)
 
 #: The name of a segment that was set aside.
 SET_ASIDE = re.compile(r"[0-9a-f]{16}\.bad")
+#: Those of a segment, and of a mark.
+_OWN = re.compile(r"[0-9a-f]{16}\.(seg|first)")
 
 #: A file named by a seq and this says that nothing from that seq up to the first segment was ever published: the
 #: segment before the gap, which an unclean stop left, was removed.
@@ -65,9 +67,12 @@ class Recovery:
             path = self._folder / name
             if name.endswith(".tmp"):
                 self._disk.remove(path)
+            elif not _OWN.fullmatch(name):
+                # Keys, what is set aside, and what somebody else put there.
+                continue
             elif name.endswith(".seg"):
                 paths.append(path)
-            elif name.endswith(FIRST):
+            else:
                 firsts.append(int(path.stem, 16))
         for i, path in enumerate(paths):
             self._recover_segment(path, paths[i + 1] if i + 1 < len(paths) else None, durable)
