@@ -1565,11 +1565,17 @@ class Run:
         self.ledger.check_logs()
 
     def _check_memory(self) -> None:
-        """Beyond its limit, met to within a block, a topic holds the block that it fills, and what it was lent."""
+        """Beyond its limit, met to within a block, a topic holds the block that it fills, and what it was lent.
+
+        And the blocks of messages that an ephemeral channel has, which are nowhere else: its consumer may be gone
+        without a word, and the broker learns that by its heartbeats, later than this.
+        """
         for node in self.nsqds:
             for topic in node.broker.topics.values() if node.broker is not None else ():
                 log = topic.log
-                held = log.memory_count - sum(block.count for block in log.blocks[-2:])
+                pinned = [each.block for each in log.memory.pinned]
+                ephemeral = [block for block in pinned if topic._pins(block.base, block.base + block.count)]
+                held = log.memory_count - sum(block.count for block in (*log.blocks[-2:], *ephemeral))
                 if held > topic.settings.mem_queue_size and not log._lent and not topic.ephemeral:
                     self.world.violated(
                         f"memory: {node.name} {topic.name} holds {held} messages beside its last blocks"

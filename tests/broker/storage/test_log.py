@@ -26,11 +26,11 @@ from flintmq.broker.storage import reader as reader_module
 from flintmq.broker.storage import store as store_module
 from flintmq.broker.storage.reader import READ_TRIES
 from flintmq.broker.storage.segment import FILE_HEADER, RECORD_HEADER
-from flintmq.errors import DamageError, FormatError, StartError
+from flintmq.errors import DamageError, FormatError, PublishError, StartError
 from flintmq.protocol.wire import FRAME_ERROR, FRAME_RESPONSE, encode_mpub
 from support.fakes import SECOND, Client, CountingDisk, FakeClock, dpub, pub, quiet, until
 from support.log_rig import BASE, Rig, numbered
-from support.simdisk import SimDisk, settled
+from support.simdisk import PowerLoss, SimDisk, settled
 
 EXHAUSTIVE = os.environ.get("FLINTMQ_EXHAUSTIVE") == "1"
 STEP = 1 if EXHAUSTIVE else 97
@@ -275,6 +275,42 @@ def test_a_batch_in_slices_is_cut_back_whole_when_one_of_them_fails() -> None:
     rig.publish(b"after")
     assert rig.log.durable == BASE + 2
     assert list(rig.bodies().values()) == list(rig.reopened().bodies().values()) == [b"before", b"after"]
+
+
+@pytest.mark.parametrize("end", ["no room", "no memory", "stop"])
+def test_nothing_counts_as_written_that_is_cut_off_wherever_the_process_ends(
+    end: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The beginning of a batch is written, and its end never comes. Every call may be the last."""
+
+    def no_block(store: store_module.Store, size: int, base: int) -> None:
+        raise MemoryError
+
+    ended, kinds, calls = True, set(), 0
+    while ended:
+        calls += 1
+        rig = Rig()
+        rig.publish(b"before")
+        rig.publish(*numbered(5), more=True)
+        rig.disk.power_off_at = rig.disk.calls + calls
+        try:
+            with monkeypatch.context() as patch:
+                if end == "no room":
+                    rig.disk.fail("write", errno.ENOSPC, short=30)
+                    rig.publish(*numbered(5, start=5))
+                elif end == "no memory":
+                    patch.setattr(store_module.Store, "new_block", no_block)
+                    with pytest.raises(PublishError):
+                        rig.publish(*numbered(5, 2_000, start=5))
+                else:
+                    rig.stop()
+            ended = False
+        except PowerLoss:
+            kinds.add(rig.disk.history[-1][0])
+        content = rig.disk.content(rig.files[0])
+        counted = [b"before", *numbered(5)][: rig.log.written - BASE]
+        assert all(body in content for body in counted), f"{calls} calls later"
+    assert "truncate" in kinds
 
 
 def test_a_full_disk_refuses_and_recovers_by_itself() -> None:

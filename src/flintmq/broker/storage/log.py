@@ -504,7 +504,6 @@ class Log:
             self._group_planned = False
             self._active = None
             self._cut_file(segment, seq, offset)
-            self.written = min(self.written, seq)
         self._forget(first)
         self._failed(first, error)
         self.syncer.give_up(first, error)
@@ -813,7 +812,6 @@ class Log:
         for piece in pieces:
             if piece.segment in self.segments and piece.segment.base >= seq:
                 self._remove_segment(piece.segment)
-        self.written = min(self.written, seq)
         self._group_planned = self._group_written is not None
         if kept:
             self._pending.extendleft(reversed([record for piece in pieces for record in piece.records]))
@@ -830,6 +828,8 @@ class Log:
 
     def _cut_file(self, segment: Segment, seq: int, offset: int) -> None:
         """The segment ends before ``seq``, at its last whole record; the next write begins a new one."""
+        # The mark first: nothing counts as written that is not in its file, also if the process ends at the next call.
+        self.written = min(self.written, seq)
         try:
             self._disk.truncate(self._store.file(segment), offset)
         except OSError as exc:
@@ -893,7 +893,7 @@ class Log:
             segment, offset, seq = self._group_written
             self._group_written = None
             self._cut_file(segment, seq, offset)
-            self.end = self.written = seq
+            self.end = seq
         if self._active is not None and not self.closed:
             piece = self._seal(self._active)
             self.syncer.note(piece.segment)
