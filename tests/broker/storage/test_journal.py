@@ -408,6 +408,38 @@ def test_what_was_said_before_a_roll_is_on_the_device_when_it_is_told_so() -> No
     assert teller.recovered(teller.disk.after_power_loss("none")) == dump(teller.state)
 
 
+def test_a_roll_that_begins_as_another_ends_has_no_snapshot_before_it_is_on_the_device(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Whoever waited for the first may write so much that the next begins at once. The power may go at any moment."""
+    monkeypatch.setattr(journal_module, "ROLL_AT", 600)
+    teller = Teller()
+    two_topics(teller)
+    works: deque[Callable[[], None]] = deque()
+
+    def submit(work: Callable[[], Any], then: Callable[[Any, BaseException | None], None], urgency: int = 0) -> None:
+        works.append(lambda: then(work(), None))
+
+    def write_more() -> None:
+        while teller.journal._number < 3:
+            teller.done(1, 100, 101)
+            teller.journal.flush()
+
+    teller.disk.submit = submit  # type: ignore[assignment, method-assign]
+    teller.journal.flush()
+    teller.journal._waiting.append((teller.note("ceiling", 1, 2_000), write_more))
+    teller.journal.flush()
+    teller.journal._roll()
+    steps = 0
+    # Threads may be slow, and what was submitted last is done first: no order is promised.
+    while works or teller.laters:
+        (teller.laters.popleft() if teller.laters else works.pop())()
+        reader(teller.disk.after_power_loss("none"), teller.clock).recover()
+        steps += 1
+    assert (teller.journal._number, steps > 3) == (3, True)
+    assert [path.name for path in teller.disk.paths(ROOT)] == ["journal-00000003", "snapshot-00000003"]
+
+
 def test_a_wait_for_what_is_synced_already_is_over_at_once() -> None:
     teller = Teller()
     told: list[str] = []

@@ -122,6 +122,8 @@ class Journal:
         #: Yields the notes that describe the whole broker, for a snapshot. None: nobody can, so that it never rolls.
         self._snapshot = snapshot
         self._number = 0
+        # The newest file that is on the device from its beginning.
+        self._settled = 0
         self._fd = -1
         self._salt = 0
         self._offset = 0
@@ -349,6 +351,7 @@ class Journal:
         self._check()
         self._disk.sync(self._fd)
         self._disk.sync_folder(self._folder)
+        self._settled = self._number
         self.synced = self._written
 
     def _roll(self) -> None:
@@ -393,9 +396,11 @@ class Journal:
         number, offset = self._number, self._offset
 
         def done(result: None, error: BaseException | None) -> None:
+            if error is None:
+                self._settled = number
+            # Whoever waited for this may write so much that the next file is begun.
             self._sync_done(mark, number, offset, result, error)
             if error is None:
-                # Not before: beside a snapshot of its number, a journal that does not begin whole is damaged.
                 self.take_snapshot()
 
         self._disk.submit(work, done, COMMIT)
@@ -403,6 +408,9 @@ class Journal:
     def take_snapshot(self) -> None:
         """Write down the whole state, a slice per loop turn."""
         if self._snapshot is None or self._snapshotting or self.closed:
+            return
+        if self._settled != self._number:
+            # Beside a snapshot of its number, a journal that does not begin whole is damaged. It takes its own, later.
             return
         self._snapshotting = True
         number = self._number
