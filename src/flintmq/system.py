@@ -106,6 +106,9 @@ class System:
     def ftruncate(self, fd: int, size: int) -> None:
         os.ftruncate(fd, size)
 
+    def truncate(self, path: Path, size: int) -> None:
+        os.truncate(path, size)
+
     def fallocate(self, fd: int, size: int) -> None:
         """Reserve the file's first ``size`` bytes on the disk, where the system offers that."""
         if hasattr(os, "posix_fallocate"):

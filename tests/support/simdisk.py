@@ -460,6 +460,15 @@ class SimSystem(System):
         if last:
             raise PowerLoss
 
+    def truncate(self, path: Path, size: int) -> None:
+        last = self._call("truncate", path)
+        file = self._node(path)
+        if isinstance(file, _Folder):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        file.change(size, None)
+        if last:
+            raise PowerLoss
+
     def fallocate(self, fd: int, size: int) -> None:
         file, path = self._file(fd)
         last = self._call("allocate", path)

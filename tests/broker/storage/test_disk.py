@@ -42,6 +42,8 @@ def test_what_is_written_is_read(disk: Disk, tmp_path: Path) -> None:
     assert disk.read(fd, 100, 0) == b"hello"
     disk.truncate(fd, 7)
     assert disk.read(fd, 100, 0) == b"hello\0\0"
+    disk.cut(tmp_path / "file", 6)
+    assert disk.read(fd, 100, 0) == b"hello\0"
     disk.allocate(fd, 1_000)
     assert disk.size(fd) == 1_000
     assert disk.read(fd, 5, 0) == b"hello"

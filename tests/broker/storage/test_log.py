@@ -252,6 +252,28 @@ def test_a_failed_write_that_began_a_file_leaves_no_file_in_the_way() -> None:
     assert [body.strip() for body in rig.reopened().bodies().values()] == [b"kept", b"next"]
 
 
+@pytest.mark.parametrize("in_thread", [False, True], ids=["loop", "thread"])
+def test_a_file_is_cut_back_without_a_descriptor(in_thread: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One write ends a file and begins the next one, which fails. Nobody publishes again before the process dies."""
+    rig = Rig(max_bytes_per_file=2_000)
+    rig.publish(b"kept")
+    rig.append(b"refused".ljust(1_000))
+    # A deferred message is a record of its own, and has no room in the first file.
+    rig.append(b"refused too".ljust(1_500), delay=SECOND)
+    rig.disk.fail("open", errno.EMFILE, times=50)
+    if in_thread:
+        monkeypatch.setattr(log_module, "WRITE_IN_THREAD_AT", 0)
+        rig.disk.fail("write", errno.ENOSPC, path=f"{BASE + 2:016x}", skip=1)
+    else:
+        rig.disk.fail("create", errno.EMFILE, times=50)
+    rig.log.flush()
+    rig.run()
+    assert [seq for seq, _ in rig.failed] == [BASE + 1]
+    assert b"refused" not in rig.disk.content(rig.files[0])
+    rig.disk.heal()
+    assert list(rig.reopened().bodies().values()) == [b"kept"]
+
+
 def test_a_failed_footer_costs_nothing_that_was_published_before() -> None:
     rig = Rig(max_bytes_per_file=2_000)
     rig.publish(b"kept".ljust(1_500))

@@ -225,6 +225,10 @@ class Disk:
     def truncate(self, fd: int, size: int) -> None:
         self.system.ftruncate(fd, size)
 
+    def cut(self, path: Path, size: int) -> None:
+        """Truncate a file by its name, which takes no descriptor."""
+        self.system.truncate(path, size)
+
     def allocate(self, fd: int, size: int) -> None:
         """Make sure that ``size`` bytes can be written even when the disk is full, where the system offers that."""
         self.system.fallocate(fd, size)

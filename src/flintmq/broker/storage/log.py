@@ -831,9 +831,10 @@ class Log:
         # The mark first: nothing counts as written that is not in its file, also if the process ends at the next call.
         self.written = min(self.written, seq)
         try:
-            self._disk.truncate(self._store.file(segment), offset)
+            # By its name: the file may have been closed, perhaps for the sake of the one that could not be made.
+            self._disk.cut(segment.path, offset)
         except OSError as exc:
-            # Its tail is unknown, and harmless: the next segment starts at the same seq and hides it.
+            # Its tail is unknown until the next segment starts at the same seq and hides it.
             if self._store.complaints.due("cut", self.name):
                 logger.error("LOG(%s): cannot cut %s back - %s", self.name, segment.path, exc)
         hide_after(segment, seq)
