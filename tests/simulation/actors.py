@@ -334,9 +334,13 @@ class Consumer(_Nsq):
             book.held.pop(body, None)
         # Else it may have timed out, or its process is gone.
         if book is not None and not self.last_words and self.run.world.seconds - at < self.timeout - LATENCY:
-            book.not_before[body] = (self.run.world.seconds + seconds, self.run.world.seconds)
-            book.asked_by[body] = self
-            self._last_wishes[body] = self.run.world.seconds
+            if self.disturbed:
+                # It may never arrive, or after the timeout.
+                book.maybe_later[body] = self.run.world.seconds
+            else:
+                book.not_before[body] = (self.run.world.seconds + seconds, self.run.world.seconds)
+                book.asked_by[body] = self
+                self._last_wishes[body] = self.run.world.seconds
         self.send(b"REQ %b %d\n" % (id, round(seconds * 1000)))
 
     def touch(self, id: bytes) -> None:
@@ -357,17 +361,21 @@ class Consumer(_Nsq):
         self.leaving += 1
         self.send(b"CLS\n")
 
+    def doubt_last_wishes(self) -> None:
+        """What was on its way to the broker just now may not have been heard."""
+        book = self.book
+        for body, at in self._last_wishes.items():
+            if book is not None and at > self.run.world.seconds - LATENCY:
+                if book.not_before.pop(body, None) is not None:
+                    book.maybe_later[body] = at
+                book.held.pop(body, None)
+
     def ended(self) -> None:
         book = self.book
         if book is not None:
             # What was on its way to it counts as an attempt, and nobody has seen it.
             book.shaken += 1
-            # Nor is it known whether its last wishes were heard.
-            for body, at in self._last_wishes.items():
-                if at > self.run.world.seconds - LATENCY:
-                    if book.not_before.pop(body, None) is not None:
-                        book.maybe_later[body] = at
-                    book.held.pop(body, None)
+            self.doubt_last_wishes()
         self.held.clear()
         self._unconfirmed.clear()
 

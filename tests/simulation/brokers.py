@@ -866,6 +866,8 @@ class Run:
         if client is not None and client.sock is not None:
             self._disturb(client)
             client.sock.link.half_open = True
+            if isinstance(client, Consumer):
+                client.doubt_last_wishes()
             self.world.after(rng.choice([0.1, 1.0, 5.0]), client.close)
 
     def cut(self, rng: random.Random) -> None:

@@ -589,6 +589,32 @@ def test_a_start_after_a_kill_puts_everything_on_the_device_before_it_calls_it_d
     assert killed.reopened(left, durable=killed.log.durable).bodies() == killed.bodies()
 
 
+@pytest.mark.parametrize("known", [0, 2], ids=["never synced", "synced"])
+def test_only_what_was_on_the_device_counts_as_lost_with_a_file_that_is_set_aside(known: int) -> None:
+    """After a power loss a file has its size and no content. The log goes on behind what was known to be on the device:
+    at the same seq, if nothing was.
+    """
+    rig = Rig()
+    rig.publish(*numbered(2))
+    disk = rig.disk.after_kill()
+    disk.swap(rig.files[0], bytes(len(disk.content(rig.files[0]))))
+    durable = BASE + known
+    started = rig.reopened(disk, durable=durable, after=durable)
+    assert len(disk.paths(started.folder, ".bad")) == 1
+    lost = [(BASE, durable)] if known else []
+    assert started.log.reader.lost() == lost
+    assert started.publish(b"after") == durable
+    started.stop()
+    again = started.reopened(durable=durable + 1)
+    assert again.log.reader.lost() == lost
+    assert again.bodies() == {durable: b"after"}
+    place = again.log.reader.place_from(durable, durable + 1)
+    assert place is not None and place[0] == durable
+    if known:
+        with pytest.raises(DamageError):
+            again.log.reader.place_from(BASE, durable + 1)
+
+
 def test_a_footer_without_its_records_is_not_believed() -> None:
     """Sealed, but never synced: the footer's page may be on the device and a page of records not."""
     rig = Rig(max_bytes_per_file=50_000)

@@ -83,8 +83,11 @@ class Recovery:
             # Files of keys are set aside, too: no message was in them.
             if SET_ASIDE.fullmatch(name) is not None:
                 first = int(name.removesuffix(".bad"), 16)
-                stop = min((segment.base for segment in self.segments if segment.base > first), default=durable)
-                self.set_aside.append((first, stop))
+                # If a segment begins at the same seq, nothing in the other file was known to be on the device: a log
+                # goes on behind all that was.
+                stop = min((segment.base for segment in self.segments if segment.base >= first), default=durable)
+                if first < stop:
+                    self.set_aside.append((first, stop))
         for segment, later in zip(self.segments, self.segments[1:], strict=False):
             # A segment that could not be cut back is hidden by the one that was begun after it.
             if segment.end > later.base:
