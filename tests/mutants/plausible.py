@@ -167,8 +167,8 @@ PLAUSIBLE = [
     Change(
         "journal_begins_without_its_entry",
         f"{_STORAGE}/journal.py",
-        "        self._disk.sync(self._fd)\n        self._disk.sync_folder(self._folder)\n        self.synced",
-        "        self._disk.sync(self._fd)\n        self.synced",
+        "        self._disk.sync(self._fd)\n        self._disk.sync_folder(self._folder)\n        self._settled",
+        "        self._disk.sync(self._fd)\n        self._settled",
     ),
     Change(
         "journal_batches_are_believed",
