@@ -196,6 +196,9 @@ async def test_backups_in_a_row_of_a_busy_broker_lose_nothing(
         ]
         tasks = [asyncio.ensure_future(some) for some in work]
         seen: set[Path] = set()
+        # A busy machine may be slow to publish the first message.
+        while not all(acknowledged.values()):
+            await asyncio.sleep(0.01)
         for number in range(6):
             await check(number)
             seen |= set(segments(data))
