@@ -132,7 +132,7 @@ async def test_backups_in_a_row_of_a_busy_broker_lose_nothing(
     data.mkdir()
     acknowledged: dict[str, set[bytes]] = {"busy": set(), "kept": set()}
     finished: dict[str, set[bytes]] = {"one": set(), "two": set()}
-    over = asyncio.Event()
+    begun, over = asyncio.Event(), asyncio.Event()
     batches = 0
 
     async def publish(broker: Broker, topic: str) -> None:
@@ -143,6 +143,8 @@ async def test_backups_in_a_row_of_a_busy_broker_lose_nothing(
                 bodies = [b"%d %d/10 " % (batches, k) + b"x" * random.randrange(200) for k in range(10)]
                 await client.publish_many(topic, *bodies)
                 acknowledged[topic].update(bodies)
+                if all(acknowledged.values()):
+                    begun.set()
                 await asyncio.sleep(0.002 if topic == "kept" else 0)
 
     async def consume(broker: Broker, channel: str) -> None:
@@ -197,8 +199,7 @@ async def test_backups_in_a_row_of_a_busy_broker_lose_nothing(
         tasks = [asyncio.ensure_future(some) for some in work]
         seen: set[Path] = set()
         # A busy machine may be slow to publish the first message.
-        while not all(acknowledged.values()):
-            await asyncio.sleep(0.01)
+        await begun.wait()
         for number in range(6):
             await check(number)
             seen |= set(segments(data))
