@@ -556,7 +556,7 @@ def main() -> int:
     folder = Path(tempfile.mkdtemp(prefix="flintmq-bench-spark-"))
     try:
         with console.status("starting Spark"):
-            spark = make_session(options.cores, folder)
+            spark = make_session(options.cores, options.executors, folder)
         with fresh(Side.ours(None, "os")) as daemon:
             if options.latency:
                 with console.status(f"{options.rate} messages a second for {options.latency:g} s"):
@@ -576,14 +576,15 @@ def main() -> int:
     return 0
 
 
-def make_session(cores: int, folder: Path) -> SparkSession:
+def make_session(cores: int, executors: int, folder: Path) -> SparkSession:
+    """``executors``: so many processes with one core each. None: Spark's tasks are threads of this one."""
     from flintmq.spark import register
 
     os.environ["PYSPARK_PYTHON"] = os.environ["PYSPARK_DRIVER_PYTHON"] = sys.executable
     source = str(Path(__file__).resolve().parent.parent / "src")
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [source, os.environ.get("PYTHONPATH")]))
     spark: SparkSession = (
-        SparkSession.builder.master(f"local[{cores},4]")
+        SparkSession.builder.master(f"local-cluster[{executors},1,1536]" if executors else f"local[{cores},4]")
         .appName("flintmq bench")
         .config("spark.driver.memory", "4g")
         .config("spark.ui.enabled", "false")
@@ -667,6 +668,7 @@ def parse_options() -> argparse.Namespace:
     parser.add_argument("--rows", type=int, default=1_000_000, help="messages (default: a million)")
     parser.add_argument("--size", type=int, default=200, help="bytes of a message (default: 200)")
     parser.add_argument("--cores", type=int, default=os.cpu_count() or 2, help="of Spark (default: all)")
+    parser.add_argument("--executors", type=int, default=0, help="processes with one core each, instead of --cores")
     parser.add_argument("--repeat", type=int, default=3, help="runs per side, after one to warm up (default: 3)")
     parser.add_argument(
         "--latency", type=float, default=0.0, metavar="SECONDS", help="measure that instead, for so long"
@@ -678,7 +680,9 @@ def parse_options() -> argparse.Namespace:
         "--storage-option", metavar="KEY=VALUE", type=pair, action="append", default=[], help="for the store of --to"
     )
     parser.add_argument("--json", type=Path, metavar="FILE", help="write every sample")
-    return parser.parse_args()
+    options = parser.parse_args()
+    options.cores = options.executors or options.cores
+    return options
 
 
 if __name__ == "__main__":
