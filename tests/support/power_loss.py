@@ -24,6 +24,7 @@ from typing import Any
 from flintmq.broker.daemon import Broker
 from flintmq.broker.delivery.channel import Channel
 from flintmq.broker.delivery.topic import Topic
+from flintmq.errors import StartError
 from flintmq.protocol.wire import FRAME_ERROR, FRAME_MESSAGE, Message, decode_message, encode_mpub
 from support.fakes import PATIENCE, Client, FakeClock, dpub, pub
 from support.garbage import collect_if_grown
@@ -125,6 +126,15 @@ class World:
         for client in self._clients:
             client.close()
         self._clients.clear()
+
+    async def die(self) -> None:
+        """End as by ``kill -9``: nothing more reaches the disk. Also after the power has gone."""
+        self.disk.dead = True
+        with contextlib.suppress(PowerLoss):
+            self.broker.kill()
+        for _ in range(5):
+            await asyncio.sleep(0)
+        self.close()
 
     async def settle(self) -> None:
         """Turn the loop until nothing is under way. Time stands still meanwhile."""
@@ -424,16 +434,27 @@ async def crashed(
             pass
         finally:
             died = disk.dead
-            disk.dead = True
-            with contextlib.suppress(PowerLoss):
-                world.broker.kill()
-            for _ in range(5):
-                await asyncio.sleep(0)
-            world.close()
+            await world.die()
     assert unexpected(raised) == []
     assert died or clean, f"the run has only {disk.calls} calls"
     collect_if_grown()
     return disk, world, clock
+
+
+async def started(disk: SimDisk, clock: FakeClock, *, turns: int = 0, loopback: bool = False, **options: Any) -> str:
+    """Start, work for some turns of the loop, and end as by a kill. Why it did not start, if it did not."""
+    async with frozen_time(clock):
+        world = World(disk, clock, Ledger(), loopback=loopback, **options)
+        try:
+            await world.start()
+            for _ in range(turns):
+                await world._turn()
+        except StartError as exc:
+            assert disk.open_files == [], "no start, but open files"
+            return str(exc)
+        finally:
+            await world.die()
+    return ""
 
 
 def check(found: Contents, ledger: Ledger) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from flintmq.broker.data_path import LOST, RECOVERED, remove_tree
 from flintmq.broker.delivery.channel import Channel
-from flintmq.broker.delivery.redrive import finish_moved, resume
+from flintmq.broker.delivery.redrive import RUNS, finish_moved, resume
 from flintmq.broker.delivery.topic import RESERVE, Topic
 from flintmq.broker.storage.journal import ANOTHER_BOOT, SIDE, State, TopicState, damaged
 from flintmq.broker.storage.log import Log
@@ -31,8 +31,6 @@ logger = logging.getLogger(__name__)
 
 #: Numbers of channels that are left out after damage to the journal: lost entries may have used them.
 SKIPPED_CHANNELS = 1 << 20
-#: Where a redrive's note says that it goes on.
-REDRIVE_RUNS = 6
 #: Ranges of seqs that one line names at most.
 _NAMED = 10
 
@@ -186,7 +184,7 @@ class Opening:
         for channel in state.channels.values():
             if state.whole or (channel.exact and not state.was_frozen):
                 missing += channel.outstanding.within([(state.base, state.durable)]).without(there)
-            if channel.exact and not (channel.redrive is not None and channel.redrive[REDRIVE_RUNS]):
+            if channel.exact and not (channel.redrive is not None and channel.redrive[RUNS]):
                 missing_beside += channel.outstanding.within([(SIDE, state.side_exact)]).without(beside)
         if missing:
             topic.log.reader.set_aside.extend(self._report_lost(topic, topic.log.folder, missing))

@@ -665,11 +665,7 @@ async def until_the_power_goes(folder: Path, n: int | None, durability: str) -> 
     async with frozen_time(clock) as raised:
         with contextlib.suppress(PowerLoss):
             await dead_and_back(world)
-        disk.dead = True
-        with contextlib.suppress(PowerLoss):
-            world.broker.kill()
-        for _ in range(5):
-            await asyncio.sleep(0)
+        await world.die()
     assert unexpected(raised) == []
     return disk, world
 

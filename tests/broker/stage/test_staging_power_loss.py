@@ -32,11 +32,11 @@ from flintmq.broker.stage import producer as producer_module
 from flintmq.broker.stage.state import Decision
 from flintmq.broker.storage import journal as journal_module
 from flintmq.broker.storage import log as log_module
-from flintmq.errors import StageError, StartError
+from flintmq.errors import StageError
 from flintmq.protocol.wire import FRAME_MESSAGE, decode_message
 from support.fakes import Client, FakeClock
 from support.garbage import collect_if_grown
-from support.power_loss import EXHAUSTIVE, Ledger, World, copy_of, frozen_time, losses, rebooted, unexpected
+from support.power_loss import EXHAUSTIVE, Ledger, World, copy_of, frozen_time, losses, rebooted, started, unexpected
 from support.simdisk import PowerLoss, SimDisk
 from support.stage_client import mpub_body
 
@@ -175,11 +175,7 @@ async def crash(
         except PowerLoss:
             pass
         finally:
-            disk.dead = True
-            with contextlib.suppress(PowerLoss):
-                world.broker.kill()
-            for _ in range(5):
-                await asyncio.sleep(0)
+            await world.die()
     assert unexpected(raised) == []
     collect_if_grown()
     return disk, committed, clock
@@ -301,24 +297,6 @@ async def test_kill_neither_loses_nor_doubles_what_goes_to_topics_in_memory(
 # --- A start that meets an error --------------------------------------------------------------------------------------
 
 
-async def started(disk: SimDisk, clock: FakeClock) -> None:
-    """Start, if that is possible, apply for a while, and end as by a kill."""
-    async with frozen_time(clock):
-        world = World(disk, clock, Ledger())
-        try:
-            await world.start()
-            for _ in range(30):
-                await world._turn()
-        except StartError:
-            assert disk.open_files == [], "no start, but open files"
-        finally:
-            disk.dead = True
-            with contextlib.suppress(PowerLoss):
-                world.broker.kill()
-            for _ in range(5):
-                await asyncio.sleep(0)
-
-
 @pytest.mark.timeout(LIMIT)
 async def test_a_read_that_fails_at_a_start_doubles_nothing(tmp_path: Path) -> None:
     """What a start cannot read may be the keys of rows that are stored: then it ends, and the next one goes on."""
@@ -330,7 +308,7 @@ async def test_a_read_that_fails_at_a_start_doubles_nothing(tmp_path: Path) -> N
     for at in range(stored, applied + 1) if EXHAUSTIVE else [applied]:
         disk, committed, clock = await crash(tmp_path, at + 1, seed=2, of=SHORT)
         calm = disk.after_kill()
-        await started(calm, copy_of(clock))
+        await started(calm, copy_of(clock), turns=30)
         for number, (kind, name) in enumerate(calm.history, 1):
             if kind not in ("open", "read", "size"):
                 continue
@@ -338,7 +316,7 @@ async def test_a_read_that_fails_at_a_start_doubles_nothing(tmp_path: Path) -> N
             there = disk.after_kill()
             there.system.fault_at = (number, lambda _, error=error: error, (1, 20)[number % 2], 0)  # type: ignore[misc]
             try:
-                await started(there, copy_of(clock))
+                await started(there, copy_of(clock), turns=30)
                 await go_on(there.after_kill(), committed, copy_of(clock), number, SHORT)
             except BaseException as exc:
                 exc.add_note(f"{errno.errorcode[error]} at call {number} of the start: {kind} {name}")
@@ -401,11 +379,7 @@ async def consume(
         except PowerLoss:
             pass
         finally:
-            disk.dead = True
-            with contextlib.suppress(PowerLoss):
-                world.broker.kill()
-            for _ in range(5):
-                await asyncio.sleep(0)
+            await world.die()
     assert unexpected(raised) == []
     collect_if_grown()
     return committed, depths

@@ -13,7 +13,6 @@ Only a failed sync and a failed write of the journal may stop the broker, and a 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import errno
 from collections import Counter
 from collections.abc import Callable
@@ -28,7 +27,6 @@ from flintmq.broker.storage import journal as journal_module
 from flintmq.broker.storage import log as log_module
 from flintmq.broker.storage import mover as mover_module
 from flintmq.broker.storage import store as store_module
-from flintmq.errors import StartError
 from flintmq.protocol.wire import FRAME_MESSAGE, Message, decode_message, encode_mpub
 from support.fakes import SECOND, FakeClock, dpub, pub
 from support.garbage import collect_if_grown
@@ -42,6 +40,7 @@ from support.power_loss import (
     frozen_time,
     inspect,
     rebooted,
+    started,
     unexpected,
 )
 from support.simdisk import PowerLoss, SimDisk
@@ -293,12 +292,7 @@ async def run_with(
             if ending == "alive":
                 assert disk.open_files == [], "stopped with open files"
         finally:
-            disk.dead = True
-            with contextlib.suppress(PowerLoss):
-                run.broker.kill()
-            for _ in range(5):
-                await asyncio.sleep(0)
-            run.close()
+            await run.die()
     met = disk.system.met
     excused = [context for context in unexpected(raised) if not isinstance(context.get("exception"), OSError)]
     assert excused == []
@@ -380,37 +374,12 @@ async def killed(folder: Path, seed: int, after: int, durability: str) -> tuple[
         except PowerLoss:
             pass
         finally:
-            disk.dead = True
-            with contextlib.suppress(PowerLoss):
-                run.broker.kill()
-            for _ in range(5):
-                await asyncio.sleep(0)
-            run.close()
+            await run.die()
     return disk, run, clock
 
 
 def _io_error(kind: str) -> int:
     return errno.EIO
-
-
-async def started(disk: SimDisk, clock: FakeClock, durability: str) -> str:
-    """Start, and end at once as by a kill. Why it did not start, if it did not."""
-    why = ""
-    async with frozen_time(clock):
-        world = World(disk, clock, Ledger(), loopback=True, **OPTIONS, durability=durability)
-        try:
-            await world.start()
-        except StartError as exc:
-            why = str(exc)
-            assert disk.open_files == [], "no start, but open files"
-        finally:
-            disk.dead = True
-            with contextlib.suppress(PowerLoss):
-                world.broker.kill()
-            for _ in range(5):
-                await asyncio.sleep(0)
-            world.close()
-    return why
 
 
 @pytest.mark.timeout(1_800)
@@ -429,7 +398,7 @@ async def test_an_error_at_any_call_of_a_start_costs_nothing(
         return rebooted(clock) if power else copy_of(clock)
 
     calm = left()
-    assert await started(calm, date(), durability) == ""
+    assert await started(calm, date(), loopback=True, durability=durability, **OPTIONS) == ""
     for number, (kind, name) in enumerate(calm.history, 1):
         for error in (_no_descriptor, _io_error):
             if kind in SOCKETS or (error is _io_error and not (EXHAUSTIVE or kind in ("write", "sync", "sync_folder"))):
@@ -437,7 +406,7 @@ async def test_an_error_at_any_call_of_a_start_costs_nothing(
             there, now = left(), date()
             there.system.fault_at = (number, error, (1, 20)[number % 2], (0, 25, 400)[number % 3])
             try:
-                await started(there, now, durability)
+                await started(there, now, loopback=True, durability=durability, **OPTIONS)
                 assert there.system.met or error is _no_descriptor, "nothing failed"
                 after = there.after_power_loss(("none", number, "all")[number % 3]) if power else there.after_kill()
                 await inspect(after, copy_ledger(run.ledger), now, durability=durability, **OPTIONS)

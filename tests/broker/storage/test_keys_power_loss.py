@@ -10,7 +10,6 @@ it. Then each message is there exactly once, unless it was finished: so a key is
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import errno
 from collections import Counter
 from collections.abc import Callable
@@ -21,11 +20,10 @@ import pytest
 
 from flintmq.broker.storage import journal as journal_module
 from flintmq.broker.storage import keys as keys_module
-from flintmq.errors import StartError
 from flintmq.protocol.wire import FRAME_RESPONSE, encode_command, encode_mpub
 from support.fakes import Client, FakeClock
 from support.garbage import collect_if_grown
-from support.power_loss import EXHAUSTIVE, Ledger, World, copy_of, frozen_time, losses, rebooted, unexpected
+from support.power_loss import EXHAUSTIVE, Ledger, World, copy_of, frozen_time, losses, rebooted, started, unexpected
 from support.simdisk import PowerLoss, SimDisk
 
 
@@ -131,11 +129,7 @@ async def crash(
         except PowerLoss:
             pass
         finally:
-            disk.dead = True
-            with contextlib.suppress(PowerLoss):
-                world.broker.kill()
-            for _ in range(5):
-                await asyncio.sleep(0)
+            await world.die()
     assert unexpected(raised) == []
     collect_if_grown()
     return disk, book, clock
@@ -221,22 +215,6 @@ async def test_power_loss_may_cost_what_was_not_synced_but_a_repeat_makes_up_for
 
 
 # --- The start --------------------------------------------------------------------------------------------------------
-
-
-async def started(disk: SimDisk, clock: FakeClock, **options: Any) -> None:
-    """Start, if that is possible, and end at once as by a kill."""
-    async with frozen_time(clock):
-        world = World(disk, clock, Ledger(), **options)
-        try:
-            await world.start()
-        except StartError:
-            assert disk.open_files == [], "no start, but open files"
-        finally:
-            disk.dead = True
-            with contextlib.suppress(PowerLoss):
-                world.broker.kill()
-            for _ in range(5):
-                await asyncio.sleep(0)
 
 
 @pytest.mark.timeout(1800)

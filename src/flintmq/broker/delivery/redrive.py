@@ -44,8 +44,8 @@ LOOK_THROUGH = 1_000
 STRIDE = 0.05
 #: The error of a redrive that an operator has ended.
 STOPPED = "stopped"
-#: Where the journal's row of a redrive says how many were moved.
-MOVED = 5
+#: Where the journal's row of a redrive says how many were moved, and whether it goes on.
+MOVED, RUNS = 5, 6
 #: Of a redriven message in a side log: for which channel, from which channel, its seq there.
 _address = Struct(">IIQ")
 
