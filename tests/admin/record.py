@@ -1,6 +1,6 @@
 """Writes ``recorded.json``: what Go's nsqadmin answers, and what the daemons had told it, over several states.
 
-``python -m tests.admin.record`` (from the repository, with ``.peers/bin``).
+``python -m admin.record`` (in ``tests``, with ``.peers/bin``).
 
 Go daemons run behind small proxies that write down each answer, so that a test can play the same cluster to our
 nsqadmin without any of them. Ports are placeholders, ``@n1@`` for the first node's, and so are the times.
@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import random
 import re
 import socket
 import struct
@@ -23,6 +22,8 @@ from pathlib import Path
 from typing import Any
 
 from aiohttp import ClientSession, web
+
+from support.ports import held_port
 
 PEERS = Path(__file__).resolve().parents[2] / ".peers" / "bin"
 RECORDING = Path(__file__).with_name("recorded.json")
@@ -100,25 +101,14 @@ ACTIONS = [
 ]
 
 
-def free_port() -> int:
-    while True:
-        port = random.randrange(20_000, 60_000)
-        with contextlib.closing(socket.socket()) as sock:
-            try:
-                sock.bind(("127.0.0.1", port))
-                return port
-            except OSError:
-                continue
-
-
 class Recorder:
     def __init__(self, folder: str) -> None:
         self.folder = folder
         self.processes: dict[str, subprocess.Popen[bytes]] = {}
         # Of the proxies, which are what everybody is told; and behind them.
-        self.ports = {name: free_port() for name in (*NODES, *LOOKUPDS)}
-        self.real = {name: free_port() for name in self.ports}
-        self.tcp = {name: free_port() for name in self.ports}
+        self.ports = {name: held_port() for name in (*NODES, *LOOKUPDS)}
+        self.real = {name: held_port() for name in self.ports}
+        self.tcp = {name: held_port() for name in self.ports}
         self.admin_port = 0
         self.heard: dict[str, list[Any]] = {}
         self.acted: list[str] = []
@@ -201,7 +191,7 @@ class Recorder:
 
     @contextlib.asynccontextmanager
     async def admin(self, *flags: str) -> AsyncIterator[None]:
-        self.admin_port = free_port()
+        self.admin_port = held_port()
         self.run("admin", str(PEERS / "nsqadmin"), f"--http-address=127.0.0.1:{self.admin_port}", *flags)
         await self.until_up(self.admin_port)
         yield

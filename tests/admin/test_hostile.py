@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import socket
 from collections.abc import AsyncIterator, Awaitable, Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from flintmq.broker.daemon import Broker
 from flintmq.cluster.node import NodeClient
 from flintmq.lookup.daemon import Lookupd
 from support.http_client import HttpClient, request_of
+from support.ports import held_port
 from support.secure import Certificates
 
 from .conftest import Cluster, until
@@ -86,13 +86,6 @@ async def test_a_node_of_the_cluster_is_tombstoned_where_it_is_asked_for(cluster
 # --- One process, one count -------------------------------------------------------------------------------------------
 
 
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        port: int = sock.getsockname()[1]
-        return port
-
-
 def broker_at(path: Path, port: int, name: str, **options: Any) -> Broker:
     path.mkdir(exist_ok=True)
     return Broker(data_path=path, http_address=f"127.0.0.1:{port}", broadcast_address=name, disk_reserve=0, **options)
@@ -129,7 +122,7 @@ async def sample_all(admin: Admin) -> None:
 
 
 async def test_a_node_counts_once_though_it_was_down_when_its_name_was_asked_for(tmp_path: Path) -> None:
-    port = free_port()
+    port = held_port()
     async with looking(nsqd_http_addresses=[f"127.0.0.1:{port}"]) as (admin, client):
         await sample_all(admin)
         assert await sums(client) == (0, 0, [f"127.0.0.1:{port}"])
@@ -147,7 +140,7 @@ async def test_a_node_counts_once_though_it_was_down_when_its_name_was_asked_for
 
 
 async def test_a_node_that_comes_back_with_another_name_counts_once(tmp_path: Path) -> None:
-    port = free_port()
+    port = held_port()
     async with Lookupd() as lookupd, looking(nsqlookupd_http_addresses=[lookupd.http_address]) as (admin, client):
         for name in ("127.0.0.1", "localhost"):
             options = {"nsqlookupd_tcp_addresses": [lookupd.tcp_address]}
@@ -281,7 +274,7 @@ async def test_a_node_that_hangs_holds_up_nobody(tmp_path: Path) -> None:
 
 
 async def test_a_node_that_takes_plain_http_again_is_found_again(tmp_path: Path) -> None:
-    port, certificates = free_port(), Certificates(tmp_path)
+    port, certificates = held_port(), Certificates(tmp_path)
     secure = {"https_address": "127.0.0.1:0", "tls_cert": certificates.cert, "tls_key": certificates.key}
     options = {
         "nsqd_http_addresses": [f"127.0.0.1:{port}"],

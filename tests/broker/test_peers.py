@@ -28,6 +28,7 @@ from flintmq.errors import StartError
 from flintmq.lookup.daemon import Lookupd
 from support.fakes import SECOND, Client, until
 from support.peers import PEERS
+from support.ports import held_port
 
 PATIENCE = 60.0
 
@@ -481,7 +482,7 @@ async def test_one_of_several_may_be_dead_and_come_back(start, lookupd: Known, c
     broker.topic("t")
     await lookupd.knows("t")
     await until(lambda: f"LOOKUPD({closed_port}): connection refused" in caplog.text)
-    async with Lookupd() as late:
+    async with Lookupd(tcp_address=f"127.0.0.1:{held_port()}") as late:
         known = Known(late.tcp_address, late.http_address)
         await late.stop()
         broker.peers.set_addresses([late.tcp_address, lookupd.tcp_address])

@@ -12,6 +12,7 @@ from typing import Any
 
 import msgspec
 
+from flintmq.addresses import HeldPort, port_of
 from flintmq.protocol.wire import FRAME_ERROR, FRAME_MESSAGE, FRAME_RESPONSE, encode_frame
 
 #: Long enough for a machine that stands still for a while; a test that passes never waits for it.
@@ -127,6 +128,7 @@ class FakeNsqd:
         self.numbers = itertools.count(1)
         self.on_command: Callable[[FakeConnection, tuple[bytes, ...]], Awaitable[None]] = self.behave
         self.address = ""
+        self._port: HeldPort
         self._server: asyncio.Server | None = None
 
     async def behave(self, connection: FakeConnection, command: tuple[bytes, ...]) -> None:
@@ -152,10 +154,7 @@ class FakeNsqd:
 
     async def start(self) -> None:
         """On the port of before, if it was stopped."""
-        port = int(self.address.rpartition(":")[2] or 0)
-        self._server = await asyncio.start_server(self._accept, "127.0.0.1", port)
-        host, port = self._server.sockets[0].getsockname()[:2]
-        self.address = f"{host}:{port}"
+        self._server = await asyncio.start_server(self._accept, "127.0.0.1", port_of(self.address))
 
     async def stop(self) -> None:
         if self._server is not None:
@@ -167,11 +166,14 @@ class FakeNsqd:
             self._server = None
 
     async def __aenter__(self) -> FakeNsqd:
+        self._port = HeldPort()
+        self.address = self._port.address
         await self.start()
         return self
 
     async def __aexit__(self, *_: object) -> None:
         await self.stop()
+        self._port.close()
 
     async def _accept(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         connection = FakeConnection(self, reader, writer)

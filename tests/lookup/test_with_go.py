@@ -24,6 +24,7 @@ from flintmq.broker.daemon import Broker
 from flintmq.lookup.daemon import Lookupd
 from flintmq.protocol.wire import MAGIC_V2, OK_FRAME, encode_command
 from support.peers import PEERS
+from support.ports import held_port
 
 pytestmark = pytest.mark.interop
 
@@ -145,7 +146,9 @@ async def test_a_go_nsqd_registers_with_ours(start, lookupd, tmp_path):
     await until(lambda: not lookupd.registry.producers)
 
 
-async def test_a_go_nsqd_comes_back_to_ours_after_a_restart(start, lookupd, tmp_path):
+async def test_a_go_nsqd_comes_back_to_ours_after_a_restart(start, tmp_path):
+    lookupd = Lookupd(tcp_address=f"127.0.0.1:{held_port()}")
+    await lookupd.start()
     _, address = await go_nsqd(start, lookupd, tmp_path / "data")
     for path in ("/topic/create?topic=t", "/channel/create?topic=t&channel=c", "/topic/create?topic=u"):
         await ask(address, path, "POST")

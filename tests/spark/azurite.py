@@ -13,8 +13,7 @@ from pathlib import Path
 import pytest
 
 from support.peers import PEERS
-
-from .hdfs import unused_port
+from support.ports import held_port
 
 #: The account and the key that every emulator has.
 ACCOUNT = "devstoreaccount1"
@@ -49,7 +48,7 @@ def azurite(folder: Path, container: str = "tests") -> Iterator[Container]:
     program = PEERS / "azurite" / "node_modules" / ".bin" / "azurite-blob"
     if not program.exists() or not shutil.which("node"):
         pytest.skip("no Azurite in $FLINTMQ_PEERS/azurite or .peers/azurite, or no node: run scripts/peers")
-    found = Container(container, f"127.0.0.1:{unused_port()}")
+    found = Container(container, f"127.0.0.1:{held_port()}")
     words = [str(program), "--blobPort", found.address.partition(":")[2], "--inMemoryPersistence", "--silent"]
     with open(folder / "azurite.log", "wb") as log:
         process = subprocess.Popen(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import socket
 import subprocess
 import sys
 import threading
@@ -20,6 +19,7 @@ import pytest
 
 from flintmq.spark import java
 from support.peers import PEERS
+from support.ports import held_port
 
 from .cluster import quick_java, spark_home
 
@@ -36,7 +36,7 @@ class Hdfs:
             pytest.skip("no HDFS in $FLINTMQ_PEERS/hadoop or .peers/hadoop: run scripts/peers")
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
-        self.port = port or unused_port()
+        self.port = port or held_port()
         #: Where files are: a path is put behind it.
         self.uri = f"hdfs://127.0.0.1:{self.port}"
         self._classes = os.pathsep.join(map(str, [*jars, *_jars_of_spark()]))
@@ -89,12 +89,6 @@ def _jars_of_spark() -> list[Path]:
     folder = spark_home() / "jars"
     names = ("hadoop-client-api-", "hadoop-client-runtime-", "slf4j-api-", "jcl-over-slf4j-", "log4j-")
     return [path for path in sorted(folder.glob("*.jar")) if path.name.startswith(names)]
-
-
-def unused_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 if __name__ == "__main__":

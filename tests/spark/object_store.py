@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
-import socket
 import subprocess
 import sys
 import threading
@@ -18,6 +17,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+
+from support.ports import held_port
 
 ACCESS, SECRET = "flint", "secret-of-the-tests"
 
@@ -66,7 +67,7 @@ class Server:
         who = {"name": "tests", "credentials": [{"accessKey": ACCESS, "secretKey": SECRET}], "actions": ["Admin"]}
         (folder / "s3.json").write_text(json.dumps({"identities": [who]}))
         names = ("master", "master.grpc", "volume", "volume.grpc", "filer", "filer.grpc", "s3", "s3.grpc")
-        ports = dict(zip(names, _unused_ports(len(names)), strict=True))
+        ports = {name: held_port() for name in names}
         ports["s3"] = port or ports["s3"]
         self._address = f"127.0.0.1:{ports['s3']}"
         self._flags = [
@@ -139,14 +140,6 @@ def _make_bucket(name: str, address: str, process: subprocess.Popen[bytes], log:
             ended = process.poll() is not None
             assert not ended and time.monotonic() < give_up, log.read_text()[-3000:]
             time.sleep(0.3)
-
-
-def _unused_ports(count: int) -> list[int]:
-    with contextlib.ExitStack() as stack:
-        probes = [stack.enter_context(socket.socket()) for _ in range(count)]
-        for probe in probes:
-            probe.bind(("127.0.0.1", 0))
-        return [probe.getsockname()[1] for probe in probes]
 
 
 if __name__ == "__main__":

@@ -14,7 +14,6 @@ import http.server
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 import threading
@@ -29,6 +28,7 @@ import pytest
 
 from flintmq.spark import java
 from support.peers import PEERS
+from support.ports import held_port
 
 
 class SchemaRegistry:
@@ -138,9 +138,7 @@ def apicurio(folder: Path) -> Iterator[str]:
     home = PEERS / "apicurio"
     if not (found := sorted(home.glob("*-runner.jar"))):
         pytest.skip("no Apicurio Registry in $FLINTMQ_PEERS/apicurio or .peers/apicurio: run scripts/peers")
-    with socket.socket() as unused:
-        unused.bind(("127.0.0.1", 0))
-        port = unused.getsockname()[1]
+    port = held_port()
     environment = os.environ | {"QUARKUS_HTTP_HOST": "127.0.0.1", "QUARKUS_HTTP_PORT": str(port)}
     command = [str(java.find().home / "bin" / "java"), "-XX:TieredStopAtLevel=1", "-Xmx300m", "-jar", str(found[-1])]
     with open(folder / "apicurio.log", "wb") as log:

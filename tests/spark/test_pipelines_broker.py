@@ -18,6 +18,8 @@ from typing import Any
 
 import pytest
 
+from support.ports import held_port
+
 pytest.importorskip("pyarrow")
 pytest.importorskip("deltalake")
 
@@ -534,7 +536,7 @@ def test_commands_end_to_end_and_their_exit_status(spark_environment, broker: No
 
 
 def test_brokers_that_nobody_answers_for_are_named_without_starting_spark(topic: str, tmp_path: Path, capsys):
-    address = f"127.0.0.1:{unused_port()}"
+    address = f"127.0.0.1:{held_port()}"
     assert main(["pipeline", "archive", topic, "--to", str(tmp_path / "other"), "--once", "--nsqd", address]) == 1
     told = capsys.readouterr().err
     assert re.fullmatch(f"flintmq pipeline archive: nsqd {address} cannot be reached: .*\n", told), told
@@ -607,11 +609,6 @@ def test_a_query_that_cannot_run_ends_with_a_sentence(
     assert not [line for line in told if "Traceback" in line]
 
 
-def unused_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return int(server.getsockname()[1])
-
-
 def test_the_declarative_example_runs(spark_environment, broker: Node, topic: str, tmp_path: Path):
     pytest.importorskip("yaml", reason="spark-pipelines needs PyYAML: pip install 'flintmq[spark]'")
     hold(broker, topic)
@@ -660,7 +657,7 @@ def test_archive_behind_spark_connect_without_our_code_there(
 ):
     hold(broker, topic)
     publish(broker, topic, bodies(0, 400))
-    port = unused_port()
+    port = held_port()
     server = spark_cluster.Program(
         [
             str(spark_cluster.spark_home() / "bin" / "spark-submit"),

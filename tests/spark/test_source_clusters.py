@@ -9,13 +9,14 @@ import contextlib
 import json
 import os
 import re
-import socket
 import subprocess
 import sys
 import threading
 from pathlib import Path
 
 import pytest
+
+from support.ports import held_port
 
 pytest.importorskip("pyspark")
 
@@ -81,15 +82,10 @@ class Process:
             self._process.wait()
 
 
-def free_port():
-    with socket.create_server(("127.0.0.1", 0)) as server:
-        return server.getsockname()[1]
-
-
 @contextlib.contextmanager
 def standalone(folder, env):
     """A master and two workers; the master's URL."""
-    port = free_port()
+    port = held_port()
     env = {**env, "SPARK_WORKER_DIR": str(folder / "work"), "SPARK_DAEMON_MEMORY": "256m"}
     listen = ["--host", "127.0.0.1", "--webui-port", "0"]
     with contextlib.ExitStack() as stack:
@@ -156,7 +152,7 @@ def submit(url, node, lookupd, folder, env):
 
 def test_spark_connect_gets_it_shipped(spark_environment, bare_python, broker, topic, tmp_path):
     pytest.importorskip("grpc")
-    port = free_port()
+    port = held_port()
     env = environment(bare_python)
     arguments = [
         "org.apache.spark.deploy.SparkSubmit",

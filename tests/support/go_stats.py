@@ -2,7 +2,7 @@
 
 The scene is played to any nsqd over TCP. What differs from run to run (ports, times, memory) is replaced by words, so
 that what the Go daemon said once can be kept in go_stats.json and compared with what ours says every time. To record it
-again: ``FLINTMQ_PEERS=… python tests/broker/go_stats.py``.
+again: ``FLINTMQ_PEERS=… python -m support.go_stats`` in ``tests``.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import asyncio
 import json
 import os
 import re
-import socket
 import struct
 import subprocess
 import tempfile
@@ -22,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from flintmq.protocol.compression import Deflate
+from support.ports import held_port
 
 HERE = Path(__file__).resolve().parent
 NSQD = Path(os.environ.get("FLINTMQ_PEERS") or HERE.parents[1] / ".peers") / "bin" / "nsqd"
@@ -261,15 +261,9 @@ def totals(lines: list[str]) -> dict[str, int]:
 # --- The Go daemon ----------------------------------------------------------------------------------------------------
 
 
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return int(sock.getsockname()[1])
-
-
 class GoDaemon:
     def __init__(self, folder: str, *flags: str) -> None:
-        self.tcp, self.http = free_port(), free_port()
+        self.tcp, self.http = held_port(), held_port()
         self._log = open(f"{folder}/log", "wb")
         self._process = subprocess.Popen(
             [

@@ -9,7 +9,6 @@ import asyncio
 import contextlib
 import json
 import re
-import socket
 import ssl
 import sys
 from collections.abc import AsyncIterator
@@ -26,6 +25,7 @@ from flintmq.broker.net import guesses
 from flintmq.broker.net.auth import LARGEST_ANSWER, MOST_STEPS, read_grant
 from flintmq.errors import AuthError
 from flintmq.protocol.wire import FRAME_MESSAGE, FRAME_RESPONSE, decode_message, encode_command, encode_mpub, valid_name
+from support.ports import held_port
 from support.secure import PATIENT, AuthServer, Certificates, Peer, auth, go_nsqd, grants, pub, run_go, until
 
 OK = b"OK"
@@ -618,9 +618,7 @@ async def test_the_secret_is_not_in_the_log(
 async def test_the_auth_server_of_the_documents_works(start_broker: StartBroker, tmp_path: Path) -> None:
     document = Path(__file__).resolve().parents[3] / "docs" / "security.md"
     [script] = re.findall(r"```python\n(.*?)```", document.read_text(), re.DOTALL)
-    # A port that is free now: the script has to be told one.
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
+    port = held_port()
     process = await asyncio.create_subprocess_exec(
         *(sys.executable, "-c", script, str(port)), stderr=asyncio.subprocess.DEVNULL
     )
