@@ -1,10 +1,11 @@
 """``python -m tests.spark.tutorial``: time the first half of docs/spark-tutorial.md on a machine without Java.
 
+    --install  begin with a new environment and pip's downloads; else with this Python's packages
     --image    also take the picture of its chart for the docs
 
 The commands run one after the other as a reader types them, with an empty HOME, in a network of their own, and with a
-PATH that has everything but Java. What pip downloads is not counted: this Python's packages are taken, Java is that of
-`flintmq[java]`. The last line has the load of the machine: on one that does other things these are not the times.
+PATH that has everything but Java, which is that of `flintmq[java]`. The last line has the load of the machine: on one
+that does other things these are not the times.
 """
 
 from __future__ import annotations
@@ -37,8 +38,8 @@ PATIENCE = 600
 class Tutorial:
     """The steps, in an empty folder."""
 
-    def __init__(self, home: Path) -> None:
-        self._home = home
+    def __init__(self, home: Path, python: Path) -> None:
+        self._home, self._python = home, python
         programs = home / ".programs"
         programs.mkdir()
         for path in Path("/usr/bin").iterdir():
@@ -46,11 +47,12 @@ class Tutorial:
                 (programs / path.name).symlink_to(path)
         self._environment = {
             "HOME": str(home),
-            "PATH": f"{Path(sys.executable).parent}:{programs}",
-            "PYTHONPATH": str(ROOT / "src"),
+            "PATH": f"{python.parent}:{programs}",
             "LANG": "C.UTF-8",
             "COLUMNS": "120",
         }
+        if python == Path(sys.executable):
+            self._environment["PYTHONPATH"] = str(ROOT / "src")
         self._total = 0.0
         assert subprocess.run(["bash", "-c", "command -v java"], env=self._environment, check=False).returncode == 1
 
@@ -94,11 +96,11 @@ class Tutorial:
             time.sleep(0.1)
 
     def _start(self, *words: str, output: int) -> subprocess.Popen[bytes]:
-        command = [sys.executable, "-m", "flintmq", *words]
+        command = [str(self._python), "-m", "flintmq", *words]
         return subprocess.Popen(command, cwd=self._home, env=self._environment, stdout=output, stderr=output)
 
     def _flintmq(self, *words: str) -> None:
-        self._command([sys.executable, "-m", "flintmq", *words])
+        self._command([str(self._python), "-m", "flintmq", *words])
 
     def _command(self, words: list[str]) -> None:
         subprocess.run(
@@ -115,6 +117,17 @@ def _answers(url: str) -> bool:
 def _say(line: str) -> None:
     sys.stdout.write(f"{line}\n")
     sys.stdout.flush()
+
+
+def install(folder: Path) -> Path:
+    """Make a new environment with what the page asks for; return its Python."""
+    begun = time.monotonic()
+    subprocess.run([sys.executable, "-m", "venv", folder], check=True)
+    python = folder / "bin" / "python"
+    wanted = [f"{ROOT}[spark,java]", "--quiet", "--no-cache-dir", "--disable-pip-version-check"]
+    subprocess.run([python, "-m", "pip", "install", *wanted], check=True)
+    _say(f"{time.monotonic() - begun:6.1f} s  venv and pip install")
+    return python
 
 
 def picture(chart: Path) -> None:
@@ -136,16 +149,23 @@ def picture(chart: Path) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.spark.tutorial", description=__doc__.partition("\n")[0])
     parser.add_argument("--image", action="store_true", help="take the picture of the chart")
+    parser.add_argument("--install", action="store_true", help="begin with pip install, and count it")
     parser.add_argument("--inside", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--python", type=Path, default=Path(sys.executable), help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.inside:
         bring_up_loopback()
-        Tutorial(arguments.inside).run()
+        Tutorial(arguments.inside, arguments.python).run()
         return 0
     with tempfile.TemporaryDirectory(prefix="flintmq-tutorial-") as folder:
-        home = Path(folder)
+        home = Path(folder) / "home"
+        home.mkdir()
+        begun = time.monotonic()
+        python = install(Path(folder) / "venv") if arguments.install else arguments.python
         words = [*OWN_NETWORK, sys.executable, "-m", "tests.spark.tutorial", "--inside", str(home)]
+        words += ["--python", str(python)]
         status = subprocess.run(words, cwd=ROOT, env=os.environ, check=False).returncode
+        _say(f"{time.monotonic() - begun:6.1f} s  from the first command to the last")
         if status == 0 and arguments.image:
             shutil.copy(home / CHART, home / "chart.html")
             picture(home / "chart.html")
