@@ -1109,8 +1109,9 @@ class Run:
                 self.ledger.redriven(topic, moved, new=method == "POST")
 
         if method == "POST" and topic is not None:
-            # Whether a request without an answer was heard is not known.
+            # Whether a request without an answer was heard is not known, nor when.
             topic.redrive = (0, 0.0)
+            topic.redrives_unheard += 1
         Talk(self, script())
 
     def read_log(self, rng: random.Random) -> None:

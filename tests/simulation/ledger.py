@@ -157,6 +157,8 @@ class TopicBook:
     paused_at: float | None = None
     #: Of the last redrive: how many dead letters had gone back, and when that was said.
     redrive: tuple[int, float] = (0, 0.0)
+    #: Redrives that were asked for and not answered.
+    redrives_unheard: int = 0
     #: Who reads its log.
     reader: LogReader | None = None
 
@@ -379,7 +381,12 @@ class Ledger:
 
     def redriven(self, topic: TopicBook, moved: int, *, new: bool) -> None:
         """A redrive tells how many dead letters have gone back so far."""
-        if not new and moved < topic.redrive[0]:
+        if new:
+            topic.redrives_unheard -= 1
+        elif moved < topic.redrive[0] and topic.redrives_unheard:
+            # Of one that was asked for without an answer: it may have begun at any time since.
+            topic.redrives_unheard -= 1
+        elif moved < topic.redrive[0]:
             self.world.violated(f"redrive: {topic.node} {topic.name} says {moved} are back after {topic.redrive[0]}")
         topic.redrive = (moved, self.world.seconds)
 
