@@ -114,6 +114,22 @@ async def test_a_bad_segment_gives_what_can_be_read_of_it(data_path: Path) -> No
         assert not bad.exists()
 
 
+async def test_bad_segments_that_began_at_one_offset_are_all_read(data_path: Path) -> None:
+    bodies = [f"{i:04d}".encode() * 20 for i in range(40)]
+    await filled(data_path, {"t": bodies})
+    segment = min((data_path / "flintmq" / "topics").glob("t@*/*.seg"))
+    data = bytearray(segment.read_bytes())
+    data[20] ^= 1
+    # Of the first one the header alone is damaged.
+    segment.with_name(f"{segment.stem}-2.bad").write_bytes(data)
+    data[44 + 9] ^= 1
+    segment.write_bytes(data)
+    async with Broker(data_path=data_path, disk_reserve=0):
+        found = objects(await in_thread(data_path, "--json"))
+        assert {Path(one["path"]).name for one in found} == {f"{segment.stem}.bad", f"{segment.stem}-2.bad"}
+        assert {one["messages"] for one in found} == {33, 40}
+
+
 async def test_nothing_is_renamed_when_the_broker_cannot_be_reached(data_path: Path) -> None:
     await filled(data_path, {"t": [b"one"]})
     folder = next((data_path / "flintmq" / "topics").glob("t@*"))

@@ -102,7 +102,7 @@ def _sorted(folder: Path, *patterns: str) -> list[Path]:
 def _salt_of(path: Path, data: mmap.mmap) -> tuple[int, int]:
     """The salt of a segment's records, and where the first whole one stands. (0, 0): there is none."""
     head = data[: FILE_HEADER + RECORD_HEADER]
-    segment = read_header(path, head) or guess_header(path.with_suffix(".seg"), head)
+    segment = read_header(path, head) or guess_header(path, head)
     if segment is not None:
         return segment.salt, FILE_HEADER
     # A record begins with the salt: so does the first one that is whole.

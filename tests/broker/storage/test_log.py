@@ -615,6 +615,22 @@ def test_only_what_was_on_the_device_counts_as_lost_with_a_file_that_is_set_asid
             again.log.reader.place_from(BASE, durable + 1)
 
 
+def test_a_file_that_is_set_aside_replaces_none_that_was_before() -> None:
+    """Where nothing was known to be on the device the log goes on at the same seq, and that file may be damaged too."""
+    rig, aside = Rig(), []
+    for number in range(3):
+        rig.publish(*numbered(number + 1))
+        disk = rig.disk.after_kill()
+        aside.append(bytes([number]) * len(disk.content(rig.files[0])))
+        disk.swap(rig.files[0], aside[-1])
+        rig = rig.reopened(disk, durable=BASE, after=BASE)
+        assert sorted(disk.content(path) for path in disk.paths(rig.folder, ".bad")) == aside
+        assert rig.log.reader.lost() == []
+    names = [path.name for path in disk.paths(rig.folder, ".bad")]
+    assert sorted(names) == [f"{BASE:016x}-2.bad", f"{BASE:016x}-3.bad", f"{BASE:016x}.bad"]
+    assert rig.reopened(durable=BASE + 2, after=BASE + 2).log.reader.lost() == [(BASE, BASE + 2)]
+
+
 def test_a_footer_without_its_records_is_not_believed() -> None:
     """Sealed, but never synced: the footer's page may be on the device and a page of records not."""
     rig = Rig(max_bytes_per_file=50_000)

@@ -32,8 +32,8 @@ __all__ = ["FIRST", "Recovery"]
 
 logger = logging.getLogger(__name__)
 
-#: The name of a segment that was set aside.
-SET_ASIDE = re.compile(r"[0-9a-f]{16}\.bad")
+#: The name of a segment that was set aside; with a number, where one that began at the same seq had been before.
+SET_ASIDE = re.compile(r"([0-9a-f]{16})(-[0-9]+)?\.bad")
 #: Those of a segment, and of a mark.
 _OWN = re.compile(r"[0-9a-f]{16}\.(seg|first)")
 
@@ -81,12 +81,12 @@ class Recovery:
             self._store.sync_folder(self._folder)
         for name in self._disk.names(self._folder):
             # Files of keys are set aside, too: no message was in them.
-            if SET_ASIDE.fullmatch(name) is not None:
-                first = int(name.removesuffix(".bad"), 16)
+            if (match := SET_ASIDE.fullmatch(name)) is not None:
+                first = int(match[1], 16)
                 # If a segment begins at the same seq, nothing in the other file was known to be on the device: a log
                 # goes on behind all that was.
                 stop = min((segment.base for segment in self.segments if segment.base >= first), default=durable)
-                if first < stop:
+                if first < stop and (first, stop) not in self.set_aside:
                     self.set_aside.append((first, stop))
         for segment, later in zip(self.segments, self.segments[1:], strict=False):
             # A segment that could not be cut back is hidden by the one that was begun after it.
@@ -229,5 +229,9 @@ class Recovery:
         self._names_changed = True
 
     def _put_aside(self, path: Path) -> None:
-        self._disk.rename(path, path.with_suffix(".bad"))
+        target, number = path.with_suffix(".bad"), 1
+        while self._disk.exists(target):
+            number += 1
+            target = path.with_name(f"{path.stem}-{number}.bad")
+        self._disk.rename(path, target)
         self._names_changed = True

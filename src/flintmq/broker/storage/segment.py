@@ -327,7 +327,7 @@ def guess_header(path: Path, head: bytes) -> Segment | None:
     stop = FILE_HEADER + _record_head.size
     if not salt or _crc.unpack_from(head, stop)[0] != google_crc32c.extend(salt, head[FILE_HEADER:stop]):
         return None
-    return Segment(path, int(path.stem, 16), salt, bytes(16))
+    return Segment(path, int(path.name[:16], 16), salt, bytes(16))
 
 
 def encode_record(record: Record, salt: int) -> tuple[bytes, memoryview]:
