@@ -370,7 +370,9 @@ class Run:
         elif any(
             word in words for word in (b"no space", b"nearly full", b"too many open files", b"input/output error")
         ):
-            sound = self.world.seconds > node.unsound_until
+            # A folder that cannot be made may meet its fault at any time.
+            failed_at = node.machine.failed_at if node.machine is not None else 0.0
+            sound = self.world.seconds > max(node.unsound_until, failed_at + LATENCY)
         else:
             sound = True
         if sound:
