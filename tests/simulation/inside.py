@@ -120,8 +120,17 @@ class Inside:
         self._run.world.violated(f"inside: {text}")
 
     def _look_at_memory(self, where: str, log: Log) -> None:
-        blocks = log.memory.blocks
-        if log.memory.active is not (blocks[-1] if blocks else None):
+        memory, blocks = log.memory, log.memory.blocks
+        pinned = [each.block for each in memory.pinned]
+        if not all(block.count for block in (*pinned, *blocks[:-1])):
+            self._violated(f"{where} keeps an empty block that it does not fill")
+        if any(block.base + block.count > following.base for block, following in pairwise((*pinned, *blocks))):
+            self._violated(f"{where} has blocks of the same messages, or in the wrong order")
+        if memory.bytes != sum(block.size for block in (*pinned, *blocks)):
+            self._violated(f"{where} counts {memory.bytes} bytes of memory, which are not those of its blocks")
+        if memory.pinned_count != sum(block.count for block in pinned):
+            self._violated(f"{where} counts {memory.pinned_count} pinned messages, which are not those of its blocks")
+        if memory.active is not (blocks[-1] if blocks else None):
             self._violated(f"{where} fills a block that is not its last one")
         for block, following in pairwise(blocks):
             if block.base + block.count != following.base:

@@ -467,7 +467,9 @@ class Log:
 
     def _add_block(self, size: int) -> Block:
         block = self._store.new_block(size, self.end)
-        self.memory.add(block)
+        empty = self.memory.add(block)
+        if empty is not None:
+            self._store.give_back(empty)
         return block
 
     def _cut_back(self, seq: int) -> None:

@@ -107,12 +107,17 @@ class Memory:
 
     # --- Coming and leaving ----------------------------------------------------------------------------------------
 
-    def add(self, block: Block) -> None:
-        """Add an empty block that begins at the log's end."""
+    def add(self, block: Block) -> Block | None:
+        """Add an empty block that begins at the log's end. Return the one it replaces: empty too, and too small."""
+        empty = self.active if self.active is not None and not self.active.count else None
+        if empty is not None:
+            self.bytes -= self.blocks.pop().size
+            self.bases.pop()
         self.blocks.append(block)
         self.bases.append(block.base)
         self.bytes += block.size
         self.active = block
+        return empty
 
     def cut_back(self, seq: int) -> None:
         """Forget everything from ``seq`` on; the log ends there from now on."""
