@@ -916,10 +916,10 @@ class Run:
     def pause_channel(self, rng: random.Random) -> None:
         book = self._a_book(rng, "plain", "safe", "hard")
         if book is not None:
-            node, starts = self._node_of(book), self._node_of(book).starts
+            node, starts, unpaused = self._node_of(book), self._node_of(book).starts, book.unpaused
 
             def then(status: int) -> None:
-                if status == 200 and node.is_still(starts):
+                if status == 200 and node.is_still(starts) and book.unpaused == unpaused:
                     book.paused_at = self.world.seconds
                     self.reached["paused"] += 1
 
@@ -929,16 +929,17 @@ class Run:
     def unpause_channel(self, rng: random.Random) -> None:
         for book in self.ledger.all_books():
             if book.paused_at is not None:
-                book.paused_at = None
+                book.unpause()
                 target = f"/channel/unpause?topic={book.topic.name}&channel={book.name}"
                 self._ask(self._node_of(book), "POST", target, b"", lambda status: None)
 
     def pause_topic(self, rng: random.Random) -> None:
         node, topic = self._node(rng), self._topic(rng)
         starts, book = node.starts, self.ledger.topic(node.name, topic)
+        unpaused = 0 if book is None else book.unpaused
 
         def then(status: int) -> None:
-            if status == 200 and node.is_still(starts) and book is not None:
+            if status == 200 and node.is_still(starts) and book is not None and book.unpaused == unpaused:
                 book.paused_at = self.world.seconds
                 self.reached["topic paused"] += 1
 
@@ -949,7 +950,7 @@ class Run:
             for topic in (*TOPICS, LIVE):
                 if rng.random() < 0.5:
                     if (book := self.ledger.topic(node.name, topic)) is not None:
-                        book.paused_at = None
+                        book.unpause()
                     self._ask(node, "POST", f"/topic/unpause?topic={topic}", b"", lambda status: None)
 
     def _changing(self, book: Book, target: str, done: Callable[[bool], object]) -> None:
@@ -1457,10 +1458,10 @@ class Run:
         for node in self.nsqds:
             for topic in (*TOPICS, LIVE):
                 if (found := self.ledger.topic(node.name, topic)) is not None:
-                    found.paused_at = None
+                    found.unpause()
                 self._ask(node, "POST", f"/topic/unpause?topic={topic}", b"", lambda status: None)
         for book in self.ledger.all_books():
-            book.paused_at = None
+            book.unpause()
             target = f"/channel/unpause?topic={book.topic.name}&channel={book.name}"
             self._ask(self._node_of(book), "POST", target, b"", lambda status: None)
         world.run(lambda: not self.talks, 300)

@@ -111,6 +111,12 @@ class Book:
     #: FINs sent while such a change is under way; None: none is.
     during: dict[bytes, None] | None = None
     paused_at: float | None = None
+    #: So often it was asked to go on: a pause that is answered after that may have been before it.
+    unpaused: int = 0
+
+    def unpause(self) -> None:
+        self.paused_at = None
+        self.unpaused += 1
 
     def release(self, body: bytes) -> None:
         """A FIN is sent."""
@@ -155,12 +161,18 @@ class TopicBook:
     dead_letters_of: Book | None = None
     #: Messages that are published later do not come.
     paused_at: float | None = None
+    #: So often it was asked to go on: a pause that is answered after that may have been before it.
+    unpaused: int = 0
     #: Of the last redrive: how many dead letters had gone back, and when that was said.
     redrive: tuple[int, float] = (0, 0.0)
     #: Redrives that were asked for and not answered.
     redrives_unheard: int = 0
     #: Who reads its log.
     reader: LogReader | None = None
+
+    def unpause(self) -> None:
+        self.paused_at = None
+        self.unpaused += 1
 
 
 @dataclass
