@@ -916,10 +916,10 @@ class Run:
     def pause_channel(self, rng: random.Random) -> None:
         book = self._a_book(rng, "plain", "safe", "hard")
         if book is not None:
-            node, starts, unpaused = self._node_of(book), self._node_of(book).starts, book.unpaused
+            node, starts, known = self._node_of(book), self._node_of(book).starts, book.unpauses.known
 
             def then(status: int) -> None:
-                if status == 200 and node.is_still(starts) and book.unpaused == unpaused:
+                if status == 200 and node.is_still(starts) and known and book.unpauses.known == known:
                     book.paused_at = self.world.seconds
                     self.reached["paused"] += 1
 
@@ -929,17 +929,16 @@ class Run:
     def unpause_channel(self, rng: random.Random) -> None:
         for book in self.ledger.all_books():
             if book.paused_at is not None:
-                book.unpause()
                 target = f"/channel/unpause?topic={book.topic.name}&channel={book.name}"
-                self._ask(self._node_of(book), "POST", target, b"", lambda status: None)
+                self._ask(self._node_of(book), "POST", target, b"", book.unpause())
 
     def pause_topic(self, rng: random.Random) -> None:
         node, topic = self._node(rng), self._topic(rng)
         starts, book = node.starts, self.ledger.topic(node.name, topic)
-        unpaused = 0 if book is None else book.unpaused
+        known = 0 if book is None else book.unpauses.known
 
         def then(status: int) -> None:
-            if status == 200 and node.is_still(starts) and book is not None and book.unpaused == unpaused:
+            if status == 200 and node.is_still(starts) and known and book is not None and book.unpauses.known == known:
                 book.paused_at = self.world.seconds
                 self.reached["topic paused"] += 1
 
@@ -949,9 +948,9 @@ class Run:
         for node in self.nsqds:
             for topic in (*TOPICS, LIVE):
                 if rng.random() < 0.5:
-                    if (book := self.ledger.topic(node.name, topic)) is not None:
-                        book.unpause()
-                    self._ask(node, "POST", f"/topic/unpause?topic={topic}", b"", lambda status: None)
+                    book = self.ledger.topic(node.name, topic)
+                    then = book.unpause() if book is not None else lambda status: None
+                    self._ask(node, "POST", f"/topic/unpause?topic={topic}", b"", then)
 
     def _changing(self, book: Book, target: str, done: Callable[[bool], object]) -> None:
         """A request after which the channel holds something else; until its answer nobody knows what."""
@@ -1457,13 +1456,12 @@ class Run:
         world.run(lambda: all(node.up and not node.stopping for node in self.nsqds), 60)
         for node in self.nsqds:
             for topic in (*TOPICS, LIVE):
-                if (found := self.ledger.topic(node.name, topic)) is not None:
-                    found.unpause()
-                self._ask(node, "POST", f"/topic/unpause?topic={topic}", b"", lambda status: None)
+                found = self.ledger.topic(node.name, topic)
+                then = found.unpause() if found is not None else lambda status: None
+                self._ask(node, "POST", f"/topic/unpause?topic={topic}", b"", then)
         for book in self.ledger.all_books():
-            book.unpause()
             target = f"/channel/unpause?topic={book.topic.name}&channel={book.name}"
-            self._ask(self._node_of(book), "POST", target, b"", lambda status: None)
+            self._ask(self._node_of(book), "POST", target, b"", book.unpause())
         world.run(lambda: not self.talks, 300)
         last = [
             *((self._node_of(book), book.topic.name, book.name) for book in self.ledger.all_books()),

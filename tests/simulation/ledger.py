@@ -20,6 +20,7 @@ It is as strict as the docs, but for these:
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -82,6 +83,27 @@ class Seen:
     crashed: bool = False
 
 
+class Unpauses:
+    """Requests to go on. A pause that is asked for or answered while one is under way may have been before it."""
+
+    def __init__(self) -> None:
+        self._asked = self._open = 0
+
+    @property
+    def known(self) -> int:
+        """Changes with each request; 0 while one is under way."""
+        return 0 if self._open else self._asked + 1
+
+    def ask(self) -> Callable[[int], None]:
+        self._asked += 1
+        self._open += 1
+        return self._answered
+
+    def _answered(self, status: int) -> None:
+        # Without an answer it may be heard at any time.
+        self._open -= status != 0
+
+
 @dataclass
 class Book:
     topic: TopicBook
@@ -111,12 +133,12 @@ class Book:
     #: FINs sent while such a change is under way; None: none is.
     during: dict[bytes, None] | None = None
     paused_at: float | None = None
-    #: So often it was asked to go on: a pause that is answered after that may have been before it.
-    unpaused: int = 0
+    unpauses: Unpauses = field(default_factory=Unpauses)
 
-    def unpause(self) -> None:
+    def unpause(self) -> Callable[[int], None]:
+        """It is asked to go on. To be called with the status of the answer."""
         self.paused_at = None
-        self.unpaused += 1
+        return self.unpauses.ask()
 
     def release(self, body: bytes) -> None:
         """A FIN is sent."""
@@ -161,8 +183,7 @@ class TopicBook:
     dead_letters_of: Book | None = None
     #: Messages that are published later do not come.
     paused_at: float | None = None
-    #: So often it was asked to go on: a pause that is answered after that may have been before it.
-    unpaused: int = 0
+    unpauses: Unpauses = field(default_factory=Unpauses)
     #: Of the last redrive: how many dead letters had gone back, and when that was said.
     redrive: tuple[int, float] = (0, 0.0)
     #: Redrives that were asked for and not answered.
@@ -170,9 +191,10 @@ class TopicBook:
     #: Who reads its log.
     reader: LogReader | None = None
 
-    def unpause(self) -> None:
+    def unpause(self) -> Callable[[int], None]:
+        """It is asked to go on. To be called with the status of the answer."""
         self.paused_at = None
-        self.unpaused += 1
+        return self.unpauses.ask()
 
 
 @dataclass
