@@ -1308,6 +1308,7 @@ class Run:
             for body in book.owed
             if (self.ledger.sent[body].delay and self.ledger.sent[body].at <= stepped)
             or book.not_before.get(body, (0.0, stepped + 1))[1] <= stepped
+            or book.maybe_later.get(body, stepped + 1) <= stepped
         }
         owed = [
             _Owed(
