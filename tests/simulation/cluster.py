@@ -14,7 +14,7 @@ from flintmq.broker.daemon import Broker
 from flintmq.errors import FlintError
 from flintmq.lookup.daemon import Lookupd as LookupDaemon
 
-from .inside import stored
+from .inside import stored, stored_keys
 from .ledger import FORGOTTEN_BY_A_KILL
 from .loop import Loop
 from .machine import Machine, Workers
@@ -225,13 +225,13 @@ class Nsqd(_Node):
         machine, run = self.machine, self.run
         assert machine is not None
         stored_messages: dict[str, set[bytes]] = {}
+        keys: dict[str, set[bytes]] = {}
         if self.broker is not None:
             run.inside.look(self, ended=True)
-            stored_messages = {
-                topic.name: stored(topic, machine)
-                for topic in self.broker.topics.values()
-                if topic.log.durability == "memory" and not topic.ephemeral
-            }
+            for topic in self.broker.topics.values():
+                if topic.log.durability == "memory" and not topic.ephemeral:
+                    stored_messages[topic.name] = stored(topic, machine)
+                    keys[topic.name] = stored_keys(topic, machine)
             run.reached["published by a lane"] += self.broker.counters.lane_published
             run.reached["finished by a lane"] += self.broker.counters.lane_finished
             brief = self.broker.topics.get("brief")
@@ -263,7 +263,7 @@ class Nsqd(_Node):
         elif self.death == "exit":
             run.ledger.stopped(self.name)
         else:
-            run.ledger.killed(self.name, SYNC_TIMEOUT + FORGOTTEN_BY_A_KILL, stored_messages)
+            run.ledger.killed(self.name, SYNC_TIMEOUT + FORGOTTEN_BY_A_KILL, stored_messages, keys)
         run.world.after(run.world.rng.uniform(0.001, 0.05), self._again)
 
     @property

@@ -22,6 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from flintmq.broker.delivery.topic import Topic
 from flintmq.broker.storage.journal import Journal
+from flintmq.broker.storage.keys import KeyBlock
 from flintmq.broker.storage.log import Log
 from flintmq.broker.storage.segment import Segment
 
@@ -31,7 +32,7 @@ if TYPE_CHECKING:
     from .brokers import Run
     from .cluster import Nsqd
 
-__all__ = ["Inside", "stored"]
+__all__ = ["Inside", "stored", "stored_keys"]
 
 #: Seconds that written messages may wait for a sync when nothing is wrong with the disk: three times the sync timeout,
 #: and the pause after a sync that found no descriptor.
@@ -213,6 +214,23 @@ def stored(topic: Topic, machine: Machine) -> set[bytes]:
             continue
         ids = _ids(topic, segment, topic.log.written)
         found.update(each[2] for each in _MESSAGE.finditer(file.content.data) if each[1] in ids)
+    return found
+
+
+def stored_keys(topic: Topic, machine: Machine) -> set[bytes]:
+    """Return the digests in the topic's files of keys: these stood in segments that are deleted."""
+    found: set[bytes] = set()
+    folder = topic.log.folder
+    assert folder is not None
+    try:
+        entries: dict[str, Any] = machine._folder(folder).entries
+    except FileNotFoundError:
+        return found
+    for name, file in entries.items():
+        if name.endswith(".keys"):
+            data = bytes(file.content.data)
+            digests = KeyBlock.decode(data[20:], int.from_bytes(data[12:16], "big")).digests
+            found.update(bytes(digests[at : at + 16]) for at in range(0, len(digests), 16))
     return found
 
 

@@ -24,6 +24,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from flintmq.broker.storage.keys import digest_of
+
 from .world import World
 
 if TYPE_CHECKING:
@@ -51,6 +53,10 @@ class Sent:
     #: Seconds that it was deferred for.
     delay: float = 0.0
     key: str = ""
+    #: Its process died with the key in memory alone: a repeat may be stored, until one was answered.
+    key_lost: bool = False
+    #: It was repeated after that.
+    stored_anew: bool = False
     #: It may be delivered: not so for staged rows before their decision.
     visible: bool = True
     acknowledged: float | None = None
@@ -147,6 +153,12 @@ class Book:
         self.finished.add(body)
         if self.during is not None:
             self.during[body] = None
+
+    def forget(self, body: bytes) -> None:
+        """It may be stored anew: with another id, not yet delivered, and not finished."""
+        self.confirmed.pop(body, None)
+        self.seen.pop(body, None)
+        self.not_before.pop(body, None)
 
     def clear_seen(self) -> None:
         self.seen.clear()
@@ -260,11 +272,17 @@ class Ledger:
         sent.generation = 0 if topic is None else topic.generation
         sent.step = self.steps.get(sent.node, 0.0)
         self.sent[sent.body] = sent
+        if sent.key_lost:
+            sent.stored_anew = True
+            for book in () if topic is None else topic.books.values():
+                book.forget(sent.body)
 
     def acknowledge(self, sent: Sent, last_words: str = "") -> None:
         """An answer came; ``last_words`` says how the process has died that had sent it."""
         now = self.world.seconds
         self.acknowledged += 1
+        if not last_words:
+            sent.key_lost = False
         if sent.acknowledged is None:
             sent.acknowledged = now
             # The date may have changed since it was sent.
@@ -318,10 +336,10 @@ class Ledger:
             # The same body was stored twice. A redrive does that, and a publish with a key that was repeated after its
             # first message was lost with its topic or within its durability; so may a dead letter if the power takes
             # the note that its copy was made.
-            forgets = topic is None or topic.generation > 0 or topic.durability != "fsync"
             excused = topic is None or topic.redriven or (origin is not None and node in self.powerless)
-            if sent.key and forgets and (node in self.powerless or topic is None or topic.durability != "os"):
-                excused = True
+            if sent.key and topic is not None:
+                unsynced = node in self.powerless and topic.durability != "fsync"
+                excused = excused or sent.stored_anew or topic.generation > 0 or unsynced
             if not excused:
                 world.violated(f"twice: {where} has {body[:60]!r} under two ids, {known!r} and {id!r}")
             self._ids[node, topic_name, body] = id
@@ -470,13 +488,14 @@ class Ledger:
                 book.held.clear()
         self.loosen(node)
 
-    def killed(self, node: str, pauses: float, stored: dict[str, set[bytes]]) -> None:
+    def killed(self, node: str, pauses: float, stored: dict[str, set[bytes]], keys: dict[str, set[bytes]]) -> None:
         """``pauses``: so many seconds may pass before the journal says that something is paused.
 
         ``stored``: by topic, how the bodies begin that had left the memory for a file: these outlive a kill.
+        ``keys``: by topic, the digests of keys that outlive it although their messages are deleted.
         """
         now = self.world.seconds
-        self._crashed(node, now - FORGOTTEN_BY_A_KILL, now - pauses, power=False, stored=stored)
+        self._crashed(node, now - FORGOTTEN_BY_A_KILL, now - pauses, power=False, stored=stored, keys=keys)
 
     def lost_power(self, node: str, window: float) -> None:
         """``window``: so many seconds without a completed sync are possible."""
@@ -511,7 +530,14 @@ class Ledger:
                     del book.owed[body]
 
     def _crashed(
-        self, node: str, since: float, pauses: float, *, power: bool, stored: dict[str, set[bytes]] | None = None
+        self,
+        node: str,
+        since: float,
+        pauses: float,
+        *,
+        power: bool,
+        stored: dict[str, set[bytes]] | None = None,
+        keys: dict[str, set[bytes]] | None = None,
     ) -> None:
         self.loosen(node)
         for topic in self._of(node):
@@ -526,6 +552,11 @@ class Ledger:
             def kept(body: bytes, at: float, files: set[bytes] = files, until: float = from_then_on) -> bool:
                 return at < until or body[: body.find(b">") + 1] in files
 
+            if topic.durability == "memory":
+                known = (keys or {}).get(topic.name, set())
+                for sent in self.sent.values():
+                    if sent.key and (sent.node, sent.topic) == (node, topic.name) and not kept(sent.body, sent.at):
+                        sent.key_lost = sent.key_lost or digest_of(sent.key.encode()) not in known
             if gone:
                 topic.acked = {body: at for body, at in topic.acked.items() if kept(body, at)}
             for name, book in list(topic.books.items()):
