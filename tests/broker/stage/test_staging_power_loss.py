@@ -294,6 +294,25 @@ async def test_kill_neither_loses_nor_doubles_what_goes_to_topics_in_memory(
     await try_every_call(tmp_path, 2, lambda disk, _: disk.after_kill(), 29, kinds=killed, **options)
 
 
+@pytest.mark.timeout(LIMIT)
+async def test_what_a_start_finds_after_a_kill_outlives_a_power_loss(tmp_path: Path) -> None:
+    """A process reads what the one before it had not synced. If it goes on with that, it must be on the device."""
+    whole, _, _ = await crash(tmp_path, None, seed=2, of=SHORT, durability="fsync")
+    for n in points(whole, 2, 1):
+        disk, committed, clock = await crash(tmp_path, n, seed=2, of=SHORT, durability="fsync")
+        for turns in (0, 2, 5, 9, 14, 20, 30, 60) if EXHAUSTIVE else (n % 3, 9 + n % 20):
+            left = disk.after_kill()
+            await started(left, copy_of(clock), turns=turns, durability="fsync")
+            for loss in ("none", *losses(n)):
+                try:
+                    there = left.after_power_loss(loss)
+                    await go_on(there, committed, rebooted(clock), n, SHORT, durability="fsync")
+                except BaseException as exc:
+                    what = f"{disk.history[n - 1]}, what was not synced: {loss}"
+                    exc.add_note(f"kill at call {n}, power loss {turns} turns after the next start: {what}")
+                    raise
+
+
 # --- A start that meets an error --------------------------------------------------------------------------------------
 
 

@@ -35,6 +35,7 @@ from flintmq.protocol.wire import encode_command, encode_mpub, valid_key
 from flintmq.system import System
 from support.fakes import SECOND, Client, CountingDisk, FakeClock, quiet, until
 from support.http_client import HttpClient, request_of
+from support.simdisk import PowerLoss, SimDisk
 from support.stage_client import mpub_body
 
 HOUR = 3600 * SECOND
@@ -339,6 +340,21 @@ def test_a_damaged_file_of_keys_is_set_aside_and_said_so(
     assert seqs_in(tmp_path) == []
     assert "is damaged and set aside" in caplog.text
     assert os.listdir(tmp_path) == [f"{path.name}.bad"]
+
+
+def test_keys_that_were_read_outlive_a_power_loss(tmp_path: Path) -> None:
+    """Killed at any call of a save; segments are deleted whose keys the next process has found in a file."""
+    whole = SimDisk(tmp_path)
+    KeyFiles(whole, tmp_path, "t").save(block_of(0, 10))
+    for n in range(1, whole.calls + 1):
+        disk = SimDisk(tmp_path)
+        disk.power_off_at = n
+        with pytest.raises(PowerLoss):
+            KeyFiles(disk, tmp_path, "t").save(block_of(0, 10))
+        left = disk.after_kill()
+        found = [list(block.seqs) for block in KeyFiles(left, tmp_path, "t").read()]
+        files = KeyFiles(left.after_power_loss("none"), tmp_path, "t")
+        assert [list(block.seqs) for block in files.read()] == found, disk.history[n - 1]
 
 
 def test_a_file_of_keys_with_a_changed_byte_is_damaged(tmp_path: Path) -> None:

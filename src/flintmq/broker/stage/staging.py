@@ -102,7 +102,13 @@ class Staging:
         disk = self.broker.disk
         if not disk.exists(self._root):
             return
+        # A state may have been renamed just before a crash. Whoever asks about it is told, and it is acted on: so it
+        # must not be the one before it again after the next crash.
+        disk.sync_folder(self._root.parent)
+        disk.sync_folder(self._root)
+        self._entered = True
         for name in disk.names(self._root):
+            disk.sync_folder(self._root / name)
             self._read_producer(self._root / name)
 
     def _read_producer(self, folder: Path) -> None:

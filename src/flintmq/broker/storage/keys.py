@@ -392,9 +392,11 @@ class KeyFiles:
         With ``strict`` an error of the device is raised.
         """
         blocks = []
-        for name in self._disk.names(self._folder):
-            if not name.endswith(".keys"):
-                continue
+        names = [name for name in self._disk.names(self._folder) if name.endswith(".keys")]
+        if names:
+            # One may have been renamed just before a crash. Segments whose keys are in it are deleted from now on.
+            self._disk.sync_folder(self._folder)
+        for name in names:
             path = self._folder / name
             block = self._read(path, strict=strict)
             if block is None or not len(block):
