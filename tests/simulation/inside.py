@@ -83,8 +83,9 @@ class Inside:
         assert machine is not None and broker is not None
         for topic in broker.topics.values():
             for segment in topic.log.segments if topic.log.durability != "memory" else ():
-                if segment.end > topic.log.durable:
-                    # It is new: clients are served before the start is over.
+                if segment.end > topic.log.durable or segment.end <= topic.first_kept():
+                    # It is new: clients are served before the start is over. Or nobody needs it: the process before
+                    # had given it up and could not delete it.
                     continue
                 file = self._find(machine, segment.path, on_device=True)
                 known = set() if file is None else {each[1] for each in _MESSAGE.finditer(file.synced.data)}
