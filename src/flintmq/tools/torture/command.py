@@ -162,6 +162,8 @@ async def _conduct(plan: Plan, *, quiet: bool) -> tuple[Report, bool]:
     def interrupt() -> None:
         nonlocal interrupted
         interrupted = True
+        # First, since the cancellation itself leaves work half done everywhere.
+        run.close_books()
         work.cancel()
 
     loop = asyncio.get_running_loop()

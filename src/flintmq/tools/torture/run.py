@@ -217,10 +217,7 @@ class Run:
                 for exc in group.exceptions:
                     self._violations.add("ended", str(exc) or repr(exc))
             finally:
-                self._violations.is_closed = True
-                for ledger in self._ledgers:
-                    ledger.abandoned = True
-                    ledger.violations.is_closed = True
+                self.close_books()
                 # The clients first: they would try to reach nodes that are gone.
                 await asyncio.gather(
                     *(publisher.abandon() for publisher in self._publishers),
@@ -230,6 +227,15 @@ class Run:
                     *(front.close() for front in self.fronts), *(node.close() for node in self.lookupds)
                 )
         return self.report()
+
+    def close_books(self) -> None:
+        """Count nothing more: what happens while everything is being ended breaks no rule."""
+        self._violations.is_closed = True
+        for ledger in self._ledgers:
+            ledger.abandoned = True
+            ledger.violations.is_closed = True
+        for node in self._nodes:
+            node.is_heard = False
 
     def _conclude(self) -> None:
         for ledger in self._ledgers:
