@@ -28,6 +28,11 @@ TABLE_WIDTH = 120
 
 
 def main() -> int:
+    if "--peers" in sys.argv[1:]:
+        # A comparison of its own, with options of its own.
+        from .peers.command import main as compare
+
+        return compare([argument for argument in sys.argv[1:] if argument != "--peers"])
     options = _parse_options()
     console = Console(stderr=True)
     _raise_file_limit()
@@ -118,6 +123,9 @@ def _parse_options() -> argparse.Namespace:
     parser.add_argument("--quick", action="store_true", help="small sizes: a smoke test, not a measurement")
     parser.add_argument("--json", metavar="FILE", type=Path, help="write every sample and the machine's facts")
     parser.add_argument("--markdown", metavar="FILE", type=Path, help="write the table as Markdown")
+    parser.add_argument(
+        "--peers", action="store_true", help="compare with other brokers instead; its options: --peers --help"
+    )
     options = parser.parse_args()
     options.repeat = options.repeat or (1 if options.quick else 3)
     return options

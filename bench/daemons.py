@@ -6,6 +6,7 @@ Nothing here needs HTTP: channels are made by SUB, and what the process costs is
 
 from __future__ import annotations
 
+import json
 import os
 import shlex
 import shutil
@@ -16,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -34,7 +35,7 @@ START_ATTEMPTS = 3
 # Our broker begins to import its general HTTP server a tenth of a second after its start.
 AFTER_START = 0.3
 
-_PAGE_SIZE = os.sysconf("SC_PAGE_SIZE")
+PAGE_SIZE = os.sysconf("SC_PAGE_SIZE")
 _IDENTIFY_BODY = b'{"feature_negotiation":true}'
 _HELLO = b"  V2IDENTIFY\n" + struct.pack(">I", len(_IDENTIFY_BODY)) + _IDENTIFY_BODY
 
@@ -67,9 +68,11 @@ class Side:
             return cls("peer", (path, "{flags}", "{durability}"), durability)
         return side
 
-    def arguments(self, flags: list[str], in_memory: bool) -> list[str]:
+    def arguments(self, flags: list[str], in_memory: bool, mem_queue_size: int | None = None) -> list[str]:
         words = self.command if "{flags}" in self.command else (*self.command, "{flags}")
-        if "{durability}" not in self.command or in_memory or self.durability == "memory":
+        if mem_queue_size is not None:
+            flags = [*flags, f"--mem-queue-size={mem_queue_size}"]
+        elif "{durability}" not in self.command or in_memory or self.durability == "memory":
             flags = [*flags, f"--mem-queue-size={MEM_QUEUE_SIZE}"]
             if "{durability}" in self.command:
                 flags.append(f"--mem-queue-bytes={MEM_QUEUE_BYTES}")
@@ -103,26 +106,28 @@ class Daemon:
         self._process = process
         self._log = log
 
+    @property
+    def address(self) -> str:
+        return f"127.0.0.1:{self.port}"
+
     def cpu_seconds(self) -> float:
         """Return the user and system time of all its threads so far, also of those that have ended."""
         # The ticks in /proc are 10 ms each: a tenth of a whole run of consuming. The clock of the process is exact.
-        return time.clock_gettime(_cpu_clock(self._process.pid))
+        return time.clock_gettime(cpu_clock(self._process.pid))
 
     def rss_bytes(self) -> int:
-        return int(self._proc("statm").split()[1]) * _PAGE_SIZE
+        return int(self._proc("statm").split()[1]) * PAGE_SIZE
+
+    def bytes_read(self) -> int:
+        """Return the bytes that its reads of files returned so far, whether a device or the page cache had them.
+
+        Sockets count where they are read with read(2), as in Go, and not where it is recv(2).
+        """
+        return int(dict(line.split(": ") for line in self._proc("io").splitlines())["rchar"])
 
     def settle(self) -> None:
         """Wait until it has nothing left to do, such as moving messages from a topic to its channel."""
-        deadline = time.monotonic() + SETTLE_TIMEOUT
-        quiet = 0
-        before = self.cpu_seconds()
-        while quiet < 2:
-            time.sleep(0.2)
-            after = self.cpu_seconds()
-            quiet = quiet + 1 if after - before <= 0.02 else 0
-            before = after
-            if time.monotonic() > deadline:
-                raise BenchError(f"the daemon was still busy after {SETTLE_TIMEOUT:.0f} s")
+        settle(self.cpu_seconds)
 
     def started(self) -> None:
         """Wait until it has done all that belongs to its start: ours goes on importing for a while."""
@@ -154,7 +159,7 @@ class Daemon:
         """The end of what it logged, if it died on its own."""
         if self._process.poll() is None:
             return ""
-        return f"\nthe daemon ended with status {self._process.returncode}:\n{_tail(self._log)}"
+        return f"\nthe daemon ended with status {self._process.returncode}:\n{tail(self._log)}"
 
     def _proc(self, name: str) -> str:
         try:
@@ -174,9 +179,9 @@ def data_folder() -> Iterator[Path]:
 
 
 @contextmanager
-def running(side: Side, folder: Path, in_memory: bool = False) -> Iterator[Daemon]:
+def running(side: Side, folder: Path, in_memory: bool = False, mem_queue_size: int | None = None) -> Iterator[Daemon]:
     """Start a daemon on a data folder and stop it at the end, whatever happened in between."""
-    daemon = _start(side, folder, in_memory)
+    daemon = _start(side, folder, in_memory, mem_queue_size)
     try:
         yield daemon
     except BenchError as exc:
@@ -186,15 +191,42 @@ def running(side: Side, folder: Path, in_memory: bool = False) -> Iterator[Daemo
 
 
 @contextmanager
-def fresh(side: Side, in_memory: bool = False) -> Iterator[Daemon]:
-    """Start a daemon on an empty data folder and wait until it rests; ``in_memory``: ours too keeps all in memory."""
-    with data_folder() as folder, running(side, folder, in_memory) as daemon:
-        # Ours imports its general HTTP server behind the first answers: that is no message's cost.
-        daemon.settle()
-        yield daemon
+def fresh(
+    side: Side,
+    in_memory: bool = False,
+    *,
+    mem_queue_size: int | None = None,
+    channels: Mapping[str, Sequence[str]] | None = None,
+) -> Iterator[Daemon]:
+    """Start a daemon on an empty data folder and wait until it rests.
+
+    ``in_memory``: ours too keeps all in memory. ``mem_queue_size``: both keep this many messages there instead.
+    ``channels``: the names of the channels of each topic that it begins with.
+    """
+    with data_folder() as folder:
+        if channels:
+            _write_metadata(folder, channels)
+        with running(side, folder, in_memory, mem_queue_size) as daemon:
+            # Ours imports its general HTTP server behind the first answers: that is no message's cost.
+            daemon.settle()
+            yield daemon
 
 
-def _start(side: Side, folder: Path, in_memory: bool) -> Daemon:
+def _write_metadata(folder: Path, channels: Mapping[str, Sequence[str]]) -> None:
+    """Write the nsqd.dat that a Go daemon would have left; ours takes it over.
+
+    Creating channels one by one takes minutes where there are thousands: the Go daemon writes this file at each one.
+    """
+    topics = [
+        {"name": topic, "paused": False, "channels": [{"name": name, "paused": False} for name in names]}
+        for topic, names in channels.items()
+    ]
+    data = folder / "data"
+    data.mkdir()
+    (data / "nsqd.dat").write_text(json.dumps({"version": "1.3.0", "topics": topics}))
+
+
+def _start(side: Side, folder: Path, in_memory: bool, mem_queue_size: int | None) -> Daemon:
     data = folder / "data"
     data.mkdir(exist_ok=True)
     log = folder / "log"
@@ -212,7 +244,7 @@ def _start(side: Side, folder: Path, in_memory: bool) -> Daemon:
         with log.open("wb") as output:
             try:
                 process = subprocess.Popen(
-                    side.arguments(flags, in_memory),
+                    side.arguments(flags, in_memory, mem_queue_size),
                     stdin=subprocess.DEVNULL,
                     stdout=output,
                     stderr=output,
@@ -232,8 +264,9 @@ def _start(side: Side, folder: Path, in_memory: bool) -> Daemon:
             raise
         if process.poll() is None:
             daemon.stop(0.0)
-            raise StartError(f"{side.name} did not answer within {START_TIMEOUT:.0f} s:\n{_tail(log)}")
-    raise StartError(f"{side.name} does not start: {shlex.join(side.arguments(flags, in_memory))}\n{_tail(log)}")
+            raise StartError(f"{side.name} did not answer within {START_TIMEOUT:.0f} s:\n{tail(log)}")
+    command = shlex.join(side.arguments(flags, in_memory, mem_queue_size))
+    raise StartError(f"{side.name} does not start: {command}\n{tail(log)}")
 
 
 def _answers(port: int) -> bool:
@@ -260,10 +293,24 @@ def free_ports() -> tuple[int, int]:
         return first.getsockname()[1], second.getsockname()[1]
 
 
-def _cpu_clock(pid: int) -> int:
+def settle(cpu_seconds: Callable[[], float]) -> None:
+    """Wait until processes with this CPU time rest."""
+    deadline = time.monotonic() + SETTLE_TIMEOUT
+    quiet = 0
+    before = cpu_seconds()
+    while quiet < 2:
+        time.sleep(0.2)
+        after = cpu_seconds()
+        quiet = quiet + 1 if after - before <= 0.02 else 0
+        before = after
+        if time.monotonic() > deadline:
+            raise BenchError(f"the daemon was still busy after {SETTLE_TIMEOUT:.0f} s")
+
+
+def cpu_clock(pid: int) -> int:
     """Return the id of a process's CPU clock (what clock_getcpuclockid gives; Python has it for threads only)."""
     return (~pid << 3) | 2
 
 
-def _tail(log: Path) -> str:
+def tail(log: Path) -> str:
     return "\n".join(log.read_text(errors="replace").splitlines()[-10:])

@@ -9,6 +9,10 @@
  *   sub      subscribe, finish every message, and note when 95 % of the expected ones had arrived
  *   latency  publish at a fixed rate with the time in the body, and consume it in the same process
  *   idle     open connections, and only answer heartbeats
+ *   connect  connect, IDENTIFY, wait for the answer and close, again and again on each of the connections
+ *
+ * With --topics N, pub and mpub publish round robin to N topics, <topic>-000000 and so on, and the consumers of sub are
+ * spread over them. With --window W, pub and mpub keep W requests under way on each connection instead of one.
  *
  * Standard output carries JSON lines: sub and idle print {"event":"ready"} once every connection stands, and every mode
  * ends with {"event":"done", ...}. All times are CLOCK_MONOTONIC in seconds, so those of two processes can be compared.
@@ -38,7 +42,7 @@
 #include <time.h>
 #include <unistd.h>
 
-enum mode { MODE_MPUB, MODE_PUB, MODE_SUB, MODE_LATENCY, MODE_IDLE, MODE_HMPUB, MODE_HPUB };
+enum mode { MODE_MPUB, MODE_PUB, MODE_SUB, MODE_LATENCY, MODE_IDLE, MODE_HMPUB, MODE_HPUB, MODE_CONNECT };
 enum frame_type { FRAME_RESPONSE = 0, FRAME_ERROR = 1, FRAME_MESSAGE = 2 };
 
 /* A message frame: size (4), type (4), timestamp (8), attempts (2), id (16), body. */
@@ -52,6 +56,8 @@ struct connection {
     int fd;
     bool watching_writes;
     uint64_t messages;
+    /* The topic of its next request, and the answers that came since the last one. */
+    int next_topic, answers;
     /* Received and not yet parsed. */
     unsigned char *in;
     size_t in_len;
@@ -62,20 +68,20 @@ struct connection {
 
 static struct {
     enum mode mode;
-    const char *topic, *channel;
+    const char *topic, *channel, *identify;
     bool numbered_channels;
-    int port, connections, batch, size, rdy, rate;
+    int port, connections, batch, size, rdy, rate, topics, window;
     uint64_t messages; /* 0: no limit but the time */
     double seconds;
-} options = {.topic = "bench", .channel = "bench", .connections = 1, .batch = 200, .size = 200, .rdy = 2500,
-             .rate = 1000, .seconds = 5};
+} options = {.topic = "bench", .channel = "bench", .identify = "{\"feature_negotiation\":true}", .connections = 1,
+             .batch = 200, .size = 200, .rdy = 2500, .rate = 1000, .topics = 1, .window = 1, .seconds = 5};
 
 static struct connection *connections;
 static size_t in_cap;
 static int epoll_fd, timer_fd = -1;
 static volatile sig_atomic_t asked_to_stop;
 
-/* Publishing: the request is the same every time. */
+/* Publishing: the request is the same every time, or one for each topic, all of the same length, in a row. */
 static unsigned char *request;
 static size_t request_len;
 static uint64_t sent, answered;
@@ -90,6 +96,10 @@ static bool closed_for_good;
 
 /* Latency. */
 static uint64_t *latencies;
+
+/* The first bytes of every connection that is not HTTP. */
+static unsigned char *hello;
+static size_t hello_len;
 
 static double started_at, finished_at, cpu_at_start;
 
@@ -258,12 +268,19 @@ static const char *await_response(struct connection *c)
     }
 }
 
-/* Connect, and where it is not HTTP, IDENTIFY with the defaults. Returns why not, or NULL. */
+static void build_hello(void)
+{
+    size_t body = strlen(options.identify);
+    hello = allocate(17 + body);
+    memcpy(hello, "  V2IDENTIFY\n", 13);
+    put32(hello + 13, (uint32_t)body);
+    memcpy(hello + 17, options.identify, body);
+    hello_len = 17 + body;
+}
+
+/* Connect, and where it is not HTTP, IDENTIFY. Returns why not, or NULL. */
 static const char *open_connection(struct connection *c)
 {
-    static const char identify_body[] = "{\"feature_negotiation\":true}";
-    unsigned char hello[64];
-    size_t len = 0;
     struct timeval limit = {.tv_sec = ANSWER_TIMEOUT};
     struct sockaddr_in address = {.sin_family = AF_INET,
                                   .sin_port = htons((uint16_t)options.port),
@@ -282,24 +299,29 @@ static const char *open_connection(struct connection *c)
     if (over_http())
         return NULL;
 
-    memcpy(hello, "  V2IDENTIFY\n", 13);
-    len = 13;
-    put32(hello + len, sizeof identify_body - 1);
-    len += 4;
-    memcpy(hello + len, identify_body, sizeof identify_body - 1);
-    len += sizeof identify_body - 1;
-    if (send_some(c, hello, len) != len)
+    if (send_some(c, hello, hello_len) != hello_len)
         return "the server does not read";
     return await_response(c);
+}
+
+/* The name of a topic; with several of them all names are equally long. */
+static const char *topic_name(int number)
+{
+    static char name[80];
+    if (options.topics == 1)
+        return options.topic;
+    snprintf(name, sizeof name, "%s-%06d", options.topic, number);
+    return name;
 }
 
 static void subscribe(struct connection *c, int number)
 {
     char line[256];
+    const char *topic = topic_name(number % options.topics);
     if (options.numbered_channels)
-        snprintf(line, sizeof line, "SUB %s %s-%d\n", options.topic, options.channel, number);
+        snprintf(line, sizeof line, "SUB %s %s-%d\n", topic, options.channel, number);
     else
-        snprintf(line, sizeof line, "SUB %s %s\n", options.topic, options.channel);
+        snprintf(line, sizeof line, "SUB %s %s\n", topic, options.channel);
     send_text(c, line);
     const char *why = await_response(c);
     if (why != NULL)
@@ -354,28 +376,38 @@ static void build_http_request(size_t batch, size_t body)
     }
 }
 
+/* Returns where the request for this topic ends. */
+static unsigned char *build_topic_request(unsigned char *p, int number, size_t batch, size_t body)
+{
+    if (options.mode == MODE_MPUB) {
+        p += sprintf((char *)p, "MPUB %s\n", topic_name(number));
+        put32(p, (uint32_t)(4 + batch * (4 + body)));
+        put32(p + 4, (uint32_t)batch);
+        p += 8;
+    } else {
+        p += sprintf((char *)p, "PUB %s\n", topic_name(number));
+    }
+    for (size_t i = 0; i < batch; i++) {
+        put32(p, (uint32_t)body);
+        memset(p + 4, 'a' + (int)(i % 26), body);
+        p += 4 + body;
+    }
+    return p;
+}
+
 static void build_request(void)
 {
     size_t body = (size_t)options.size;
     size_t batch = in_batches() ? (size_t)options.batch : 1;
-    request = allocate(600 + batch * (4 + body));
+    request = allocate((size_t)options.topics * (600 + batch * (4 + body)));
     if (over_http()) {
         build_http_request(batch, body);
         return;
     }
-    if (options.mode == MODE_MPUB) {
-        request_len = (size_t)sprintf((char *)request, "MPUB %s\n", options.topic);
-        put32(request + request_len, (uint32_t)(4 + batch * (4 + body)));
-        put32(request + request_len + 4, (uint32_t)batch);
-        request_len += 8;
-    } else {
-        request_len = (size_t)sprintf((char *)request, "PUB %s\n", options.topic);
-    }
-    for (size_t i = 0; i < batch; i++) {
-        put32(request + request_len, (uint32_t)body);
-        memset(request + request_len + 4, 'a' + (int)(i % 26), body);
-        request_len += 4 + body;
-    }
+    unsigned char *end = request;
+    for (int i = 0; i < options.topics; i++)
+        end = build_topic_request(end, i, batch, body);
+    request_len = (size_t)(end - request) / (size_t)options.topics;
 }
 
 static uint64_t request_messages(void)
@@ -383,15 +415,23 @@ static uint64_t request_messages(void)
     return in_batches() ? (uint64_t)options.batch : 1;
 }
 
-static void publish_next(struct connection *c)
+/* As many requests as there is room for in the connection's window; those of consecutive topics go out together. */
+static void publish_next(struct connection *c, int count)
 {
-    if (options.messages > 0 && sent >= options.messages)
-        return;
     if (now() >= started_at + options.seconds)
         return;
-    send_bytes(c, request, request_len);
-    sent += request_messages();
-    outstanding++;
+    if (options.messages > 0) {
+        uint64_t left = (options.messages - sent) / request_messages();
+        count = left < (uint64_t)count ? (int)left : count;
+    }
+    while (count > 0) {
+        int run = options.topics - c->next_topic < count ? options.topics - c->next_topic : count;
+        send_bytes(c, request + (size_t)c->next_topic * request_len, (size_t)run * request_len);
+        c->next_topic = (c->next_topic + run) % options.topics;
+        sent += (uint64_t)run * request_messages();
+        outstanding += run;
+        count -= run;
+    }
 }
 
 /* Send what the timer says is due. The stamp is the time of sending: a late wake-up of ours is not the daemon's. */
@@ -427,8 +467,16 @@ static void on_published(struct connection *c)
 {
     answered += request_messages();
     outstanding--;
+    c->answers++;
+}
+
+/* After all answers of one read, so that a window is filled with one write. */
+static void go_on_publishing(struct connection *c)
+{
+    int answers = c->answers;
+    c->answers = 0;
     finished_at = now();
-    publish_next(c);
+    publish_next(c, answers);
 }
 
 static void on_response(struct connection *c, const unsigned char *data, size_t len)
@@ -441,7 +489,7 @@ static void on_response(struct connection *c, const unsigned char *data, size_t 
         closing--;
         return;
     }
-    if (options.mode == MODE_MPUB || options.mode == MODE_PUB)
+    if (options.mode == MODE_MPUB || options.mode == MODE_PUB || options.mode == MODE_CONNECT)
         on_published(c);
 }
 
@@ -524,6 +572,43 @@ static void handle_frames(struct connection *c)
     send_bytes(c, fins, fins_len);
 }
 
+/* Connections from one address would use up its ports, which stay reserved for a while after the close. */
+static void connect_next(struct connection *c)
+{
+    struct sockaddr_in from = {.sin_family = AF_INET, .sin_addr.s_addr = htonl(INADDR_LOOPBACK + 1 + sent % 200)};
+    struct sockaddr_in to = {.sin_family = AF_INET,
+                             .sin_port = htons((uint16_t)options.port),
+                             .sin_addr.s_addr = htonl(INADDR_LOOPBACK)};
+    struct epoll_event event = {.events = EPOLLIN, .data.ptr = c};
+    int one = 1;
+    if ((options.messages > 0 && sent >= options.messages) || now() >= started_at + options.seconds)
+        return;
+    c->fd = socket(AF_INET, SOCK_STREAM | SOCK_CLOEXEC | SOCK_NONBLOCK, 0);
+    if (c->fd < 0)
+        die("socket: %s", strerror(errno));
+    setsockopt(c->fd, IPPROTO_IP, IP_BIND_ADDRESS_NO_PORT, &one, sizeof one);
+    setsockopt(c->fd, IPPROTO_TCP, TCP_NODELAY, &one, sizeof one);
+    if (bind(c->fd, (struct sockaddr *)&from, sizeof from) < 0)
+        die("bind: %s", strerror(errno));
+    if (connect(c->fd, (struct sockaddr *)&to, sizeof to) < 0 && errno != EINPROGRESS)
+        die("connect: %s", strerror(errno));
+    if (epoll_ctl(epoll_fd, EPOLL_CTL_ADD, c->fd, &event) < 0)
+        die("epoll_ctl: %s", strerror(errno));
+    c->watching_writes = false;
+    sent++;
+    outstanding++;
+    /* A socket that is not connected yet takes nothing: the rest goes out when it is. */
+    send_bytes(c, hello, hello_len);
+}
+
+static void connect_again(struct connection *c)
+{
+    c->answers = 0;
+    close(c->fd);
+    finished_at = now();
+    connect_next(c);
+}
+
 static void receive(struct connection *c)
 {
     ssize_t n = recv(c->fd, c->in + c->in_len, in_cap - c->in_len, 0);
@@ -539,6 +624,12 @@ static void receive(struct connection *c)
         handle_http(c);
     else
         handle_frames(c);
+    if (c->answers == 0)
+        return;
+    if (options.mode == MODE_CONNECT)
+        connect_again(c);
+    else
+        go_on_publishing(c);
 }
 
 /* ---- the loop ---- */
@@ -602,11 +693,29 @@ static void run_publish(void)
     build_request();
     open_all(options.connections);
     begin();
-    for (int i = 0; i < options.connections; i++)
-        publish_next(&connections[i]);
+    for (int i = 0; i < options.connections; i++) {
+        connections[i].next_topic = (int)((long)i * options.topics / options.connections);
+        publish_next(&connections[i], options.window);
+    }
     while (outstanding > 0) {
         if (now() > started_at + options.seconds + PUBLISH_GRACE)
             die("a publish was not answered");
+        turn();
+    }
+    report_common(answered);
+    puts("}");
+}
+
+static void run_connect(void)
+{
+    for (int i = 0; i < options.connections; i++)
+        connections[i].in = allocate(in_cap);
+    begin();
+    for (int i = 0; i < options.connections; i++)
+        connect_next(&connections[i]);
+    while (outstanding > 0) {
+        if (now() > started_at + options.seconds + ANSWER_TIMEOUT)
+            die("an IDENTIFY was not answered");
         turn();
     }
     report_common(answered);
@@ -707,7 +816,7 @@ static long number(const char *name, const char *text, long lowest, long highest
 
 static enum mode mode_named(const char *name)
 {
-    static const char *const names[] = {"mpub", "pub", "sub", "latency", "idle", "hmpub", "hpub"};
+    static const char *const names[] = {"mpub", "pub", "sub", "latency", "idle", "hmpub", "hpub", "connect"};
     for (size_t i = 0; i < sizeof names / sizeof *names; i++)
         if (strcmp(name, names[i]) == 0)
             return (enum mode)i;
@@ -723,6 +832,8 @@ static void parse_options(int argc, char **argv)
         {"size", required_argument, NULL, 's'},       {"rdy", required_argument, NULL, 'r'},
         {"rate", required_argument, NULL, 'R'},       {"messages", required_argument, NULL, 'n'},
         {"seconds", required_argument, NULL, 'd'},    {"numbered-channels", no_argument, NULL, 'N'},
+        {"topics", required_argument, NULL, 'T'},     {"window", required_argument, NULL, 'w'},
+        {"identify", required_argument, NULL, 'i'},
         {NULL, 0, NULL, 0}};
     bool mode_given = false;
     int option;
@@ -735,11 +846,14 @@ static void parse_options(int argc, char **argv)
         case 'N': options.numbered_channels = true; break;
         case 'c': options.connections = (int)number("connections", optarg, 1, 1000000); break;
         case 'b': options.batch = (int)number("batch", optarg, 1, 10000); break;
-        case 's': options.size = (int)number("size", optarg, (long)sizeof(uint64_t), 65536); break;
+        case 's': options.size = (int)number("size", optarg, 1, 1 << 20); break;
         case 'r': options.rdy = (int)number("rdy", optarg, 1, 1000000); break;
         case 'R': options.rate = (int)number("rate", optarg, 1, 1000000); break;
         case 'n': options.messages = (uint64_t)number("messages", optarg, 0, 1L << 40); break;
         case 'd': options.seconds = (double)number("seconds", optarg, 1, 86400); break;
+        case 'T': options.topics = (int)number("topics", optarg, 1, 1000000); break;
+        case 'w': options.window = (int)number("window", optarg, 1, 100000); break;
+        case 'i': options.identify = optarg; break;
         default: exit(2);
         }
     }
@@ -749,6 +863,10 @@ static void parse_options(int argc, char **argv)
         die("the names of topics and channels have at most 64 characters");
     if (in_batches() && options.messages % (uint64_t)options.batch != 0)
         die("--messages must be a multiple of --batch");
+    if (options.mode == MODE_LATENCY && options.size < (int)sizeof(uint64_t))
+        die("--size must be at least %zu for latency: the time is in the body", sizeof(uint64_t));
+    if ((over_http() || options.mode == MODE_LATENCY) && (options.topics > 1 || options.window > 1))
+        die("--topics and --window are for pub, mpub and sub");
 }
 
 int main(int argc, char **argv)
@@ -759,8 +877,12 @@ int main(int argc, char **argv)
     struct sigaction on_term = {.sa_handler = on_sigterm};
     sigaction(SIGTERM, &on_term, NULL);
 
-    /* An idle connection receives nothing but heartbeats; 10,000 of them must not cost gigabytes here. */
-    in_cap = options.mode == MODE_IDLE ? 4096 : 1 << 18;
+    /* An idle connection receives nothing but heartbeats; 10,000 of them must not cost gigabytes here. Elsewhere a whole
+     * message must fit, and several small ones. */
+    in_cap = options.mode == MODE_IDLE || options.mode == MODE_CONNECT ? 4096 : 1 << 18;
+    if (in_cap < 2 * (size_t)options.size)
+        in_cap = 2 * (size_t)options.size;
+    build_hello();
     epoll_fd = epoll_create1(EPOLL_CLOEXEC);
     connections = calloc(options.mode == MODE_LATENCY ? 2 : (size_t)options.connections, sizeof *connections);
     if (epoll_fd < 0 || connections == NULL)
@@ -776,6 +898,7 @@ int main(int argc, char **argv)
     case MODE_SUB: run_sub(); break;
     case MODE_LATENCY: run_latency(); break;
     case MODE_IDLE: run_idle(); break;
+    case MODE_CONNECT: run_connect(); break;
     }
     return 0;
 }

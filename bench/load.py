@@ -18,7 +18,7 @@ import msgspec
 
 from .errors import BenchError, StartError
 
-Mode = Literal["mpub", "pub", "sub", "latency", "idle", "hmpub", "hpub"]
+Mode = Literal["mpub", "pub", "sub", "latency", "idle", "hmpub", "hpub", "connect"]
 
 SOURCE = Path(__file__).with_name("load.c")
 COMPILER_FLAGS = ("-O2", "-std=gnu11", "-Wall", "-Wextra")

@@ -19,6 +19,14 @@ from .load import Load, Mode, Report
 TOPIC = "bench"
 CHANNEL = "bench"
 BATCH = 200
+SIZE = 200
+# Requests under way on the connection that publishes to many topics: with 1,000 topics, one for each.
+WINDOW = 1000
+# Messages of a queue in memory where a scenario is about the rest, or has thousands of queues.
+FEW_IN_MEMORY = 1000
+DEFAULT_IDENTIFY = '{"feature_negotiation":true}'
+# A size of -1 also switches the timer off: both daemons then send every message at once.
+UNBUFFERED_IDENTIFY = '{"feature_negotiation":true,"output_buffer_size":-1}'
 # A generator that used more of its core than this may be what was measured.
 BUSY_LIMIT = 0.9
 
@@ -39,19 +47,37 @@ METRICS: dict[str, Metric] = {
     "both-publish": Metric("both at once: publish", "msg/s", "higher"),
     "both-consume": Metric("both at once: consume", "msg/s", "higher"),
     "pub": Metric("PUB one at a time, 10 connections", "msg/s", "higher"),
+    "pub-1": Metric("PUB one at a time, 1 connection", "msg/s", "higher"),
+    "pub-2": Metric("PUB one at a time, 2 connections", "msg/s", "higher"),
     "http-pub": Metric("HTTP /pub, 8 connections", "msg/s", "higher"),
+    "http-pub-1": Metric("HTTP /pub, 1 connection", "msg/s", "higher"),
     "http-mpub": Metric("HTTP /mpub ×200, 2 connections", "msg/s", "higher"),
     "fanout-1": Metric("fan-out to 1 channel", "msg/s", "higher"),
     "fanout-10": Metric("fan-out to 10 channels", "msg/s", "higher"),
     "fanout-50": Metric("fan-out to 50 channels", "msg/s", "higher"),
     "drain": Metric("drain a backlog from disk", "msg/s", "higher"),
+    "topics": Metric("PUB pipelined over 1,000 topics with 10 channels each", "msg/s", "higher"),
+    "lagging": Metric("consume, 100 lagging channels, RDY 1", "msg/s", "higher"),
+    "lagging-read": Metric("read from files per byte delivered, 100 lagging channels", "bytes", "lower"),
+    "connect-1": Metric("connect, IDENTIFY, close: one at a time", "conn/s", "higher"),
+    "connect-50": Metric("connect, IDENTIFY, close: 50 in parallel", "conn/s", "higher"),
     "latency-p50": Metric("latency at 1,000 msg/s, p50", "ms", "lower"),
     "latency-p99": Metric("latency at 1,000 msg/s, p99", "ms", "lower"),
     "latency-p99.9": Metric("latency at 1,000 msg/s, p99.9", "ms", "lower"),
+    "latency-unbuffered-p50": Metric("latency without output buffering, p50", "ms", "lower"),
+    "latency-unbuffered-p99": Metric("latency without output buffering, p99", "ms", "lower"),
+    "latency-unbuffered-p99.9": Metric("latency without output buffering, p99.9", "ms", "lower"),
     "cpu-mpub": Metric("server CPU per message, MPUB", "µs", "lower"),
     "cpu-consume": Metric("server CPU per message, consume", "µs", "lower"),
     "cpu-consume-rdy1": Metric("server CPU per message, consume with RDY 1", "µs", "lower"),
     "cpu-pub": Metric("server CPU per message, PUB", "µs", "lower"),
+    "cpu-pub-1": Metric("server CPU per message, PUB, 1 connection", "µs", "lower"),
+    "cpu-pub-2": Metric("server CPU per message, PUB, 2 connections", "µs", "lower"),
+    "cpu-topics": Metric("server CPU per message, PUB over 1,000 topics", "µs", "lower"),
+    "cpu-lagging": Metric("server CPU per message, 100 lagging channels", "µs", "lower"),
+    "cpu-connect-1": Metric("server CPU per connection, one at a time", "µs", "lower"),
+    "cpu-connect-50": Metric("server CPU per connection, 50 in parallel", "µs", "lower"),
+    "cpu-http-pub-1": Metric("server CPU per message, HTTP /pub, 1 connection", "µs", "lower"),
     "cpu-http-pub": Metric("server CPU per message, HTTP /pub", "µs", "lower"),
     "cpu-http-mpub": Metric("server CPU per message, HTTP /mpub", "µs", "lower"),
     "rss-message": Metric("memory per queued message", "bytes", "lower"),
@@ -72,6 +98,16 @@ class Sizes:
     # Deliveries in all; each channel gets its share, so that 50 channels take about as long as one.
     fanout_deliveries: int = 2_000_000
     drain: int = 2_000_000
+    topics: int = 1_000
+    channels_per_topic: int = 10
+    topics_pub: int = 200_000
+    lagging_channels: int = 100
+    # What each channel has less than the one before it.
+    lagging_step: int = 400
+    # What the last one has all the same, so that it does not run empty.
+    lagging_tail: int = 10_000
+    lagging_seconds: int = 5
+    connects: int = 50_000
     queued: int = 1_000_000
     connections: int = 10_000
     publish_seconds: int = 5
@@ -88,6 +124,13 @@ QUICK = Sizes(
     pub=10_000,
     fanout_deliveries=100_000,
     drain=40_000,
+    topics=20,
+    channels_per_topic=2,
+    topics_pub=10_000,
+    lagging_channels=10,
+    lagging_tail=2_000,
+    lagging_seconds=1,
+    connects=500,
     queued=40_000,
     connections=200,
     publish_seconds=2,
@@ -119,7 +162,7 @@ class Run:
 
     def keep(self, mode: Mode, report: Report) -> Report:
         self.loads.append((mode, report))
-        if mode in ("mpub", "pub", "sub", "hmpub", "hpub") and report.busy > BUSY_LIMIT:
+        if mode in ("mpub", "pub", "sub", "hmpub", "hpub", "connect") and report.busy > BUSY_LIMIT:
             self.notes.append(f"the load generator ({mode}) was itself {report.busy:.0%} busy")
         return report
 
@@ -182,22 +225,13 @@ def both(run: Run) -> Figures:
         return {"both-publish": published.rate, "both-consume": rate}
 
 
-def pub(run: Run) -> Figures:
+def pub(name: str, mode: Mode, connections: int, run: Run) -> Figures:
     with fresh(run.side) as daemon:
         daemon.started()
         before = daemon.cpu_seconds()
         limits = {"messages": run.sizes.pub, "seconds": run.sizes.publish_seconds}
-        report = run.load(daemon, "pub", connections=10, **limits)
-        return {"pub": report.rate, "cpu-pub": _cpu_per_message(daemon, before, report.messages)}
-
-
-def http_pub(run: Run) -> Figures:
-    with fresh(run.side) as daemon:
-        daemon.started()
-        before = daemon.cpu_seconds()
-        limits = {"messages": run.sizes.pub, "seconds": run.sizes.publish_seconds}
-        report = run.load(daemon, "hpub", connections=8, **limits)
-        return {"http-pub": report.rate, "cpu-http-pub": _cpu_per_message(daemon, before, report.messages)}
+        report = run.load(daemon, mode, connections=connections, **limits)
+        return {name: report.rate, f"cpu-{name}": _cpu_per_message(daemon, before, report.messages)}
 
 
 def http_mpub(run: Run) -> Figures:
@@ -241,13 +275,63 @@ def drain(run: Run) -> Figures:
             return {"drain": run.consume(daemon, run.sizes.drain, connections=1, rdy=2500)}
 
 
-def latency(run: Run) -> Figures:
-    with fresh(run.side) as daemon:
-        report = run.load(daemon, "latency", rate=1000, rdy=2500, seconds=run.sizes.latency_seconds)
+def topics(run: Run) -> Figures:
+    """One connection publishes round robin to many topics that have channels; their work counts as well."""
+    sizes = run.sizes
+    names = {f"{TOPIC}-{i:06d}": [f"channel-{j}" for j in range(sizes.channels_per_topic)] for i in range(sizes.topics)}
+    # The Go daemon allots a channel's queue at once: 2 million entries each are more than any machine has.
+    with fresh(run.side, mem_queue_size=FEW_IN_MEMORY, channels=names) as daemon:
+        daemon.started()
+        before = daemon.cpu_seconds()
+        options = {"topics": sizes.topics, "window": WINDOW, "messages": sizes.topics_pub}
+        report = run.load(daemon, "pub", **options, seconds=sizes.patience_seconds)
+        _expect(report.messages, sizes.topics_pub, "published")
+        daemon.settle()
+        return {"topics": report.rate, "cpu-topics": _cpu_per_message(daemon, before, report.messages)}
+
+
+def lagging(run: Run) -> Figures:
+    """Consumers of many channels, each at a place of its own in a backlog that is mostly in files, with RDY 1."""
+    sizes = run.sizes
+    seconds = sizes.patience_seconds
+    with fresh(run.side, mem_queue_size=FEW_IN_MEMORY) as daemon:
+        for number in range(sizes.lagging_channels):
+            daemon.create_channel(TOPIC, f"{CHANNEL}-{number}")
+            options = {"batch": BATCH, "messages": sizes.lagging_step, "seconds": seconds}
+            with Load(run.binary, "mpub", daemon.port, topic=TOPIC, **options) as load:
+                _expect(load.result().messages, sizes.lagging_step, "published")
+        run.preload(daemon, sizes.lagging_tail)
+        cpu, read = daemon.cpu_seconds(), daemon.bytes_read()
+        options = {"connections": sizes.lagging_channels, "numbered_channels": True, "rdy": 1}
+        report = run.load(daemon, "sub", **options, seconds=sizes.lagging_seconds)
+        _expect_no_redelivery(report)
+        if report.least == 0:
+            raise BenchError("a channel delivered nothing")
         return {
-            "latency-p50": report.p50 * 1e3,
-            "latency-p99": report.p99 * 1e3,
-            "latency-p99.9": report.p999 * 1e3,
+            "lagging": report.rate,
+            "lagging-read": (daemon.bytes_read() - read) / (report.messages * SIZE),
+            "cpu-lagging": _cpu_per_message(daemon, cpu, report.messages),
+        }
+
+
+def connect(parallel: int, run: Run) -> Figures:
+    with fresh(run.side) as daemon:
+        daemon.started()
+        before = daemon.cpu_seconds()
+        limits = {"messages": run.sizes.connects, "seconds": run.sizes.publish_seconds}
+        report = run.load(daemon, "connect", connections=parallel, **limits)
+        name = f"connect-{parallel}"
+        return {name: report.rate, f"cpu-{name}": _cpu_per_message(daemon, before, report.messages)}
+
+
+def latency(name: str, identify: str, run: Run) -> Figures:
+    with fresh(run.side) as daemon:
+        options = {"rate": 1000, "rdy": 2500, "identify": identify}
+        report = run.load(daemon, "latency", **options, seconds=run.sizes.latency_seconds)
+        return {
+            f"{name}-p50": report.p50 * 1e3,
+            f"{name}-p99": report.p99 * 1e3,
+            f"{name}-p99.9": report.p999 * 1e3,
         }
 
 
@@ -279,22 +363,32 @@ SCENARIOS: dict[str, Callable[[Run], Figures]] = {
     "consume": consume,
     "consume-rdy1": consume_rdy1,
     "both": both,
-    "pub": pub,
-    "http-pub": http_pub,
+    "pub": partial(pub, "pub", "pub", 10),
+    "pub-1": partial(pub, "pub-1", "pub", 1),
+    "pub-2": partial(pub, "pub-2", "pub", 2),
+    "http-pub": partial(pub, "http-pub", "hpub", 8),
+    "http-pub-1": partial(pub, "http-pub-1", "hpub", 1),
     "http-mpub": http_mpub,
     "fanout-1": partial(fanout, 1),
     "fanout-10": partial(fanout, 10),
     "fanout-50": partial(fanout, 50),
     "drain": drain,
-    "latency": latency,
+    "topics": topics,
+    "lagging": lagging,
+    "connect-1": partial(connect, 1),
+    "connect-50": partial(connect, 50),
+    "latency": partial(latency, "latency", DEFAULT_IDENTIFY),
+    "latency-unbuffered": partial(latency, "latency-unbuffered", UNBUFFERED_IDENTIFY),
     "memory": memory,
 }
 
 # Names that stand for several scenarios. CPU per message has no run of its own: these runs also yield it.
 GROUPS: dict[str, tuple[str, ...]] = {
+    "connect": ("connect-1", "connect-50"),
     "cpu": ("mpub", "consume", "pub"),
     "fanout": ("fanout-1", "fanout-10", "fanout-50"),
-    "http": ("http-pub", "http-mpub"),
+    "http": ("http-pub", "http-pub-1", "http-mpub"),
+    "one-at-a-time": ("pub-1", "pub-2", "http-pub-1"),
 }
 
 

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -176,6 +177,61 @@ def test_generator_finishes_every_message_it_gets(generator: str) -> None:
         assert report["redelivered"] == 1
 
 
+@needs_compiler
+def test_generator_keeps_a_window_of_requests_under_way_round_robin_over_topics(generator: str) -> None:
+    options = ("--mode=pub", "--topic=t", "--topics=3", "--window=4", "--size=1", "--messages=6", "--seconds=60")
+    requests = [b"PUB t-%06d\n\0\0\0\x01a" % (number % 3) for number in range(6)]
+    with one_connection_of(generator, *options) as (connection, process):
+        assert read_exactly(connection, 4 * len(requests[0])) == b"".join(requests[:4])
+        connection.sendall(frame(0, b"OK") * 3)
+        # Three answers leave room for three, and six are all.
+        assert read_exactly(connection, 2 * len(requests[0])) == b"".join(requests[4:])
+        connection.sendall(frame(0, b"OK") * 3)
+        output, _ = process.communicate(timeout=TIMEOUT)
+        assert process.returncode == 0
+        assert json.loads(output)["messages"] == 6
+
+
+@needs_compiler
+def test_generator_connects_again_when_its_identify_is_answered(generator: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(TIMEOUT)
+        options = ("--mode=connect", "--messages=3", "--seconds=60")
+        command = [generator, f"--port={server.getsockname()[1]}", *options]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+            try:
+                for _ in range(3):
+                    connection, _ = server.accept()
+                    with connection:
+                        connection.settimeout(TIMEOUT)
+                        assert read_exactly(connection, len(HELLO)) == HELLO
+                        connection.sendall(frame(0, b"{}"))
+                        # The end of the stream: it closes in order.
+                        assert connection.recv(1) == b""
+                output, _ = process.communicate(timeout=TIMEOUT)
+            finally:
+                process.kill()
+        assert process.returncode == 0
+        assert json.loads(output)["messages"] == 3
+
+
+@needs_compiler
+def test_generator_sends_the_identify_that_it_is_given(generator: str) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(TIMEOUT)
+        identify = '{"output_buffer_size":-1}'
+        command = [generator, f"--port={server.getsockname()[1]}", "--mode=idle", f"--identify={identify}"]
+        with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
+            try:
+                connection, _ = server.accept()
+                with connection:
+                    connection.settimeout(TIMEOUT)
+                    expected = b"  V2IDENTIFY\n" + struct.pack(">I", len(identify)) + identify.encode()
+                    assert read_exactly(connection, len(expected)) == expected
+            finally:
+                process.kill()
+
+
 def test_unknown_scenario_is_refused_with_the_known_names() -> None:
     command = [sys.executable, "-m", "bench", "--only", "mpub,nonsense"]
     answer = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT)
@@ -183,14 +239,14 @@ def test_unknown_scenario_is_refused_with_the_known_names() -> None:
     assert "'nonsense' is none of mpub, consume" in answer.stderr
 
 
-@needs_compiler
-def test_quick_run_measures_our_broker(environment: dict[str, str], tmp_path: Path) -> None:
+def quick_run(environment: dict[str, str], folder: Path, only: str) -> tuple[Any, str, str]:
+    """The result, what was printed, and the table in Markdown."""
     cli = pytest.importorskip("flintmq.cli", exc_type=ImportError)
     # The benchmark starts the broker by module name: let it find the package that this test runs with.
     paths = [str(Path(cli.__file__).parents[1]), environment.get("PYTHONPATH", "")]
-    output = tmp_path / "result.json"
-    table = tmp_path / "result.md"
-    options = ["--only", "mpub,consume,http", "--quick", "--json", str(output), "--markdown", str(table)]
+    output = folder / "result.json"
+    table = folder / "result.md"
+    options = ["--only", only, "--quick", "--json", str(output), "--markdown", str(table)]
     answer = subprocess.run(
         [sys.executable, "-m", "bench", *options],
         cwd=ROOT,
@@ -200,13 +256,36 @@ def test_quick_run_measures_our_broker(environment: dict[str, str], tmp_path: Pa
         timeout=TIMEOUT,
     )
     assert answer.returncode == 0, answer.stdout + answer.stderr
-
     result = json.loads(output.read_text())
     assert result["failures"] == []
+    return result, answer.stdout, table.read_text()
+
+
+@needs_compiler
+def test_quick_run_measures_many_topics_lagging_channels_connects_and_unbuffered_latency(
+    environment: dict[str, str], tmp_path: Path
+) -> None:
+    result, _, _ = quick_run(environment, tmp_path, "pub-1,pub-2,topics,lagging,connect,latency-unbuffered")
+    rows = {row["metric"]: row["ours_median"] for row in result["results"]}
+    assert list(rows) == [
+        *("pub-1", "pub-2", "topics", "lagging", "lagging-read", "connect-1", "connect-50"),
+        *("latency-unbuffered-p50", "latency-unbuffered-p99", "latency-unbuffered-p99.9"),
+        *("cpu-pub-1", "cpu-pub-2", "cpu-topics", "cpu-lagging", "cpu-connect-1", "cpu-connect-50"),
+    ]
+    assert all(value > 0 for value in rows.values())
+    loads = {sample["scenario"]: dict(sample["loads"]) for sample in result["samples"]}
+    assert loads["topics"]["pub"]["messages"] == result["sizes"]["topics_pub"]
+    assert loads["lagging"]["sub"]["connections"] == result["sizes"]["lagging_channels"]
+    assert loads["connect-50"]["connect"]["connections"] == 50
+
+
+@needs_compiler
+def test_quick_run_measures_our_broker(environment: dict[str, str], tmp_path: Path) -> None:
+    result, printed, table = quick_run(environment, tmp_path, "mpub,consume,http")
     rows = {row["metric"]: row for row in result["results"]}
     assert list(rows) == [
-        *("mpub", "consume", "http-pub", "http-mpub"),
-        *("cpu-mpub", "cpu-consume", "cpu-http-pub", "cpu-http-mpub"),
+        *("mpub", "consume", "http-pub", "http-pub-1", "http-mpub"),
+        *("cpu-mpub", "cpu-consume", "cpu-http-pub-1", "cpu-http-pub", "cpu-http-mpub"),
     ]
     assert rows["http-pub"]["ours_median"] > 0
     assert rows["http-mpub"]["ours_median"] > 0
@@ -218,8 +297,8 @@ def test_quick_run_measures_our_broker(environment: dict[str, str], tmp_path: Pa
     assert loads["mpub"]["mpub"]["messages"] <= result["sizes"]["mpub"]
     assert result["machine"]["cores"] >= 1
     assert len(result["machine"]["load_average_after"]) == 3
-    assert "MPUB ×200" in answer.stdout
-    assert "| MPUB ×200" in table.read_text()
+    assert "MPUB ×200" in printed
+    assert "| MPUB ×200" in table
 
 
 @needs_compiler
