@@ -28,7 +28,13 @@ def pytest_configure(config: pytest.Config) -> None:
         config.pluginmanager.register(flintmq.testing, "flintmq")
 
 
+#: Parts of the names of files whose tests take long.
+LONG = ("/crash/", "/simulation/", "power_loss", "error_at_any_call", "test_ctrl_c", "test_engine", "test_examples")
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    # Where several processes share the tests, long ones at the end would keep one of them alone.
+    items.sort(key=lambda item: not any(part in item.nodeid for part in LONG))
     if os.environ.get("FLINTMQ_EXHAUSTIVE") == "1":
         for item in items:
             if item.get_closest_marker("timeout") is None:

@@ -166,6 +166,10 @@ class System:
     def epoll(self) -> select.epoll:
         return select.epoll()
 
+    def cpus(self) -> int:
+        """Return how many CPUs this process may use."""
+        return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
     # --- Chance and names ------------------------------------------------------------------------------------------
 
     def randbytes(self, size: int) -> bytes:

@@ -40,6 +40,9 @@ _ACCEPT_AT_ONCE = 64
 _MOST_PARTS = 1000
 #: Seconds between two log lines about connections that are refused.
 LOG_AGAIN = 10.0
+#: Empty polls before the loop sleeps, and turns that go without them after they were in vain again and again.
+_LINGER_POLLS = 32
+_MOST_PASSES = 1023
 #: Instead of a mask of events: the socket is not registered with epoll.
 _UNWATCHED = -1
 
@@ -382,6 +385,11 @@ class Poller:
         self.turning = False
         self._paused = False
         self._descriptors = descriptors
+        # Polling on in vain: turns that will not try it, and how many there will be after the next failure. On a single
+        # CPU it would only keep the client from running.
+        self._lingers = system.cpus() > 1
+        self._passes = 0
+        self._vain = 0
         loop.add_reader(self.epoll.fileno(), self._ready)
 
     def listen(self, sock: socket.socket, factory: Callable[[], Receiver]) -> None:
@@ -412,13 +420,33 @@ class Poller:
             if self._left:
                 events, self._left = list(self._left.items()), {}
             else:
-                events = poll(0, _MOST_EVENTS)
+                events = poll(0, _MOST_EVENTS) or self._linger()
                 if not events:
                     return
             self._handle(events, deadline)
             self._turned()
             if now() >= deadline:
                 return
+
+    def _linger(self) -> list[tuple[int, int]]:
+        """Poll on for some microseconds, and return what came.
+
+        A client that waits for each answer sends its next command sooner than the loop falls asleep and wakes up. Where
+        it did not, the next turns pass: one, three, seven, and so on.
+        """
+        if not self._lingers:
+            return []
+        if self._passes:
+            self._passes -= 1
+            return []
+        poll = self.epoll.poll
+        for _ in range(_LINGER_POLLS):
+            events = poll(0, _MOST_EVENTS)
+            if events:
+                self._vain = 0
+                return events
+        self._vain = self._passes = min(2 * self._vain + 1, _MOST_PASSES)
+        return []
 
     def _handle(self, events: list[tuple[int, int]], deadline: float) -> None:
         transports = self._transports
