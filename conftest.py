@@ -24,6 +24,9 @@ EXHAUSTIVE_SECONDS = 7_200
 
 
 def pytest_configure(config: pytest.Config) -> None:
+    # A shell ignores ctrl-C for what it runs in the background, and so would every program that a test starts.
+    if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+        signal.signal(signal.SIGINT, signal.default_int_handler)
     if not config.pluginmanager.hasplugin("flintmq"):
         config.pluginmanager.register(flintmq.testing, "flintmq")
 

@@ -5,10 +5,12 @@ A program's imports take most of its first moments, so they happen inside.
 
 from __future__ import annotations
 
+import gc
 import importlib
 import os
 import signal
 import sys
+from types import ModuleType
 
 __all__ = [
     "flintmq",
@@ -35,7 +37,7 @@ def _run(module: str, function: str) -> int:
 
             open_standard_files()
         try:
-            status: int = getattr(importlib.import_module(module), function)()
+            status: int = getattr(_import(module), function)()
         except SystemExit:
             sys.stdout.flush()
             raise
@@ -64,6 +66,15 @@ def _run(module: str, function: str) -> int:
         # Python tidies up now, and would show where ctrl-C has met it.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     return status
+
+
+def _import(module: str) -> ModuleType:
+    """Import without looking for garbage: there is none, and the search takes a tenth of the time."""
+    gc.disable()
+    try:
+        return importlib.import_module(module)
+    finally:
+        gc.enable()
 
 
 def _drop_output() -> None:

@@ -670,6 +670,32 @@ def test_one_signal_stops_all_consumers_and_the_handler_of_before_comes_back() -
             assert (output, process.returncode) == (f"{expected}\n", 0), errors
 
 
+def test_a_consumer_that_outlives_the_main_task_leaves_no_handler_behind() -> None:
+    """asyncio.run ends it behind the main task, when its own handler of ctrl-C is no longer of use."""
+    program = """
+        import asyncio, signal, sys
+        from flintmq import Consumer
+        # In the background of a shell it is ignored.
+        signal.signal(signal.SIGINT, signal.default_int_handler)
+        async def handler(message): pass
+        async def main():
+            consumer = Consumer("t", "c", nsqd=sys.argv[1], handler=handler)
+            running = asyncio.create_task(consumer.run((signal.SIGINT,)))
+            before = signal.getsignal(signal.SIGINT)
+            while signal.getsignal(signal.SIGINT) is before:
+                await asyncio.sleep(0.01)
+            return running
+        asyncio.run(main())
+        print(signal.getsignal(signal.SIGINT) is signal.default_int_handler)
+    """
+    with NsqBroker() as broker, _program(program, broker.address) as process:
+        try:
+            output, errors = process.communicate(timeout=60)
+        finally:
+            process.kill()
+        assert (output, process.returncode) == ("True\n", 0), errors
+
+
 async def test_a_signal_handler_that_somebody_set_meanwhile_stays() -> None:
     def theirs(number: int, frame: object) -> None: ...
 

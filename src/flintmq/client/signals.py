@@ -38,7 +38,12 @@ class _Shared:
     def restore(self) -> None:
         """Bring back the handler from before, unless somebody else has replaced ours."""
         if self.is_installed:
-            signal.signal(self._number, signal.SIG_DFL if self._before is None else self._before)
+            before = signal.SIG_DFL if self._before is None else self._before
+            task = _task_of(before)
+            if task is not None and task.done():
+                # asyncio.run is over and has found ours instead of its own: it could not put this one back.
+                before = signal.default_int_handler
+            signal.signal(self._number, before)
 
 
 _shared: dict[int, _Shared] = {}
@@ -84,12 +89,16 @@ def _is_shared(number: int) -> bool:
 
 def _is_for_this_task() -> bool:
     """Whether ctrl-C would cancel the current task, as the main one of ``asyncio.run``."""
-    handler = signal.getsignal(signal.SIGINT)
-    return (
-        isinstance(handler, functools.partial)
-        and isinstance(getattr(handler.func, "__self__", None), asyncio.Runner)
-        and handler.keywords.get("main_task") is asyncio.current_task()
-    )
+    task = _task_of(signal.getsignal(signal.SIGINT))
+    return task is not None and task is asyncio.current_task()
+
+
+def _task_of(handler: object) -> asyncio.Task[object] | None:
+    """Return the main task of ``asyncio.run``, if this is its handler of ctrl-C."""
+    if isinstance(handler, functools.partial) and isinstance(getattr(handler.func, "__self__", None), asyncio.Runner):
+        task: asyncio.Task[object] | None = handler.keywords.get("main_task")
+        return task
+    return None
 
 
 def _share(number: int, function: Callable[[], object]) -> Callable[[], None]:
