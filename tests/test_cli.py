@@ -933,6 +933,26 @@ def test_output_that_cannot_be_written_is_one_line_and_a_failure(
     assert (done.returncode, done.stderr) == (1, b"cannot write to standard output: " + reason + b"\n")
 
 
+@pytest.mark.parametrize("coding", ["ascii", "latin-1", "utf-8"])
+@pytest.mark.parametrize("argv", [["--help"], ["up", "--help"], ["nsqd", "--help"], ["pub", "--help"]], ids=" ".join)
+def test_a_terminal_of_another_encoding_is_no_error(argv: list[str], coding: str) -> None:
+    environment = os.environ | {"PYTHONIOENCODING": coding}
+    done = subprocess.run(command(*argv), capture_output=True, timeout=PATIENCE, env=environment, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert len(done.stdout) > 500
+
+
+@pytest.mark.parametrize("coding", ["ascii", "utf-8"])
+def test_a_data_path_with_a_name_of_another_encoding_is_shown(coding: str, tmp_path: Path) -> None:
+    odd = os.fsencode(tmp_path) + b"/caf\xe9"
+    os.mkdir(odd)
+    environment = os.environ | {"PYTHONIOENCODING": coding}
+    words = [*command("recover"), odd]
+    done = subprocess.run(words, capture_output=True, timeout=PATIENCE, env=environment, check=False)
+    assert b"caf" in done.stdout + done.stderr
+    assert b"Traceback" not in done.stderr
+
+
 @needs_broker
 def test_a_publish_whose_report_cannot_be_written_says_so(nsqd):
     words = ["bash", "-c", '"$@" >/dev/full', "bash", *command("pub", "full", "x", "--nsqd", nsqd)]

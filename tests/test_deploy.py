@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import configparser
 import json
+import os
 import re
 import shlex
 import shutil
@@ -86,6 +87,18 @@ def test_the_health_check_tells_a_broker_that_lives(tmp_path: Path) -> None:
     assert subprocess.run([sys.executable, *words[1:]], check=False, capture_output=True).returncode != 0
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.skipif(
+    os.geteuid() != 0 or any(shutil.which(name) is None for name in ("debootstrap", "buildah")),
+    reason="needs root, debootstrap and buildah",
+)
+def test_the_image_is_built_and_its_daemons_run_as_compose_says() -> None:
+    done = subprocess.run([sys.executable, ROOT / "scripts" / "try-image"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert done.stdout.endswith("try-image: passed\n")
+
+
 # --- Compose ----------------------------------------------------------------------------------------------------------
 
 
@@ -106,6 +119,14 @@ def test_compose_publishes_on_loopback_only_and_mounts_files_that_exist() -> Non
         for mount in service.get("volumes", ()):
             source = mount.split(":")[0]
             assert (DEPLOY / source).exists() if source.startswith("./") else source in COMPOSE["volumes"]
+
+
+def test_compose_matches_the_schema_of_its_specification() -> None:
+    check_jsonschema = pytest.importorskip("check_jsonschema", reason="pip install check-jsonschema")
+    import jsonschema
+
+    schemas = Path(check_jsonschema.__file__).parent / "builtin_schemas" / "vendor"
+    jsonschema.validate(COMPOSE, json.loads((schemas / "compose-spec.json").read_text()))
 
 
 def test_prometheus_of_compose_scrapes_both_brokers() -> None:

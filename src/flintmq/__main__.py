@@ -6,6 +6,7 @@ A program's imports take most of its first moments, so they happen inside.
 from __future__ import annotations
 
 import importlib
+import io
 import os
 import signal
 import sys
@@ -34,6 +35,7 @@ def _run(module: str, function: str) -> int:
             from flintmq.tools._output import open_standard_files
 
             open_standard_files()
+        _print_anything()
         try:
             status: int = getattr(importlib.import_module(module), function)()
         except SystemExit:
@@ -64,6 +66,13 @@ def _run(module: str, function: str) -> int:
         # Python tidies up now, and would show where ctrl-C has met it.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     return status
+
+
+def _print_anything() -> None:
+    """Let no character end a program: where the terminal is not UTF-8 they are replaced, and so are odd file names."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        is_utf8 = sys.stdout.encoding.lower() in ("utf-8", "utf8")
+        sys.stdout.reconfigure(errors="backslashreplace" if is_utf8 else "replace")
 
 
 def _drop_output() -> None:
