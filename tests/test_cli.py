@@ -26,7 +26,7 @@ import pytest
 
 import flintmq
 from flintmq import __main__ as programs
-from flintmq import kernel
+from flintmq import cli, kernel
 from flintmq.errors import StartError
 from flintmq.options import NsqdOptions, NsqlookupdOptions, option_table
 from flintmq.tools._fleet import ports
@@ -931,6 +931,16 @@ def test_output_that_cannot_be_written_is_one_line_and_a_failure(
     words = ["bash", "-c", f'"$@" {file}', "bash", *command(*argv)]
     done = subprocess.run(words, capture_output=True, timeout=PATIENCE, env=environment, check=False)
     assert (done.returncode, done.stderr) == (1, b"cannot write to standard output: " + reason + b"\n")
+
+
+@pytest.mark.parametrize("columns", [40, 80, 200])
+def test_the_help_fits_the_terminal_and_names_each_command_once(columns: int) -> None:
+    done = run("--help", env={"COLUMNS": str(columns)})
+    lines = done.stdout.decode().splitlines()
+    assert max(map(len, lines[1:-1])) <= columns
+    named = [line.split()[0] for line in lines if re.match(r"  \w", line)]
+    assert sorted(named) == sorted([*cli._COMMANDS, *cli._tools()])
+    assert "others:" not in lines, "a new command needs a group in flintmq.cli._GROUPS"
 
 
 @pytest.mark.parametrize("coding", ["ascii", "latin-1", "utf-8"])
