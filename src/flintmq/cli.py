@@ -198,10 +198,15 @@ def _report_changes(options: Options, flags: Mapping[str, Any]) -> None:
         logger.warning("CONFIG: %s", change)
 
 
+#: The addresses of `flintmq up`, by the names of its arguments.
+_UP_ADDRESSES = ("tcp", "http", "lookupd_tcp", "lookupd_http", "admin_http")
+
+
 def _up(argv: Sequence[str]) -> int:
     """Run everything on this machine with nothing to set up: the first command of a newcomer."""
     import argparse
 
+    from flintmq import addresses
     from flintmq.tools._fleet import MOST_NODES, check_data_path
 
     parser = argparse.ArgumentParser(
@@ -256,6 +261,13 @@ def _up(argv: Sequence[str]) -> int:
     arguments = parser.parse_args(argv)
     if not 1 <= arguments.nodes <= MOST_NODES:
         parser.error(f"--nodes must be from 1 to {MOST_NODES}")
+    for name in _UP_ADDRESSES:
+        address = getattr(arguments, f"{name}_address")
+        try:
+            # A name without a slash would be a unix socket in this folder, which nobody means who forgets the port.
+            addresses.split(address, listening=True, unix="/" in address)
+        except OptionError as exc:
+            parser.error(f"--{name.replace('_', '-')}-address: {exc}")
     logs.setup("[nsqd] ", arguments.log_level)
     try:
         os.makedirs(arguments.data_path, exist_ok=True)
@@ -306,7 +318,7 @@ def _other_ports(arguments: argparse.Namespace) -> str:
     from flintmq import addresses
 
     flags = []
-    for name in ("tcp", "http", "lookupd_tcp", "lookupd_http", "admin_http"):
+    for name in _UP_ADDRESSES:
         address = getattr(arguments, f"{name}_address")
         host, port, path = addresses.split(address, listening=True)
         if path:
