@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from flintmq import __version__
 from flintmq.options import NsqadminOptions, NsqdOptions, NsqlookupdOptions, read_flags
 from support.nsq_client import BlockingNsqClient
 from test_service import Process
@@ -143,6 +144,11 @@ def test_every_manifest_is_part_of_a_kustomization() -> None:
     for folder in (KUBERNETES, KUBERNETES / "monitoring"):
         listed = yaml.safe_load((folder / "kustomization.yaml").read_text())["resources"]
         assert set(listed) == {path.name for path in folder.glob("*.yaml")} - {"kustomization.yaml"}
+
+
+def test_the_manifests_name_the_image_of_this_version() -> None:
+    [image] = yaml.safe_load((KUBERNETES / "kustomization.yaml").read_text())["images"]
+    assert image["newTag"] == __version__
 
 
 def test_manifests_match_the_schemas_of_kubernetes() -> None:
