@@ -26,7 +26,7 @@ import pytest
 
 import flintmq
 from flintmq import __main__ as programs
-from flintmq import kernel
+from flintmq import cli, kernel
 from flintmq.errors import StartError
 from flintmq.options import NsqdOptions, NsqlookupdOptions, option_table
 from flintmq.tools._fleet import ports
@@ -811,14 +811,6 @@ def test_up_beside_another_platform_moves_every_port_that_is_taken(tmp_path):
 
 
 @needs_broker
-def test_up_with_an_address_that_is_none_does_not_speak_of_another_broker(tmp_path):
-    result = run("up", "--data-path", str(tmp_path), *FREE_PORTS, "--tcp-address=127.0.0.1:99999")
-    assert result.returncode == 1
-    assert "is not a port" in result.stderr.decode()
-    assert "Another broker" not in result.stderr.decode()
-
-
-@needs_broker
 def test_up_with_a_node_that_cannot_start_ends_all_of_them(tmp_path):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
@@ -931,6 +923,54 @@ def test_output_that_cannot_be_written_is_one_line_and_a_failure(
     words = ["bash", "-c", f'"$@" {file}', "bash", *command(*argv)]
     done = subprocess.run(words, capture_output=True, timeout=PATIENCE, env=environment, check=False)
     assert (done.returncode, done.stderr) == (1, b"cannot write to standard output: " + reason + b"\n")
+
+
+@pytest.mark.parametrize("flag", ["tcp", "http", "lookupd-tcp", "lookupd-http", "admin-http"])
+@pytest.mark.parametrize(
+    ("address", "reason"),
+    [
+        ("127.0.0.1", "the port is missing"),
+        ("127.0.0.1:99999", '"99999" is not a port'),
+        ("::1:5150", "needs brackets"),
+    ],
+)
+def test_a_wrong_address_of_the_platform_is_a_usage_error(flag: str, address: str, reason: str, tmp_path: Path) -> None:
+    folder = tmp_path / "data"
+    done = run("up", "--data-path", str(folder), f"--{flag}-address", address)
+    assert (done.returncode, folder.exists()) == (2, False)
+    error = done.stderr.decode().splitlines()[-1]
+    assert error.startswith(f'flintmq up: error: --{flag}-address: "{address}" is not an address')
+    assert reason in error
+
+
+@pytest.mark.parametrize("columns", [40, 80, 200])
+def test_the_help_fits_the_terminal_and_names_each_command_once(columns: int) -> None:
+    done = run("--help", env={"COLUMNS": str(columns)})
+    lines = done.stdout.decode().splitlines()
+    assert max(map(len, lines[1:-1])) <= columns
+    named = [line.split()[0] for line in lines if re.match(r"  \w", line)]
+    assert sorted(named) == sorted([*cli._COMMANDS, *cli._tools()])
+    assert "others:" not in lines, "a new command needs a group in flintmq.cli._GROUPS"
+
+
+@pytest.mark.parametrize("coding", ["ascii", "latin-1", "utf-8"])
+@pytest.mark.parametrize("argv", [["--help"], ["up", "--help"], ["nsqd", "--help"], ["pub", "--help"]], ids=" ".join)
+def test_a_terminal_of_another_encoding_is_no_error(argv: list[str], coding: str) -> None:
+    environment = os.environ | {"PYTHONIOENCODING": coding}
+    done = subprocess.run(command(*argv), capture_output=True, timeout=PATIENCE, env=environment, check=False)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert len(done.stdout) > 500
+
+
+@pytest.mark.parametrize("coding", ["ascii", "utf-8"])
+def test_a_data_path_with_a_name_of_another_encoding_is_shown(coding: str, tmp_path: Path) -> None:
+    odd = os.fsencode(tmp_path) + b"/caf\xe9"
+    os.mkdir(odd)
+    environment = os.environ | {"PYTHONIOENCODING": coding}
+    words = [*command("recover"), odd]
+    done = subprocess.run(words, capture_output=True, timeout=PATIENCE, env=environment, check=False)
+    assert b"caf" in done.stdout + done.stderr
+    assert b"Traceback" not in done.stderr
 
 
 @needs_broker

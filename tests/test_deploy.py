@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import configparser
 import json
+import os
 import re
 import shlex
 import shutil
@@ -14,6 +15,7 @@ from typing import Any
 
 import pytest
 
+from flintmq import __version__
 from flintmq.options import NsqadminOptions, NsqdOptions, NsqlookupdOptions, read_flags
 from support.nsq_client import BlockingNsqClient
 from test_service import Process
@@ -86,6 +88,18 @@ def test_the_health_check_tells_a_broker_that_lives(tmp_path: Path) -> None:
     assert subprocess.run([sys.executable, *words[1:]], check=False, capture_output=True).returncode != 0
 
 
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+@pytest.mark.skipif(
+    os.geteuid() != 0 or any(shutil.which(name) is None for name in ("debootstrap", "buildah")),
+    reason="needs root, debootstrap and buildah",
+)
+def test_the_image_is_built_and_its_daemons_run_as_compose_says() -> None:
+    done = subprocess.run([sys.executable, ROOT / "scripts" / "try-image"], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
+    assert done.stdout.endswith("try-image: passed\n")
+
+
 # --- Compose ----------------------------------------------------------------------------------------------------------
 
 
@@ -108,6 +122,14 @@ def test_compose_publishes_on_loopback_only_and_mounts_files_that_exist() -> Non
             assert (DEPLOY / source).exists() if source.startswith("./") else source in COMPOSE["volumes"]
 
 
+def test_compose_matches_the_schema_of_its_specification() -> None:
+    check_jsonschema = pytest.importorskip("check_jsonschema", reason="pip install check-jsonschema")
+    import jsonschema
+
+    schemas = Path(check_jsonschema.__file__).parent / "builtin_schemas" / "vendor"
+    jsonschema.validate(COMPOSE, json.loads((schemas / "compose-spec.json").read_text()))
+
+
 def test_prometheus_of_compose_scrapes_both_brokers() -> None:
     [job] = yaml.safe_load((DEPLOY / "prometheus-compose.yml").read_text())["scrape_configs"]
     hosts = {target.split(":")[0] for target in job["static_configs"][0]["targets"]}
@@ -122,6 +144,11 @@ def test_every_manifest_is_part_of_a_kustomization() -> None:
     for folder in (KUBERNETES, KUBERNETES / "monitoring"):
         listed = yaml.safe_load((folder / "kustomization.yaml").read_text())["resources"]
         assert set(listed) == {path.name for path in folder.glob("*.yaml")} - {"kustomization.yaml"}
+
+
+def test_the_manifests_name_the_image_of_this_version() -> None:
+    [image] = yaml.safe_load((KUBERNETES / "kustomization.yaml").read_text())["images"]
+    assert image["newTag"] == __version__
 
 
 def test_manifests_match_the_schemas_of_kubernetes() -> None:

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import pytest
 
-from support.examples import REASONS, can_run, examples, run_page
+from support.examples import BLOCK, REASONS, can_run, examples, run_page
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 #: tests/spark/test_spark_pages.py runs these.
 SPARK = {"decoding", "pipelines", "spark", "spark-clusters", "spark-recipes", "spark-tutorial"}
+#: The beginning of a block that is commands.
+COMMANDS = re.compile(r"\s*(?:\$ |\./|(?:flintmq|nsq\w*|to_nsq|curl|pip|python3?|docker|kubectl|systemctl) )")
 #: Of all examples, how many may not be run.
 MOST_NOT_RUN = 0.10
 
@@ -29,6 +32,13 @@ def test_few_examples_are_not_run() -> None:
     not_run = [example for example in every if example.marked("not run:") is not None]
     assert len(every) > 100
     assert len(not_run) <= MOST_NOT_RUN * len(every), f"{len(not_run)} of {len(every)}"
+
+
+def test_commands_are_in_blocks_that_are_examples() -> None:
+    """A block without a language is not run, and is not counted."""
+    for path in PAGES:
+        for block in BLOCK.finditer(path.read_text()):
+            assert block["info"].strip() or not COMMANDS.match(block["text"]), f"{path.name}: {block['text']}"
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.machinery
 import importlib.util
 import os
+import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -72,3 +73,84 @@ def test_a_release_spares_a_folder_with_other_files(release: ModuleType, tmp_pat
     with pytest.raises(SystemExit, match="which is no file of a release: choose another folder with --to"):
         release.empty(tmp_path)
     assert (tmp_path / other).read_text() == "mine" and (tmp_path / "flintmq-0.9.tar.gz").exists()
+
+
+# --- scripts/up -------------------------------------------------------------------------------------------------------
+
+#: As in tests/test_permissions.py: root without its privileges.
+AS_A_USER = ["setpriv", "--bounding-set=-all", "--inh-caps=-all"] if os.geteuid() == 0 else []
+
+
+@pytest.fixture
+def clone(tmp_path: Path) -> Path:
+    """A clone, as far as the preparation looks before it needs a Python."""
+    (tmp_path / "a clone" / "scripts").mkdir(parents=True)
+    shutil.copy2(ROOT / "scripts" / "up", tmp_path / "a clone" / "scripts" / "up")
+    return tmp_path / "a clone"
+
+
+def prepare(clone: Path, *before: str, **environment: str) -> tuple[str, str]:
+    """Run the preparation where no Python can be found; return its output and its error."""
+    tools = clone.parent / "tools"
+    tools.mkdir()
+    for name in ("basename", "dirname", "grep", "id", "rm"):
+        (tools / name).symlink_to(shutil.which(name) or name)
+    # With a path: the programs before it are not among the tools.
+    words = [*(shutil.which(word) or word for word in before), shutil.which("bash") or "bash"]
+    done = subprocess.run(
+        [*words, str(clone / "scripts" / "up"), "--no-spark"],
+        cwd=clone,
+        env={"PATH": str(tools)} | environment,
+        capture_output=True,
+        text=True,
+        timeout=PATIENCE,
+        check=False,
+    )
+    assert done.returncode == 1
+    return done.stdout, done.stderr
+
+
+def environment_of(clone: Path, place: Path) -> Path:
+    """Make what tells the preparation that the clone has an environment, which was made in some place."""
+    programs = clone / ".venv" / "bin"
+    programs.mkdir(parents=True)
+    (clone / ".venv" / ".flintmq").write_text("a key compiled\n")
+    (programs / "python").symlink_to(sys.executable)
+    (programs / "flintmq").write_text(f"#!{place}/.venv/bin/python\n")
+    return clone / ".venv"
+
+
+def test_an_environment_of_a_clone_that_was_moved_is_made_again(clone: Path) -> None:
+    environment = environment_of(clone, clone.parent / "elsewhere")
+    said, error = prepare(clone)
+    assert "was moved" in said and "needed, and none was found" in error
+    assert not environment.exists()
+
+
+def test_an_environment_whose_python_was_removed_is_made_again(clone: Path) -> None:
+    environment = environment_of(clone, clone)
+    (environment / "bin" / "python").unlink()
+    (environment / "bin" / "python").symlink_to("/nowhere/python3")
+    assert "was removed" in prepare(clone)[0]
+    assert not environment.exists()
+
+
+def test_an_environment_in_its_place_stays(clone: Path) -> None:
+    environment = environment_of(clone, clone)
+    said, _ = prepare(clone)
+    assert said == "" and (environment / "bin" / "flintmq").exists()
+
+
+def test_an_active_environment_that_was_deleted_is_named(clone: Path) -> None:
+    _, error = prepare(clone, VIRTUAL_ENV="/nowhere/venv")
+    assert error.startswith("up: the active virtual environment /nowhere/venv does not exist any more")
+
+
+@pytest.mark.skipif(bool(AS_A_USER) and shutil.which("setpriv") is None, reason="needs setpriv")
+def test_a_read_only_clone_is_named(clone: Path) -> None:
+    clone.chmod(0o555)
+    try:
+        _, error = prepare(clone, *AS_A_USER)
+    finally:
+        clone.chmod(0o755)
+    assert error.startswith(f"up: {clone} is read-only for ")

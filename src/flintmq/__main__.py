@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import gc
 import importlib
+import io
 import os
 import signal
 import sys
@@ -36,6 +37,7 @@ def _run(module: str, function: str) -> int:
             from flintmq.tools._output import open_standard_files
 
             open_standard_files()
+        _print_anything()
         try:
             status: int = getattr(_import(module), function)()
         except SystemExit:
@@ -75,6 +77,13 @@ def _import(module: str) -> ModuleType:
         return importlib.import_module(module)
     finally:
         gc.enable()
+
+
+def _print_anything() -> None:
+    """Let no character end a program: where the terminal is not UTF-8 they are replaced, and so are odd file names."""
+    if isinstance(sys.stdout, io.TextIOWrapper):
+        is_utf8 = sys.stdout.encoding.lower() in ("utf-8", "utf8")
+        sys.stdout.reconfigure(errors="backslashreplace" if is_utf8 else "replace")
 
 
 def _drop_output() -> None:

@@ -97,15 +97,21 @@ def _tools(*, imported: bool = True) -> dict[str, str]:
 
 
 def _usage() -> str:
-    lines = [f"  {name:<13} {about}" for name, (_, about) in _COMMANDS.items()]
-    lines += [f"  {name:<13} {about}" for name, about in _tools().items()]
-    return "\n".join(
-        [
-            "usage: flintmq COMMAND [ARGUMENTS]\n",
-            *lines,
-            "\nflintmq COMMAND --help shows its flags; flintmq --version prints the version.",
-        ]
-    )
+    import shutil
+    import textwrap
+
+    about = {name: line for name, (_, line) in _COMMANDS.items()} | _tools()
+    others = [name for name in about if not any(name in names for names in _GROUPS.values())]
+    width = max(40, shutil.get_terminal_size().columns)
+    lines = ["usage: flintmq COMMAND [ARGUMENTS]"]
+    for title, names in (*_GROUPS.items(), ("others", others)):
+        if names:
+            lines.append(f"\n{title}:")
+        for name in names:
+            indents = (f"  {name:<13} ", " " * 16)
+            lines.append(textwrap.fill(about[name], width, initial_indent=indents[0], subsequent_indent=indents[1]))
+    lines.append("\nflintmq COMMAND --help shows its flags; flintmq --version prints the version.")
+    return "\n".join(lines)
 
 
 def nsqd(argv: Sequence[str] | None = None) -> int:
@@ -192,10 +198,15 @@ def _report_changes(options: Options, flags: Mapping[str, Any]) -> None:
         logger.warning("CONFIG: %s", change)
 
 
+#: The addresses of `flintmq up`, by the names of its arguments.
+_UP_ADDRESSES = ("tcp", "http", "lookupd_tcp", "lookupd_http", "admin_http")
+
+
 def _up(argv: Sequence[str]) -> int:
     """Run everything on this machine with nothing to set up: the first command of a newcomer."""
     import argparse
 
+    from flintmq import addresses
     from flintmq.tools._fleet import MOST_NODES, check_data_path
 
     parser = argparse.ArgumentParser(
@@ -250,6 +261,13 @@ def _up(argv: Sequence[str]) -> int:
     arguments = parser.parse_args(argv)
     if not 1 <= arguments.nodes <= MOST_NODES:
         parser.error(f"--nodes must be from 1 to {MOST_NODES}")
+    for name in _UP_ADDRESSES:
+        address = getattr(arguments, f"{name}_address")
+        try:
+            # A name without a slash would be a unix socket in this folder, which nobody means who forgets the port.
+            addresses.split(address, listening=True, unix="/" in address)
+        except OptionError as exc:
+            parser.error(f"--{name.replace('_', '-')}-address: {exc}")
     logs.setup("[nsqd] ", arguments.log_level)
     try:
         os.makedirs(arguments.data_path, exist_ok=True)
@@ -300,7 +318,7 @@ def _other_ports(arguments: argparse.Namespace) -> str:
     from flintmq import addresses
 
     flags = []
-    for name in ("tcp", "http", "lookupd_tcp", "lookupd_http", "admin_http"):
+    for name in _UP_ADDRESSES:
         address = getattr(arguments, f"{name}_address")
         host, port, path = addresses.split(address, listening=True)
         if path:
@@ -769,6 +787,16 @@ def _own_version() -> str:
     return f"flintmq {__version__} {'compiled' if COMPILED else 'interpreted'}"
 
 
+#: How the help sorts the commands.
+_GROUPS = {
+    "daemons": ("up", "nsqd", "nsqlookupd", "nsqadmin"),
+    "messages": ("pub", "sub", "tail", "peek", "log", "seek", "redrive"),
+    "topics and channels": ("ls", "stat", "top", "topic", "channel", "settings"),
+    "disks and health": ("doctor", "backup", "restore", "recover", "torture"),
+    "Spark": ("pipeline",),
+    "NSQ's tools": ("nsq_stat", "nsq_tail", "nsq_to_file", "nsq_to_http", "nsq_to_nsq", "to_nsq"),
+    "shells": ("completion",),
+}
 #: The commands that are not modules of `flintmq.tools`, or need more than its layer may import.
 _COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "up": (_up, "run the whole platform, on this machine only"),

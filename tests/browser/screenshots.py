@@ -1,7 +1,7 @@
 """Pictures of every page, light and dark, for the docs: ``python -m tests.browser.screenshots`` from the repository.
 
 The cluster is real and runs in this process; the hour before its start is made up, so that the charts have something
-to show.
+to show. It leads to the real numbers.
 """
 
 from __future__ import annotations
@@ -49,8 +49,9 @@ PAGES = {
 
 
 def make_up_an_hour(cluster: Cluster) -> None:
-    """Fill the history of everything that is there with a calm hour."""
+    """Fill the history of everything that is there with an hour that leads to the present numbers."""
     state, now = cluster.admin.state, time.time()
+    before = state.history
     # A history takes nothing that is older than what it has: begin with an empty one.
     history = state.history = History(64 << 20)
     things = [("cluster", "", 1.0), *(("node", name, 0.4) for name in state.nodes)]
@@ -59,28 +60,33 @@ def make_up_an_hour(cluster: Cluster) -> None:
     things += [("reader", name, 0.5) for name in sorted(state.readers)]
     things += [("query", id, 0.5) for id in state.queries]
     for kind, name, size in things:
-        phase, depth = random.uniform(0, 6), 900 * size
-        for second in range(-3600, -2, 2):
-            wave = 1 + 0.35 * math.sin(second / 500 + phase) + 0.06 * math.sin(second / 37 + phase)
-            published = 80 * size * wave * random.uniform(0.93, 1.07)
-            delivered = published * (0.98 if second < -900 else 1.04)
-            depth = max(20.0, depth + (published - delivered) * 0.5)
-            values = {
-                "published": published,
-                "handed": published,
-                "delivered": delivered,
-                "depth": depth,
-                "in_flight": 20 * size * wave,
-                "deferred": 10.0,
-                "requeued": max(0.0, math.sin(second / 200 + phase)) * size,
-                "timed_out": 0.0,
-                "disk_free": 79e9 - (3600 + second) * 2e5,
-                "lag": depth,
-                "throughput": delivered,
-                "rows_per_second": delivered,
-                "batch_seconds": 0.8 * wave,
-            }
-            history.add(kind, name, now + second, [values[field] for field in FIELDS[kind]])
+        phase = random.uniform(0, 6)
+        usual = {
+            "published": 80 * size,
+            "handed": 80 * size,
+            "delivered": 80 * size,
+            "depth": 900 * size,
+            "in_flight": 20 * size,
+            "deferred": 10.0,
+            "requeued": size,
+            "timed_out": 0.0,
+            "disk_free": 79e9,
+            "lag": 900 * size,
+            "throughput": 80 * size,
+            "rows_per_second": 80 * size,
+            "batch_seconds": 0.8,
+        }
+        ends = {field: before.last(kind, name, field, now) or 0.0 for field in FIELDS[kind]}
+        for second in range(-3600, 0, 2):
+            # The nearer to now, the more of the present.
+            past = min(1.0, -second / 900)
+            wave = 0.35 * math.sin(second / 500 + phase) + 0.06 * math.sin(second / 37 + phase)
+            values = []
+            for field in FIELDS[kind]:
+                level = ends[field] + past * (usual[field] - ends[field])
+                swing = 0.002 * wave if field == "disk_free" else wave + random.uniform(-0.03, 0.03)
+                values.append(max(0.0, level * (1 + past * swing)))
+            history.add(kind, name, now + second, values)
 
 
 async def prepare(cluster: Cluster) -> None:
@@ -127,8 +133,8 @@ async def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         async with Cluster(Path(folder), interval=2000) as cluster, async_playwright() as playwright:
             await prepare(cluster)
-            # Until the burst of the beginning is over.
-            await asyncio.sleep(5)
+            # Until the burst of the beginning is over, and channels have two rows, of 10 s each.
+            await asyncio.sleep(25)
             make_up_an_hour(cluster)
             await cluster.make_dead(9, 1)
             async with cluster.admin_client() as ask:
