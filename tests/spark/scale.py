@@ -27,25 +27,34 @@ import random
 import shutil
 import signal
 import struct
-import subprocess
 import sys
 import tempfile
 import threading
 import time
-import urllib.error
-import urllib.request
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 # For `python -m`, which knows the repository but not the tests' own names.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from spark.cluster import Cluster, Program, environment, quick_java
+from spark.cluster import Cluster, Program, quick_java
 from spark.daemons import Node
 from spark.object_store import Server
-from spark.torture import HOLDER, HOSTS, Results, Say, about_this_machine, line_writer, reason_of
+from spark.ordeal import (
+    HOSTS,
+    Drivers,
+    Ledger,
+    Publisher,
+    Results,
+    Say,
+    about_this_machine,
+    create_topic,
+    line_writer,
+    restart,
+    run_audit,
+)
 
 BROKERS = 2
 TOPIC = "rows"
@@ -84,55 +93,6 @@ class State:
             partial.replace(self._path)
 
 
-class Publisher(threading.Thread):
-    """Publishes the rows once each: every batch has a key, and is repeated until it is answered."""
-
-    def __init__(self, brokers: Sequence[Node], state: State) -> None:
-        super().__init__(name="publisher", daemon=True)
-        self.trouble: BaseException | None = None
-        #: Rows that are archived: it is not far ahead of them, so that every kill hits something that is going on.
-        self.archived = 0
-        self._brokers, self._state = brokers, state
-        self._ahead = max(4 * _BATCH, state.facts["rows"] // 8)
-        self._over = threading.Event()
-
-    @property
-    def published(self) -> int:
-        return int(self._state.facts["published"])
-
-    def run(self) -> None:
-        try:
-            rows = self._state.facts["rows"]
-            while self.published < rows and not self._over.is_set():
-                if self.published - self.archived > self._ahead:
-                    self._over.wait(0.2)
-                    continue
-                numbers = range(self.published, min(rows, self.published + _BATCH * len(self._brokers)))
-                for at, broker in enumerate(self._brokers):
-                    self._publish(broker, [body_of(number) for number in numbers[at :: len(self._brokers)]])
-                if not self._over.is_set():
-                    self._state.note(published=numbers.stop)
-        except BaseException as exc:
-            self.trouble = exc
-
-    def stop(self) -> None:
-        self._over.set()
-        if self.is_alive():
-            self.join()
-
-    def _publish(self, broker: Node, bodies: list[bytes]) -> None:
-        data = struct.pack(">I", len(bodies)) + b"".join(struct.pack(">I", len(body)) + body for body in bodies)
-        headers = {"X-Flintmq-Key": f"rows-{self.published}"}
-        while not self._over.is_set():
-            with contextlib.suppress(OSError, urllib.error.URLError):
-                url = f"http://{broker.http}/mpub?topic={TOPIC}&binary=true"
-                request = urllib.request.Request(url, data, headers, method="POST")
-                with urllib.request.urlopen(request, timeout=60) as answer:
-                    answer.read()
-                return
-            self._over.wait(0.2)
-
-
 class Scale:
     """One run, or what is left of it."""
 
@@ -148,7 +108,8 @@ class Scale:
             Node("flintmq", folder / f"broker-{number}", "--mem-queue-size=1000") for number in range(BROKERS)
         ]
         self._cluster: Cluster | None = None
-        self._driver: Program | None = None
+        facts = self._state.facts
+        self._drivers = Drivers(self._start_driver, started=facts["drivers"], ended=facts["ended"])
         self._archived = 0
         # The driver that runs is looked for in the table this often.
         self._next_look = 0.0
@@ -165,37 +126,51 @@ class Scale:
             self._store.start()
             for node in self._brokers:
                 node.start()
-                node.post("/topic/create", topic=TOPIC)
-                node.post("/channel/create", topic=TOPIC, channel=HOLDER)
+                create_topic(node, TOPIC)
             # The logs of the workers of an earlier run are of no use.
             shutil.rmtree(self._folder / "cluster", ignore_errors=True)
             self._cluster = Cluster(self._folder / "cluster", hosts=HOSTS, cores=1, memory="1g")
-            publisher = Publisher(self._brokers, self._state)
-            publisher.archived = self._look()
+            self._look()
+            publisher = self._publisher()
             publisher.start()
             if not self._torment(publisher):
                 return None
             publisher.join()
             self._say("the rest")
-            self._finish()
+            self._drivers.finish(3 * _PATIENCE)
             self._say("the ledger")
             report = self._judge()
         finally:
             if publisher is not None:
                 publisher.stop()
-            if self._driver is not None:
-                self._driver.kill()
+            self._drivers.kill()
             if self._cluster is not None:
                 self._cluster.stop()
             for node in self._brokers:
                 node.stop()
             self._store.kill()
+            self._note_drivers()
             self._state.note(seconds=round(before + time.monotonic() - started, 1))
         facts = self._state.facts
         report["kills"] = dict(Counter(facts["happened"]))
-        report["drivers"] = {"started": facts["drivers"], "ended by themselves": facts["ended"]}
+        report["drivers"] = self._drivers.report()
         report["seconds"] = facts["seconds"]
         return report
+
+    def _publisher(self) -> Publisher:
+        def deal(numbers: range) -> Iterator[tuple[Node, str, list[bytes]]]:
+            for at, broker in enumerate(self._brokers):
+                yield broker, TOPIC, [body_of(number) for number in numbers[at :: len(self._brokers)]]
+
+        return Publisher(
+            self._rows,
+            _BATCH * len(self._brokers),
+            max(4 * _BATCH, self._rows // 8),
+            lambda: self._archived,
+            deal,
+            published=self._state.facts["published"],
+            note=lambda published: self._state.note(published=published),
+        )
 
     # --- The driver ---------------------------------------------------------------------------------------------------
 
@@ -222,25 +197,13 @@ class Scale:
         words += [part for key, value in options.items() for part in ("--option", f"{key}={value}")]
         return [*words, *flags]
 
-    def _start_driver(self, *flags: str) -> Program:
-        number = self._state.facts["drivers"] + 1
-        self._state.note(drivers=number)
+    def _start_driver(self, number: int, once: bool) -> Program:
+        self._note_drivers()
+        flags = ["--once"] if once else ["--every", "1s"]
         return Program(self._command(*flags), self._folder / f"driver-{number}.log")
 
-    def _keep_running(self) -> Program:
-        """Return a driver that runs; one that ended by itself is followed by another."""
-        if self._driver is not None and self._driver.process.poll() is not None:
-            self._note_end(self._driver)
-            self._driver.kill()
-            self._driver = None
-        if self._driver is None:
-            self._driver = self._start_driver("--every", "1s")
-        return self._driver
-
-    def _note_end(self, driver: Program) -> None:
-        ended = Counter(self._state.facts["ended"])
-        ended[reason_of(driver)] += 1
-        self._state.note(ended=dict(ended))
+    def _note_drivers(self) -> None:
+        self._state.note(drivers=self._drivers.started, ended=dict(self._drivers.ended))
 
     def _look(self) -> int:
         """Rows that are in the table, as it was last seen: while the store is down nobody can tell."""
@@ -261,12 +224,11 @@ class Scale:
         """Publish all rows and kill so often; False if the time was over before."""
         last, give_up = -1, 0.0
         while publisher.is_alive() or len(self._happened) < self._kills:
-            if publisher.trouble is not None:
-                raise publisher.trouble
+            publisher.check()
             if time.monotonic() > self._over:
                 return False
-            self._keep_running()
-            archived = publisher.archived = self._look()
+            self._drivers.keep_running()
+            archived = self._look()
             if archived != last:
                 last, give_up = archived, time.monotonic() + _PATIENCE
             assert time.monotonic() < give_up, f"it does not get on: see {self._folder}"
@@ -286,8 +248,8 @@ class Scale:
         return list(self._state.facts["happened"])
 
     def _kill_driver(self) -> bool:
-        self._keep_running().kill()
-        self._driver = None
+        self._drivers.keep_running()
+        self._drivers.kill()
         return True
 
     def _kill_executor(self) -> bool:
@@ -299,38 +261,22 @@ class Scale:
         return True
 
     def _kill_broker(self) -> bool:
-        node = self._dice.choice(self._brokers)
-        node.kill()
-        time.sleep(self._dice.choice([0.0, 1.0, 5.0]))
-        node.start()
+        restart(self._dice.choice(self._brokers), self._dice.choice([0.0, 1.0, 5.0]))
         return True
 
     def _kill_store(self) -> bool:
-        self._store.kill()
-        time.sleep(self._dice.choice([0.0, 1.0, 5.0]))
-        self._store.start()
+        restart(self._store, self._dice.choice([0.0, 1.0, 5.0]))
         return True
-
-    def _finish(self) -> None:
-        """Stop the driver as one would, and run the rest to its end."""
-        if self._driver is not None:
-            self._driver.process.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._driver.process.wait(90)
-            self._driver.kill()
-            self._driver = None
-        for _ in range(3):
-            driver = self._driver = self._start_driver("--once")
-            if driver.process.wait(3 * _PATIENCE) == 0:
-                return
-            self._note_end(driver)
-        raise AssertionError(f"the rest cannot be archived: see {driver.log}")
 
     # --- The ledger ---------------------------------------------------------------------------------------------------
 
     def _judge(self) -> dict[str, Any]:
         started = time.monotonic()
-        audit = self._audit()
+        flags = [part for node in self._brokers for part in ("--nsqd", node.tcp)] + self._store.bucket.flags
+        conf = {"spark.driver.memory": "3g", "spark.local.dir": self._folder / "local"}
+        conf |= {"spark.sql.shuffle.partitions": "16"}
+        flags += [part for key, value in conf.items() for part in ("--conf", f"{key}={value}")]
+        audit = run_audit(self._table, [TOPIC], flags, 4 * _PATIENCE)
         audited = time.monotonic()
         report = self._read()
         report["audit"] = {
@@ -340,21 +286,8 @@ class Scale:
             "seconds": round(audited - started, 1),
         }
         counts = {report["deltalake"], report["duckdb"], report["audit"]["published"], report["audit"]["archived"]}
-        wrong = report["lost"] or report["doubled"] or report["wrong"]
-        report["passed"] = bool(audit["passed"]) and counts == {self._rows} and not wrong
+        report["passed"] &= bool(audit["passed"]) and counts == {self._rows}
         return report
-
-    def _audit(self) -> dict[str, Any]:
-        words = [sys.executable, "-m", "flintmq", "pipeline", "audit", TOPIC, "--archive", self._table, "--complete"]
-        words += [part for node in self._brokers for part in ("--nsqd", node.tcp)]
-        words += ["--json", "--master", "local[2,4]", "--conf", "spark.driver.memory=3g", *self._store.bucket.flags]
-        words += ["--conf", f"spark.local.dir={self._folder / 'local'}", "--conf", "spark.sql.shuffle.partitions=16"]
-        done = subprocess.run(
-            words, env=environment(), capture_output=True, text=True, timeout=4 * _PATIENCE, check=False
-        )
-        assert done.stdout, done.stderr
-        found: dict[str, Any] = json.loads(done.stdout)
-        return found
 
     def _read(self) -> dict[str, Any]:
         """Look at the table as one does who knows nothing of us."""
@@ -363,27 +296,11 @@ class Scale:
 
         table = DeltaTable(self._table, storage_options=self._store.bucket.options)
         rows = table.to_pyarrow_dataset()
-        seen = bytearray(self._rows)
-        wrong = 0
-        for batch in rows.to_batches(columns=["value"]):
-            for value in batch.column("value").to_pylist():
-                number = int.from_bytes(value[:8])
-                if number >= self._rows or value != body_of(number):
-                    wrong += 1
-                else:
-                    seen[number] = min(255, seen[number] + 1)
+        ledger = Ledger(self._rows, body_of)
+        ledger.add_table(rows)
         [(counted,)] = duckdb.sql('SELECT count(DISTINCT (node, "offset")) FROM rows').fetchall()
-        lost, doubled = seen.count(0), sum(count - 1 for count in seen if count > 1)
-        return {
-            "rows": self._rows,
-            "lost": lost,
-            "doubled": doubled,
-            "wrong": wrong,
-            "deltalake": rows.count_rows(),
-            "duckdb": counted,
-            "files": len(table.file_uris()),
-            "commits": table.version(),
-        }
+        found = {"deltalake": rows.count_rows(), "duckdb": counted}
+        return ledger.report() | found | {"files": len(table.file_uris()), "commits": table.version()}
 
 
 def scale(

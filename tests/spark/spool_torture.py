@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 from flintmq.spark.pipelines.archive import Target
 from spark.cluster import Program
 from spark.daemons import Node
-from spark.torture import run_command
+from spark.ordeal import run_command
 
 TOPIC, CHANNEL = "orders", "archive"
 _BATCH = 1000

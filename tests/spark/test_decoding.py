@@ -716,6 +716,49 @@ def test_unions_of_records_are_resolved_too(own_registry: SchemaRegistry) -> Non
     assert found[1]["data"] == {"u": {"A": None, "B": {"a": None}}, "v": {"A": {"x": 3, "y": "new"}, "B": None}}
 
 
+@pytest.mark.parametrize("where", ["field", "array", "map", "union", "inner"])
+def test_a_type_with_a_name_is_read_by_a_union_of_such_types(own_registry: SchemaRegistry, where: str) -> None:
+    """The writer had no union, so that no value says which of the reader's types it is."""
+    names = "abc"
+    records = {
+        name: {"type": "record", "name": name.upper(), "fields": [{"name": "x", "type": "long"}]} for name in names
+    }
+    enums = {
+        name: {"type": "enum", "name": f"E{name}", "symbols": ["ONE", f"OF_{name}", "NONE"], "default": "NONE"}
+        for name in names
+    }
+
+    def schema(of: Any) -> dict[str, Any]:
+        kinds = {
+            "field": of,
+            "array": {"type": "array", "items": of},
+            "map": {"type": "map", "values": of},
+            "union": ["null", of] if isinstance(of, dict) else ["null", *of],
+            "inner": {"type": "record", "name": "Inner", "fields": [{"name": "deep", "type": of}]},
+        }
+        return {"type": "record", "name": "Top", "fields": [{"name": "f", "type": kinds[where]}]}
+
+    def around(value: Any) -> Any:
+        return {"array": [value, value], "map": {"k": value}, "inner": {"deep": value}}.get(where, value)
+
+    for types, value in ((records, {"x": 5}), (enums, "ONE")):
+        reader = Avro((json.dumps(schema(list(types.values()))),), Registry.of(own_registry.url))
+        for name, written in types.items():
+            old = schema(written)
+            id = register(own_registry.url, f"union-{where}-{name}-{type(value).__name__}", json.dumps(old))
+            [row] = read(reader, [framed(id, avro_body(old, {"f": around(value)}))])
+            assert row["error"] is None
+            found = row["data"]["f"]
+            if where == "array":
+                found = found[1]
+            elif where == "map":
+                found = dict(found)["k"]
+            elif where == "inner":
+                found = found["deep"]
+            label = name.upper() if types is records else f"E{name}"
+            assert {key: one for key, one in found.items() if one is not None} == {label: value}, (where, name)
+
+
 # --- The registry -----------------------------------------------------------------------------------------------------
 
 
@@ -1084,7 +1127,18 @@ def test_what_follows_an_object_is_not_passed_over(spark: SparkSession) -> None:
     dice = random.Random(7)
     objects = ['{"id": 1}', '{"id": 2, "in": {"x": [{"y": "}]"}]}}', "{}", "[]", "null", "7", ""]
     tails = ["", " ", "\n", ",", "]", "}", " rubbish", '"', ",,", "]}", "}]", '}, "end": true}', "\n\n"]
+    # Keys of the object that is put around a body.
+    tails += [
+        ', "x": 2',
+        ',"body": {"id": 9}',
+        '\n,"x": {"id": 9}',
+        ', "end": true',
+        "], [2",
+        ', "x": [',
+        ', {"id": 9}',
+    ]
     texts = {"".join(dice.choices([*objects, *tails], k=dice.randint(1, 4))) for _ in range(500)}
+    texts |= {first + tail for first in objects for tail in tails} | {'{"id": 1, "in": {"x": NaN}, "y": {}}'}
     expected = {}
     for text in texts:
         try:

@@ -8,6 +8,7 @@ import json
 import random
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -32,10 +33,12 @@ from flintmq.spark.counting import count as messages_in
 from flintmq.spark.pipelines import archive as archiving
 from flintmq.spark.pipelines import common, dead_letters, metrics, replay, sql
 from flintmq.spark.pipelines.audit import audit
+from flintmq.spark.pipelines.replay_notes import Notes
 
 from . import cluster as spark_cluster
 from .conftest import wait_for
 from .daemons import Node
+from .sink_tools import consume, count_of
 
 REPOSITORY = Path(__file__).resolve().parent.parent.parent
 
@@ -162,6 +165,32 @@ def test_archive_of_a_channel_of_a_plain_nsqd(spark, go_broker: Node, topic: str
     source = common.stream_reader(parser.parse_args([topic, *flags]))
     assert archiving.archive(spark, source, tmp_path / "archive", once=True).rows == 500
     assert go_broker.depth(topic, "archive") == 0
+
+
+def test_replay_to_brokers_that_cannot_stage(
+    spark, broker: Node, go_broker: Node, start_node, topic: str, tmp_path: Path
+):
+    """NSQ's own, one of which is gone. Each message is there, and those of a node in their order."""
+    hold(broker, topic)
+    publish(broker, topic, [b"%d" % number for number in range(5000)])
+    gone = start_node("go")
+    gone.kill()
+    options = {**network(broker), "subscribe": topic}
+    there = {"nsq.nsqd.addresses": f"{gone.tcp},{go_broker.tcp}", "idempotent": "false"}
+    root = tmp_path / "archive"
+    assert archiving.archive(spark, topics(broker, topic).stream, root, once=True).rows == 5000
+    for name, plan, read, ordered in (
+        ("log", lambda: replay.log_chunks(options, size=2000), replay.log_reader(options), False),
+        ("archive", lambda: replay.archive_chunks(spark, root, size=2000), replay.archive_reader(root), False),
+        ("ordered", lambda: replay.archive_chunks(spark, root, size=2000), replay.archive_reader(root), True),
+    ):
+        again = f"{topic[:50]}.{name}"
+        go_broker.post("/topic/create", topic=again)
+        go_broker.post("/channel/create", topic=again, channel="test")
+        done = replay.replay(spark, plan, read, again, there, tmp_path / name, ordered=ordered)
+        assert (done.rows, done.batches) == (5000, 3)
+        assert count_of(go_broker, again) == 5000
+        assert [int(body) for body in consume(go_broker, again, 5000)] == list(range(5000)), name
 
 
 def test_replay_of_a_log_keeps_a_rate(spark, broker: Node, topic: str, tmp_path: Path):
@@ -349,7 +378,7 @@ def test_numbers_that_a_crash_left_out_are_no_chunks_of_a_replay(start_node, top
 
 def test_two_replays_do_not_share_a_checkpoint(tmp_path: Path):
     """Each would put other chunks into a write, under another key."""
-    notes = [replay._Notes(common.Place.of(tmp_path / "replay"), {}) for _ in range(2)]
+    notes = [Notes(common.Place.of(tmp_path / "replay"), {}) for _ in range(2)]
     with notes[0].alone(), pytest.raises(PipelineError, match="another process replays from"), notes[1].alone():
         pass
     with notes[1].alone():
@@ -401,23 +430,25 @@ def test_status_tells_of_readers_and_checkpoints(
         assert away in said.err and len(json.loads(said.out)["readers"]) == 3
 
 
-def test_numbers_of_a_query_are_served(spark, broker: Node, topic: str, tmp_path: Path):
+def numbers(address: str, query: str = "counted") -> dict[str, Any]:
+    """What /metrics has of a query."""
     from prometheus_client.parser import text_string_to_metric_families
 
+    with urllib.request.urlopen(f"http://{address}/metrics", timeout=30) as answer:
+        families = list(text_string_to_metric_families(answer.read().decode()))
+    return {
+        sample.name: (sample.value, sample.labels)
+        for family in families
+        for sample in family.samples
+        if sample.labels["query"] == query
+    }
+
+
+def test_numbers_of_a_query_are_served(spark, broker: Node, topic: str, tmp_path: Path):
     from flintmq.spark import serve_metrics
 
     hold(broker, topic)
     publish(broker, topic, bodies(0, 300))
-
-    def numbers(address: str) -> dict[str, Any]:
-        with urllib.request.urlopen(f"http://{address}/metrics", timeout=30) as answer:
-            families = list(text_string_to_metric_families(answer.read().decode()))
-        return {
-            sample.name: (sample.value, sample.labels)
-            for family in families
-            for sample in family.samples
-            if sample.labels["query"] == "counted"
-        }
 
     server = serve_metrics(spark, "127.0.0.1:0")
     try:
@@ -693,6 +724,28 @@ def test_archive_behind_spark_connect_without_our_code_there(
         added = run(*command, "--new-query", **variables)
         assert added.returncode == 0, added.stderr
         assert rows_of(archive) == 800
+        # A query's numbers are served by the command, to which the server tells them.
+        publish(broker, topic, bodies(400, 500))
+        address = f"127.0.0.1:{held_port()}"
+        words = [sys.executable, "-m", "flintmq", "pipeline", *command, "--every", "1s", "--metrics-address", address]
+        following = spark_cluster.Program(
+            [one for one in words if one != "--once"], tmp_path / "following", **variables
+        )
+        try:
+
+            def served() -> dict[str, Any]:
+                assert following.process.poll() is None, following.log.read_text()
+                port_of_metrics = int(address.rpartition(":")[2])
+                return numbers(address, "flintmq archive") if is_open(port_of_metrics) else {}
+
+            wait_for(lambda: served().get("flintmq_query_rows_total", (0,))[0] == 100, "the rows are counted")
+            assert served()["flintmq_query_active"][0] == 1
+            assert served()["flintmq_query_lag_messages"][0] == 0
+            following.process.send_signal(signal.SIGINT)
+            assert following.process.wait(120) == 0, following.log.read_text()
+        finally:
+            following.kill()
+        assert rows_of(archive) == 900
         refused = run(
             "metrics", topic, "--nsqd", broker.tcp, "--once", "--remote", f"sc://127.0.0.1:{port}", **variables
         )

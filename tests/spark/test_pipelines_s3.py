@@ -22,7 +22,8 @@ from flintmq.errors import PipelineError
 from flintmq.spark.pipelines import archive as archiving
 from flintmq.spark.pipelines import replay
 from flintmq.spark.pipelines.audit import audit
-from flintmq.spark.pipelines.tables import DeltaTable, open_table
+from flintmq.spark.pipelines.replay_notes import Notes
+from flintmq.spark.pipelines.tables import DeltaTable, IcebergTable, open_table
 from flintmq.spark.shipped.files import Place
 
 from . import cluster as spark_cluster
@@ -84,6 +85,93 @@ def race(place: Place) -> None:
     assert len(values(place)) == 2 * PER_BATCH
     with pytest.raises(PipelineError, match="hold 0"):
         archiving.check_files(place / "elsewhere", theirs[0], PER_BATCH, "q-1")
+
+
+def test_of_two_replays_from_one_folder_the_one_that_began_first_stops(place: Place):
+    two_replays(place)
+
+
+def two_replays(place: Place) -> None:
+    """A store has no locks: the notes themselves keep two replays from putting different chunks into one write."""
+
+    def plan() -> list[replay.Chunk]:
+        return [replay.Chunk(10, {"number": number}) for number in range(6)]
+
+    terms = {"to": "again"}
+    first, second = Notes(place, terms), Notes(place, terms)
+    assert first.check() == second.check() == {}
+    assert first.begin(plan) == plan()
+    with pytest.raises(PipelineError, match="is of another replay"):
+        Notes(place, {"to": "elsewhere"}).begin(plan)
+    first.begun(2)
+    # The second goes on with the write that is under way, under the same name.
+    assert second.begin(lambda: []) == plan()
+    assert (second.name, second.done, second.under_way) == (first.name, 0, 2)
+    second.begun(2)
+    for change in (lambda: first.finished(2), lambda: first.begun(5)):
+        with pytest.raises(PipelineError, match="another process replays from"):
+            change()
+    second.finished(2)
+    second.begun(5)
+    third = Notes(place, terms)
+    assert third.begin(lambda: []) == plan()
+    assert (third.done, third.under_way) == (2, 3)
+    third.finished(5)
+    # Two begin at the same time, and neither has found a plan: one of them is the replay.
+    racers = [Notes(place / "race", {}) for _ in range(2)]
+    assert [racer.check() for racer in racers] == [{}, {}]
+    racers[0].begin(plan)
+    with pytest.raises(PipelineError, match="another process replays from"):
+        racers[1]._make(plan())
+    assert Notes(place / "race", {}).check()["name"] == racers[0].name
+
+
+def test_a_replay_whose_notes_are_files_of_a_store_goes_on(place: Place):
+    """Versions before had them on stores, too."""
+    known = {"name": "n", "terms": {"to": "again"}, "chunks": [[10, {"number": number}] for number in range(4)]}
+    for name, text in {"plan": known, "done": 1, "doing": [1, 3]}.items():
+        place.write_text(f"{name}.json", json.dumps(text))
+    notes = Notes(place, {"to": "again"})
+    assert len(notes.begin(list)) == 4
+    assert (notes.name, notes.done, notes.under_way) == ("n", 1, 2)
+    notes.finished(3)
+    later = Notes(place, {"to": "again"})
+    later.begin(list)
+    assert (later.name, later.done, later.under_way) == ("n", 3, 1)
+
+
+def test_an_iceberg_table_on_a_store_is_exact_for_its_readers(place: Place, bucket: Bucket, tmp_path: Path):
+    """Its catalog is a database; what its readers need to open the store are options of the catalog."""
+    for module in ("pyiceberg", "sqlalchemy"):
+        pytest.importorskip(module, reason=f"{module} is not installed: pip install 'flintmq[lake]'")
+    options = {
+        "type": "sql",
+        "uri": f"sqlite:///{tmp_path}/catalog.db",
+        "warehouse": f"{bucket.uri}/warehouse",
+        "s3.endpoint": bucket.endpoint,
+        "s3.access-key-id": bucket.options["AWS_ACCESS_KEY_ID"],
+        "s3.secret-access-key": bucket.options["AWS_SECRET_ACCESS_KEY"],
+        "s3.region": "us-east-1",
+    }
+
+    def opened() -> IcebergTable:
+        table = open_table(place, "iceberg", catalog_options=options, table="sales.orders")
+        assert isinstance(table, IcebergTable)
+        return table
+
+    assert bring(opened(), 0)
+    zombie, second = opened(), opened()
+    for driver in (zombie, second):
+        assert driver.wants("q", 1, end_at(200), end_at(100), checkpoint="c", new_query=False)
+    theirs = [write(driver, "q-1", rows(list(range(PER_BATCH, 2 * PER_BATCH)))) for driver in (zombie, second)]
+    second.commit("q", 1, end_at(200), theirs[1])
+    with pytest.raises(PipelineError, match="another process writes query q"):
+        zombie.commit("q", 1, end_at(200), theirs[0])
+    assert not bring(opened(), 1)
+    found = opened()
+    assert sum(file.rows for file in found.files()) == 2 * PER_BATCH
+    assert sorted(found.load().scan().to_arrow()["offset"].to_pylist()) == list(range(2 * PER_BATCH))
+    assert {tuple(file.partition) for file in found.files()} == {("topic", "date", "hour")}
 
 
 def test_a_store_that_does_not_answer_is_told_in_a_line(bucket: Bucket):

@@ -21,7 +21,7 @@ from .azurite import Container, azurite
 from .daemons import Node
 from .hdfs import Hdfs, hdfs
 from .test_pipelines_broker import batch, bodies, hold, network, publish, texts, topics
-from .test_pipelines_s3 import race, values
+from .test_pipelines_s3 import race, two_replays, values
 
 
 @pytest.fixture(scope="module")
@@ -46,6 +46,10 @@ def container(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Container]:
 
 def test_the_second_of_two_drivers_on_hdfs_adds_nothing_and_stops(place: Place):
     race(place)
+
+
+def test_of_two_replays_from_one_folder_on_hdfs_the_one_that_began_first_stops(place: Place):
+    two_replays(place)
 
 
 def test_archive_audit_and_replay_with_everything_on_hdfs(spark, broker: Node, topic: str, place: Place):

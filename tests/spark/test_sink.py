@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import socket
+import struct
 import threading
 
 import pytest
 
 pytest.importorskip("pyspark")
 
+from flintmq.errors import ConnectError, PublishError
 from flintmq.spark.shipped.options import read_sink_options
 from flintmq.spark.sink import BatchWriter, writers
+from flintmq.spark.sink.chunks import Chunk
+from flintmq.spark.sink.publisher import Publisher
 from flintmq.spark.sink.staging import Broker, ranked
 
 from .conftest import run_query
@@ -165,6 +169,101 @@ def test_without_staging_a_lost_answer_is_asked_for_again_and_nothing_is_lost(sp
     assert {int(body) for body in consume(nsqd, topic, published)} == set(range(3000))
     # The MPUBs whose answers were lost are there twice.
     assert published > 3000
+
+
+@pytest.mark.parametrize("kind", ["go", "flintmq"])
+def test_without_staging_a_write_goes_on_without_one_of_the_brokers(spark, start_node, topic, kind):
+    gone, there = start_node(kind), start_node(kind)
+    gone.kill()
+    both = {"nsq.nsqd.addresses": f"{gone.tcp},{there.tcp}", "topic": topic, "idempotent": "false"}
+    # More tasks than brokers: some of them begin with the one that is gone.
+    write(spark.range(3000).selectExpr("cast(id as string) as value").repartition(7), both)
+    assert count_of(there, topic) == 3000
+    assert {int(body) for body in consume(there, topic, 3000)} == set(range(3000))
+
+
+@pytest.mark.parametrize("kind", ["go", "flintmq"])
+def test_without_staging_a_broker_that_is_lost_within_a_task_is_followed_by_another(start_node, topic, kind, caplog):
+    nodes = [start_node(kind), start_node(kind)]
+    options = read_sink_options(
+        {"nsq.nsqd.addresses": ",".join(node.tcp for node in nodes), "topic": topic, "idempotent": "false"}
+    )
+    publisher = Publisher(options, [node.tcp for node in nodes])
+    try:
+        for number in range(100):
+            if number == 50:
+                nodes[0].kill()
+            publisher.put(Chunk.of(topic, 0, [b"%d" % (10 * number + row) for row in range(10)]))
+        publisher.finish()
+    finally:
+        publisher.close()
+    assert f"nsqd {nodes[0].tcp} is lost for now" in caplog.text
+    later = {int(body) for body in consume(nodes[1], topic, count_of(nodes[1], topic))}
+    assert later >= set(range(500, 1000))
+    # At most the publishes that were not answered are sent again.
+    assert len(later) == count_of(nodes[1], topic) <= 500 + 10 * 5
+    if kind == "flintmq":  # NSQ's own has lost what it had in memory
+        nodes[0].start()
+        kept = nodes[0].get("/stats", format="json", topic=topic)["topics"][0]["depth"]
+        before = {int(body) for body in consume(nodes[0], topic, kept)}
+        assert before | later == set(range(1000))
+
+
+def test_without_staging_a_broker_that_takes_nothing_more_is_followed_by_another(start_node, topic):
+    """Its disk is full, or it ends: E_MPUB_FAILED."""
+    answers = FailingBroker()
+    there = start_node("flintmq")
+    options = read_sink_options({"nsq.nsqd.addresses": there.tcp, "topic": topic, "fetch.numRetries": "1"})
+    try:
+        publisher = Publisher(options, [answers.address, there.tcp])
+        publisher.put(Chunk.of(topic, 0, [b"1", b"2"]))
+        publisher.finish()
+        publisher.close()
+        assert count_of(there, topic) == 2
+        alone = Publisher(options, [answers.address])
+        with pytest.raises(PublishError, match=r"refused a publish .*E_MPUB_FAILED"):
+            alone.put(Chunk.of(topic, 0, [b"1"]))
+            alone.finish()
+        alone.close()
+        there.stop()
+        both = Publisher(options, [answers.address, there.tcp])
+        with pytest.raises(ConnectError, match=rf"none of the nsqds {answers.address}, {there.tcp}"):
+            both.put(Chunk.of(topic, 0, [b"1"]))
+            both.finish()
+        both.close()
+    finally:
+        answers.close()
+
+
+class FailingBroker:
+    """A broker that stores nothing and says so."""
+
+    def __init__(self):
+        self._server = socket.create_server(("127.0.0.1", 0))
+        self.address = f"127.0.0.1:{self._server.getsockname()[1]}"
+        threading.Thread(target=self._accept, daemon=True).start()
+
+    def _accept(self):
+        while True:
+            try:
+                client, _ = self._server.accept()
+            except OSError:
+                return
+            threading.Thread(target=self._answer, args=(client,), daemon=True).start()
+
+    def _answer(self, client):
+        with client:
+            frames = [(0, b"OK"), *[(1, b"E_MPUB_FAILED MPUB failed disk full")] * 100]
+            try:
+                for kind, data in frames:
+                    if not client.recv(65536):
+                        return
+                    client.sendall(struct.pack(">II", 4 + len(data), kind) + data)
+            except OSError:
+                return
+
+    def close(self):
+        self._server.close()
 
 
 def failing_once(frame, nsqd, topic):

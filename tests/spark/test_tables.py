@@ -866,6 +866,9 @@ def test_a_task_holds_few_files_open_and_few_rows(place: Place, monkeypatch: pyt
     [
         ("/data/archive/", "/data/archive", "/data/archive"),
         ("file:///data/a%20b", "/data/a b", "/data/a b"),
+        ("file:/data/a", "/data/a", "/data/a"),
+        ("file://localhost/data/a", "/data/a", "/data/a"),
+        ("file:///data/a#b?c", "/data/a#b?c", "/data/a#b?c"),
         ("s3a://bucket/a/", "s3://bucket/a", "s3a://bucket/a"),
         ("s3://bucket/a", "s3://bucket/a", "s3a://bucket/a"),
         ("gs://bucket/a", "gs://bucket/a", "gs://bucket/a"),
@@ -903,6 +906,48 @@ def test_other_schemes_are_refused():
     for where in ("http://host/x", "ftp://host/x", "s3:/bucket/x"):
         with pytest.raises(PipelineError, match="a place is a path, or a URI of"):
             Place.of(where)
+
+
+def test_a_uri_of_a_file_on_another_machine_is_refused():
+    """Two slashes where three were meant: the rows would go to /archive."""
+    with pytest.raises(PipelineError, match=r"names the machine 'data': a path of this one is file:///data/archive"):
+        Place.of("file://data/archive")
+
+
+def test_a_catalog_is_icebergs_alone(tmp_path: Path):
+    pytest.importorskip("pyiceberg")
+    options = {"type": "sql", "uri": f"sqlite:///{tmp_path}/catalog.db", "warehouse": f"file://{tmp_path}/w"}
+    place = Place.of(tmp_path / "new")
+    assert open_table(place, catalog_options=options).format == "iceberg"
+    bring(open_table(Place.of(tmp_path / "delta")), 0)
+    for other, format in (("delta", None), ("new", "delta"), ("new", "parquet")):
+        with pytest.raises(PipelineError, match="only Iceberg has a catalog"):
+            open_table(Place.of(tmp_path / other), format, catalog_options=options)
+
+
+def test_files_that_another_engine_has_written_say_their_topic_and_hour(tmp_path: Path):
+    """Theirs have other names, and are in the folder that the catalog chose."""
+    pytest.importorskip("pyiceberg")
+    table = open_table(Place.of(tmp_path / "t"), "iceberg")
+    bring(table, 0)
+    before = {(file.rows, *sorted(file.partition.items())) for file in table.files()}
+    # As rewrite_data_files does it: the same rows in files of the engine's own.
+    moved = []
+    for number, file in enumerate(table.files()):
+        path = f"_iceberg/data/topic_name=orders/hour=2026-11-16-{number:02d}/00000-{number}-5f6c.parquet"
+        (tmp_path / "t" / path).parent.mkdir(parents=True)
+        (tmp_path / "t" / file.path).rename(tmp_path / "t" / path)
+        moved.append(f"file://{tmp_path}/t/{path}")
+    other = table.load()  # type: ignore[attr-defined]
+    with other.transaction() as change:
+        change.delete("offset >= 0")
+        change.add_files(moved)
+    after = table.files()
+    assert {(file.rows, *sorted(file.partition.items())) for file in after} == before
+    assert not any(file.path.startswith("topic=") for file in after)
+    reader = FileReader(table.place, pa.schema([("value", pa.binary()), ("topic", pa.string()), ("hour", pa.int32())]))
+    lines = pa.RecordBatch.from_pydict({"file": [json.dumps(vars(file)) for file in after]})
+    assert sum(part.num_rows for part in reader([lines])) == PER_BATCH
 
 
 def test_an_archive_in_a_place_that_cannot_be_written_says_so(tmp_path: Path, format: str):

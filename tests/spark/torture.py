@@ -36,7 +36,6 @@ import argparse
 import contextlib
 import json
 import os
-import platform
 import random
 import re
 import shutil
@@ -45,28 +44,36 @@ import struct
 import subprocess
 import sys
 import tempfile
-import threading
 import time
-import urllib.error
-import urllib.request
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 # For `python -m`, which knows the repository but not the tests' own names.
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from spark.cluster import Cluster, Program, environment, quick_java
+from spark.cluster import Cluster, Program, quick_java
 from spark.daemons import Node
+from spark.ordeal import (
+    HOSTS,
+    Drivers,
+    Ledger,
+    Publisher,
+    Results,
+    Say,
+    about_this_machine,
+    create_topic,
+    line_writer,
+    restart,
+    run_audit,
+)
 from spark.proxy import Proxy
 from spark.torture_driver import OUT_TOPICS, is_dropped
 
 HERE = Path(__file__).parent
 IN_TOPICS = 3
 TARGETS = 3
-#: Holds the logs: what nobody has finished is not freed.
-HOLDER = "audit"
 FAULTS = (
     "driver",
     "executor",
@@ -81,8 +88,6 @@ FAULTS = (
 )
 #: Faults that the archive cannot have: it writes to no broker, and its functions are its own.
 NOT_FOR_ARCHIVE = ("target", "upstream")
-#: Workers are hosts of their own, all on this machine: Spark starts copies of a task on another host.
-HOSTS = ("127.0.0.1", "127.0.0.2")
 _BATCH = 500
 #: Seconds that nothing here should ever take.
 _PATIENCE = 1800.0
@@ -91,56 +96,12 @@ _AGAIN = re.compile(r"Running task \d+\.[1-9]\d* in stage")
 _OVERTAKEN = re.compile("reason: another attempt succeeded")
 _SENTENCES = ("was committed with other rows", "checkpoint went back", "has gone back", "restore it")
 
-Say = Callable[[str], None]
-
 
 def body_of(number: int) -> bytes:
     """Return the row of a number: its size and content follow from it."""
     mixed = number * 0x9E3779B97F4A7C15 % 2**64
     size = 1024 + mixed % 99_001 if (mixed >> 40) % 100 == 0 else mixed % 1013
     return struct.pack(">Q", number) + bytes([mixed >> 56]) * size
-
-
-class Publisher(threading.Thread):
-    """Publishes the rows once each: every batch has a key, and is repeated until it is answered."""
-
-    def __init__(self, source: Node, rows: int, ahead: int, arrived: Callable[[], int]) -> None:
-        super().__init__(name="publisher", daemon=True)
-        self.published = 0
-        self.trouble: BaseException | None = None
-        self._source, self._rows, self._ahead, self._arrived = source, rows, ahead, arrived
-        self._over = threading.Event()
-
-    def run(self) -> None:
-        try:
-            while self.published < self._rows and not self._over.is_set():
-                if self.published - self._arrived() > self._ahead:
-                    # Slow enough for every fault to hit something that is going on.
-                    self._over.wait(0.2)
-                    continue
-                numbers = range(self.published, min(self._rows, self.published + _BATCH))
-                for topic in range(IN_TOPICS):
-                    self._publish(f"in-{topic}", [body_of(number) for number in numbers if number % IN_TOPICS == topic])
-                self.published = numbers.stop
-        except BaseException as exc:
-            self.trouble = exc
-
-    def stop(self) -> None:
-        self._over.set()
-        if self.is_alive():
-            self.join()
-
-    def _publish(self, topic: str, bodies: list[bytes]) -> None:
-        data = struct.pack(">I", len(bodies)) + b"".join(struct.pack(">I", len(body)) + body for body in bodies)
-        headers = {"X-Flintmq-Key": f"rows-{self.published}"}
-        while not self._over.is_set():
-            url = f"http://{self._source.http}/mpub?topic={topic}&binary=true"
-            with contextlib.suppress(OSError, urllib.error.URLError):
-                request = urllib.request.Request(url, data, headers, method="POST")
-                with urllib.request.urlopen(request, timeout=60) as answer:
-                    answer.read()
-                return
-            self._over.wait(0.2)
 
 
 class Torture:
@@ -161,11 +122,9 @@ class Torture:
         ]
         self._proxies: list[Proxy] = []
         self._cluster: Cluster | None = None
-        self._driver: Program | None = None
-        self._drivers = 0
+        self._drivers = Drivers(self._start_driver)
         self._fails, self._is_slow = folder / "fail", folder / "slow"
         self.happened: list[str] = []
-        self._given_up: Counter[str] = Counter()
 
     @property
     def checkpoint(self) -> Path:
@@ -184,24 +143,23 @@ class Torture:
                 *((t, "out", OUT_TOPICS) for t in self._targets),
             ):
                 for number in range(count):
-                    node.post("/topic/create", topic=f"{prefix}-{number}")
-                    node.post("/channel/create", topic=f"{prefix}-{number}", channel=HOLDER)
+                    create_topic(node, f"{prefix}-{number}")
             if self._master_kind == "standalone":
                 # Room for two drivers at a time.
                 self._cluster = Cluster(self._folder / "cluster", hosts=HOSTS, cores=2, memory="2g")
-            publisher = Publisher(self._source, self._rows, max(4000, self._rows // (self._faults + 2)), self._arrived)
+            ahead = max(4000, self._rows // (self._faults + 2))
+            publisher = Publisher(self._rows, _BATCH, ahead, self._arrived, self._deal)
             publisher.start()
             self._torment(publisher)
             publisher.join()
             self._say("the rest")
-            self._finish()
+            self._drivers.finish(_PATIENCE)
             self._say("the ledger")
             report = self._judge()
         finally:
             if publisher is not None:
                 publisher.stop()
-            if self._driver is not None:
-                self._driver.kill()
+            self._drivers.kill()
             if self._cluster is not None:
                 self._cluster.stop()
             for proxy in self._proxies:
@@ -210,9 +168,13 @@ class Torture:
                 node.stop()
         report["faults"] = dict(Counter(self.happened))
         report["copies of tasks"] = self._logged(_OVERTAKEN)
-        report["drivers"] = {"started": self._drivers, "ended by themselves": dict(self._given_up)}
+        report["drivers"] = self._drivers.report()
         report["seconds"] = round(time.monotonic() - started, 1)
         return report
+
+    def _deal(self, numbers: range) -> Iterator[tuple[Node, str, list[bytes]]]:
+        for topic in range(IN_TOPICS):
+            yield self._source, f"in-{topic}", [body_of(number) for number in numbers if number % IN_TOPICS == topic]
 
     # --- Drivers -----------------------------------------------------------------------------------------------------
 
@@ -241,9 +203,8 @@ class Torture:
     def _master(self) -> str:
         return self._cluster.url if self._cluster is not None else "local-cluster[2,1,1024]"
 
-    def _start_driver(self, *, once: bool = False) -> Program:
-        self._drivers += 1
-        log = self._folder / f"driver-{self._drivers}.log"
+    def _start_driver(self, number: int, once: bool) -> Program:
+        log = self._folder / f"driver-{number}.log"
         if self._is_archive:
             return Program(self._archive_command(once), log)
         dice = self._dice
@@ -277,7 +238,7 @@ class Torture:
             "is slow": str(self._is_slow),
             "once": once,
         }
-        path = self._folder / f"driver-{self._drivers}.json"
+        path = self._folder / f"driver-{number}.json"
         path.write_text(json.dumps(spec, indent=1))
         return Program([sys.executable, str(HERE / "torture_driver.py"), str(path)], log)
 
@@ -294,16 +255,6 @@ class Torture:
         ]
         reading = [part for option in options for part in ("--option", option)]
         return [sys.executable, "-m", "flintmq", "pipeline", "archive", *topics, *where, *flags, *reading, *conf]
-
-    def _keep_running(self) -> Program:
-        """Return a driver that runs; one that ended by itself is followed by another."""
-        if self._driver is not None and self._driver.process.poll() is not None:
-            self._given_up[reason_of(self._driver)] += 1
-            self._driver.kill()
-            self._driver = None
-        if self._driver is None:
-            self._driver = self._start_driver()
-        return self._driver
 
     def _arrived(self) -> int:
         """Rows of the batches that are through."""
@@ -327,9 +278,8 @@ class Torture:
         give_up = time.monotonic() + _PATIENCE
         while publisher.is_alive() or len(self.happened) < self._faults:
             assert time.monotonic() < give_up, "it does not get on"
-            if publisher.trouble is not None:
-                raise publisher.trouble
-            self._keep_running()
+            publisher.check()
+            self._drivers.keep_running()
             arrived = self._arrived()
             self._say(
                 f"{publisher.published:,} published, {arrived:,} through, {len(self.happened)} of {self._faults} faults"
@@ -351,23 +301,19 @@ class Torture:
         return [kind for kind in FAULTS if kind not in impossible]
 
     def _fault_driver(self) -> bool:
-        driver = self._keep_running()
+        driver = self._drivers.keep_running()
         if self._dice.random() < 0.7:
-            driver.kill()
+            self._drivers.kill()
         else:
             # Python alone: its Java notices by itself, and may still be at work when the next driver starts.
             driver.process.kill()
             driver.process.wait()
-        self._driver = None
+            self._drivers.current = None
         return True
 
     def _fault_restart(self) -> bool:
-        driver = self._keep_running()
-        driver.process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            driver.process.wait(20)
-        driver.kill()
-        self._driver = None
+        self._drivers.keep_running()
+        self._drivers.stop(20)
         return True
 
     def _fault_executor(self) -> bool:
@@ -379,15 +325,11 @@ class Torture:
         return True
 
     def _fault_source(self) -> bool:
-        return self._kill_broker(self._source)
+        restart(self._source, self._dice.choice([0.0, 0.5, 3.0]))
+        return True
 
     def _fault_target(self) -> bool:
-        return self._kill_broker(self._dice.choice(self._targets))
-
-    def _kill_broker(self, node: Node) -> bool:
-        node.kill()
-        time.sleep(self._dice.choice([0.0, 0.5, 3.0]))
-        node.start()
+        restart(self._dice.choice(self._targets), self._dice.choice([0.0, 0.5, 3.0]))
         return True
 
     def _fault_cut(self) -> bool:
@@ -431,7 +373,7 @@ class Torture:
         else:
             self._is_slow.write_text(str(len(self.happened)))
         give_up = time.monotonic() + 15
-        while self._logged(awaited) == before and time.monotonic() < give_up and self._keep_running():
+        while self._logged(awaited) == before and time.monotonic() < give_up and self._drivers.keep_running():
             time.sleep(0.2)
         for pid in stopped:
             with contextlib.suppress(ProcessLookupError):
@@ -446,10 +388,10 @@ class Torture:
 
     def _fault_zombie(self) -> bool:
         """Two drivers of one query: the first sleeps while the second gets on, and wakes up."""
-        zombie = self._keep_running()
+        zombie = self._drivers.keep_running()
         stopped = _stop_without_executors(zombie)
         before = self._arrived()
-        second = self._start_driver()
+        second = self._drivers.start()
         give_up = time.monotonic() + 120
         while self._arrived() == before and second.process.poll() is None and time.monotonic() < give_up:
             time.sleep(0.2)
@@ -458,37 +400,35 @@ class Torture:
                 os.kill(pid, signal.SIGCONT)
         with contextlib.suppress(subprocess.TimeoutExpired):
             zombie.process.wait(self._dice.uniform(2.0, 8.0))
-        self._given_up["zombie ended" if zombie.process.poll() is not None else "zombie killed"] += 1
+        self._drivers.ended["zombie ended" if zombie.process.poll() is not None else "zombie killed"] += 1
         zombie.kill()
-        self._driver = second
+        self._drivers.current = second
         return True
 
     def _fault_rollback(self) -> bool:
         """The newest batches are gone from the checkpoint, as after a power cut or from a backup."""
-        driver = self._keep_running()
-        driver.kill()
-        self._driver = None
+        self._drivers.keep_running()
+        self._drivers.kill()
         commits = [int(path.name) for path in (self.checkpoint / "commits").glob("[0-9]*")]
         if not commits:
             return False
         last = max(min(commits), max(commits) - self._dice.randrange(3))
-        aside = self._folder / f"aside-{self._drivers}"
+        aside = self._folder / f"aside-{self._drivers.started}"
         shutil.copytree(self.checkpoint, aside)
         for path in self.checkpoint.glob("*/*"):
             number = path.name.removeprefix(".").removesuffix(".crc")
             if path.parent.name in ("commits", "offsets") and number.isdigit() and int(number) >= last:
                 path.unlink()
         before = self._arrived()
-        driver = self._driver = self._start_driver()
+        driver = self._drivers.current = self._drivers.start()
         give_up = time.monotonic() + 180
         while driver.process.poll() is None and self._arrived() == before and time.monotonic() < give_up:
             time.sleep(0.2)
         if driver.process.poll() is not None:
             text = driver.log.read_text(errors="replace")
             assert any(sentence in text for sentence in _SENTENCES), f"no advice in {driver.log}"
-            self._given_up["stopped with advice: the checkpoint went back"] += 1
-            driver.kill()
-            self._driver = None
+            self._drivers.ended["stopped with advice: the checkpoint went back"] += 1
+            self._drivers.kill()
             shutil.rmtree(self.checkpoint)
             shutil.copytree(aside, self.checkpoint)
         shutil.rmtree(aside)
@@ -497,82 +437,35 @@ class Torture:
     def _executors(self) -> list[int]:
         if self._cluster is not None:
             return self._cluster.executors()
-        driver = self._keep_running()
+        driver = self._drivers.keep_running()
         return [pid for pid, about in _group(driver).items() if about.is_executor]
-
-    def _finish(self) -> None:
-        """Stop the driver as one would, and run the rest to its end."""
-        if self._driver is not None:
-            self._driver.process.terminate()
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                self._driver.process.wait(60)
-            self._driver.kill()
-            self._driver = None
-        for _ in range(3):
-            driver = self._driver = self._start_driver(once=True)
-            if driver.process.wait(_PATIENCE) == 0:
-                return
-            self._given_up[reason_of(driver)] += 1
-        raise AssertionError(f"the rest cannot be written: see {driver.log}")
 
     # --- The ledger --------------------------------------------------------------------------------------------------
 
     def _judge(self) -> dict[str, Any]:
         if self._is_archive:
             return self._judge_archive()
-        seen = bytearray(self._rows)
-        wrong = 0
+        ledger = Ledger(self._rows, body_of)
         for node in self._targets:
             for topic, value in _rows_of(node):
-                number = int.from_bytes(value[:8])
-                if (
-                    number >= self._rows
-                    or is_dropped(number)
-                    or value != body_of(number)
-                    or topic != f"out-{number % OUT_TOPICS}"
-                ):
-                    wrong += 1
-                else:
-                    seen[number] = min(255, seen[number] + 1)
+                ledger.add(value, lambda number, topic=topic: topic == f"out-{number % OUT_TOPICS}")
         for number in filter(is_dropped, range(self._rows)):
-            seen[number] = 1
-        return self._ledger(seen, wrong) | {"staged bytes": sum(node.get("/stage")["bytes"] for node in self._targets)}
+            ledger.leave_out(number)
+        return ledger.report() | {"staged bytes": sum(node.get("/stage")["bytes"] for node in self._targets)}
 
     def _judge_archive(self) -> dict[str, Any]:
         import deltalake
 
-        command = [sys.executable, "-m", "flintmq", "pipeline", "audit", *(f"in-{n}" for n in range(IN_TOPICS))]
-        where = ["--nsqd", self._source.tcp, "--archive", str(self._folder / "archive"), "--complete", "--json"]
-        ended = subprocess.run(
-            [*command, *where, "--master", "local[2,4]", "--conf", "spark.driver.memory=1g"],
-            env=environment(),
-            capture_output=True,
-            text=True,
-            timeout=_PATIENCE,
-            check=False,
-        )
-        assert ended.stdout, ended.stderr
-        audit = json.loads(ended.stdout)
+        where = str(self._folder / "archive")
+        flags = ["--nsqd", self._source.tcp, "--conf", "spark.driver.memory=1g"]
+        audit = run_audit(where, [f"in-{number}" for number in range(IN_TOPICS)], flags, _PATIENCE)
         # A reader that knows nothing of us must find the same.
-        plain = deltalake.DeltaTable(str(self._folder / "archive")).to_pyarrow_dataset()
-        seen = bytearray(self._rows)
-        wrong = 0
-        for batch in plain.to_batches(columns=["value"]):
-            for value in batch.column("value").to_pylist():
-                number = int.from_bytes(value[:8])
-                if number >= self._rows or value != body_of(number):
-                    wrong += 1
-                else:
-                    seen[number] = min(255, seen[number] + 1)
-        report = self._ledger(seen, wrong)
+        ledger = Ledger(self._rows, body_of)
+        ledger.add_table(deltalake.DeltaTable(where).to_pyarrow_dataset())
+        report = ledger.report()
         report["audit passed"] = audit["passed"]
         report["passed"] &= audit["passed"]
         return report
-
-    def _ledger(self, seen: bytearray, wrong: int) -> dict[str, Any]:
-        lost, doubled = seen.count(0), sum(count - 1 for count in seen if count > 1)
-        passed = not lost and not doubled and not wrong
-        return {"rows": self._rows, "lost": lost, "doubled": doubled, "wrong": wrong, "passed": passed}
 
 
 def _rows_of(node: Node) -> Any:
@@ -633,17 +526,6 @@ def _stop_without_executors(program: Program) -> list[int]:
     return stopped
 
 
-def reason_of(driver: Program) -> str:
-    """Return why a driver ended: the last error of ours in its log, short."""
-    found = ""
-    for line in driver.log.read_text(errors="replace").splitlines():
-        if "flintmq.errors." in line:
-            found = line.partition("flintmq.errors.")[2]
-        elif line.startswith("pyspark.errors.") and not found:
-            found = line
-    return found[:160] or "unknown"
-
-
 def torture(
     folder: Path,
     rows: int,
@@ -657,85 +539,6 @@ def torture(
     """Run one route on one kind of cluster; return what was found. Faults begin with the one of this number."""
     folder.mkdir(parents=True)
     return Torture(folder, rows, faults, seed, route, master, say, first_fault).run()
-
-
-def line_writer() -> Say:
-    """Show how it goes: one line on a terminal, else a line whenever something is new."""
-    last = ""
-
-    def say(line: str) -> None:
-        nonlocal last
-        if line != last:
-            last = line
-            sys.stderr.write(f"\r\x1b[K{line}" if sys.stderr.isatty() else f"{line}\n")
-            sys.stderr.flush()
-
-    return say
-
-
-def run_command(
-    name: str, about: str, run: Callable[..., dict[str, Any]], messages: int, kills: int, argv: Sequence[str] | None
-) -> int:
-    """The command line of a torture: its exit status says whether it was passed."""
-    parser = argparse.ArgumentParser(prog=f"python -m tests.spark.{name}", description=about.partition("\n")[0])
-    parser.add_argument("--messages", type=int, default=messages)
-    parser.add_argument("--kills", type=int, default=kills)
-    parser.add_argument("--folder", type=Path, help="where everything is kept")
-    parser.add_argument("--seed", type=int, default=0)
-    arguments = parser.parse_args(argv)
-    folder = arguments.folder or Path(tempfile.mkdtemp(prefix=f"flintmq-{name.replace('_', '-')}-"))
-    sys.stderr.write(f"everything is in {folder}\n")
-    report = run(folder.absolute(), arguments.messages, arguments.kills, arguments.seed, line_writer())
-    sys.stderr.write("\n")
-    sys.stdout.write(json.dumps(report, indent=2) + "\n")
-    return 0 if report["passed"] else 1
-
-
-class Results:
-    """What the parts of a long torture came to: a file with a JSON line for each of them."""
-
-    def __init__(self, path: Path) -> None:
-        self._path = path
-        self.lines: list[dict[str, Any]] = []
-        if path.exists():
-            self.lines = [json.loads(line) for line in path.read_text().splitlines()]
-
-    def add(self, line: dict[str, Any]) -> None:
-        self.lines.append(line)
-        with open(self._path, "a") as file:
-            file.write(json.dumps(line) + "\n")
-
-    def done(self, route: str, master: str) -> tuple[int, int]:
-        """Rows and faults of a combination, as far as it was passed."""
-        passed = [line for line in self.lines if (line["to"], line["on"]) == (route, master) and line["passed"]]
-        return sum(line["rows"] for line in passed), sum(sum(line["faults"].values()) for line in passed)
-
-    def totals(self) -> dict[str, Any]:
-        faults: Counter[str] = Counter()
-        for line in self.lines:
-            faults.update(line["faults"])
-        total = {
-            name: sum(line[name] for line in self.lines)
-            for name in ("rows", "lost", "doubled", "wrong", "copies of tasks")
-        }
-        passed = all(line["passed"] for line in self.lines)
-        return {"parts": len(self.lines), **total, "faults": dict(faults), "passed": passed}
-
-
-def _machine() -> str:
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") >> 30
-    return f"{os.cpu_count()} cores, {memory} GB, {platform.system()} {platform.release()}"
-
-
-def _commit() -> str:
-    command = ["git", "-C", str(HERE), "describe", "--always", "--dirty", "--exclude", "*"]
-    return subprocess.run(command, capture_output=True, text=True, check=False).stdout.strip() or "unknown"
-
-
-def about_this_machine() -> dict[str, str]:
-    """When, where and with which code: for a line of results."""
-    now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-    return {"date": now, "commit": _commit(), "machine": _machine()}
 
 
 def main(argv: Sequence[str] | None = None) -> int:

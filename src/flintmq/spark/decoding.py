@@ -37,6 +37,9 @@ if TYPE_CHECKING:
 __all__ = ["FORMATS", "Decoder", "JsonDecoder", "decode", "decoder", "name_clashes"]
 
 FORMATS = ("json", "avro", "protobuf", "msgpack")
+#: The begin of a JSON object; and, in a text that may go on behind it: the end of an object, and a comma.
+_BEGINS = r"^[ \t\r\n]*\{"
+_GOES_ON = r"\}[ \t\r\n]*,"
 
 
 def decode(
@@ -194,13 +197,20 @@ class JsonDecoder(Decoder):
         value = f.col("value")
         body = f.expr(f"substring(value, {FRAME + 1})") if self.is_framed else value
         # Spark's parser stops behind the first object: what follows in a body must not be passed over.
-        text = f.concat(f.lit('{"body":'), body.cast("string"), f.lit(',"end":true}'))
+        body_text = body.cast("string")
+        text = f.concat(f.lit('{"body":'), body_text, f.lit(',"end":true}'))
+        # Behind an object and a comma there may be further keys, which would be those of the object around it. Of two
+        # values an array says that they are two; one that a body closes by itself is not closed in that object.
+        listed = f.from_json(f.concat(f.lit("["), body_text, f.lit("]")), "ARRAY<STRING>")
+        is_one = body_text.rlike(_BEGINS) & f.when(body_text.rlike(_GOES_ON), f.size(listed) == 1).otherwise(
+            f.lit(True)
+        )
         parsed = f.from_json(text, wanted, {"mode": "PERMISSIVE", "columnNameOfCorruptRecord": corrupt})
         name = _free_name("_decoded", messages.columns)
         framed = (
             f.expr(f"length(value) >= {FRAME} AND substring(value, 1, 1) = X'00'") if self.is_framed else f.lit(True)
         )
-        fits = f.col(f"{name}.body").isNotNull() & f.col(f"{name}.end") & f.col(f"{name}.{corrupt}").isNull()
+        fits = f.col(f"{name}.body").isNotNull() & f.col(f"{name}.end") & f.col(f"{name}.{corrupt}").isNull() & is_one
         error = (
             f.when(value.isNull(), NO_BODY)
             .when(~framed, UNFRAMED)

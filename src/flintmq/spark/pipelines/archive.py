@@ -117,6 +117,7 @@ def archive(
     unless given; a table that has batches is only gone on with from the checkpoint that they came from, unless
     `new_query` says that this is another one.
     """
+    common.check_whole(source, "an archive is to have")
     made = decode if isinstance(decode, Decoder) else None
     if made is None and (schema is not None or decode not in (True, False, "json")):
         made = decoder(decode if isinstance(decode, str) else "json", schema=schema)
@@ -643,6 +644,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.compact or arguments.vacuum or arguments.upgrade:
         return _take_care(arguments, target)
     common.need_topics(arguments)
+    common.check_whole(common.stream_reader(arguments), "an archive is to have")
     bodies.check_decoding(arguments)
     if (aside := _aside_of(arguments)) is not None:
         aside.check(target, is_decoded=bool(arguments.decode or arguments.schema))

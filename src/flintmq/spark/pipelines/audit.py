@@ -29,7 +29,6 @@ from flintmq.errors import PipelineError
 from flintmq.spark.pipelines import common
 from flintmq.spark.pipelines.archive import read, target_of
 from flintmq.spark.pipelines.screen import working
-from flintmq.spark.pipelines.tables import format_of
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -83,6 +82,7 @@ def audit(spark: SparkSession, published: common.Source, archived: common.Source
     """Compare the messages of a log with those of an archive, as `archive.read` gives them."""
     from pyspark.sql import functions as f
 
+    _check(published)
     key = ["topic", "node", "offset"]
     date, hour = common.hour_columns()
     misplaced = (f.date_format("date", "yyyy-MM-dd") != date) | (f.col("hour") != hour.cast("int"))
@@ -144,6 +144,11 @@ def audit(spark: SparkSession, published: common.Source, archived: common.Source
     return report
 
 
+def _check(published: common.Source) -> None:
+    """PipelineError if not all of the log is compared: what is left out would seem to be changed, or unexpected."""
+    common.check_whole(published, "is compared with the archive", "where", "endingoffsets", "endingtimestamp")
+
+
 def _true(condition: Any) -> Any:
     """Null is no."""
     from pyspark.sql import functions as f
@@ -169,11 +174,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     common.need_topics(arguments)
+    _check(common.batch_reader(arguments))
     target = target_of(arguments, arguments.archive)
-    if not arguments.remote:
-        target.open()  # what is wrong with it is said before Spark starts
+    # What is wrong with it is said before Spark starts.
+    table = None if arguments.remote else target.open()
     status = common.check_topics(arguments, batch=True)
-    if not arguments.remote and target.catalog is None and format_of(target.place) is None:
+    if table is not None and not table.exists:
         raise PipelineError(f"there is no archive at {target.place}: flintmq pipeline archive makes one, by --to")
     spark = common.open_session(arguments, "flintmq audit")
     from pyspark.sql import functions as f

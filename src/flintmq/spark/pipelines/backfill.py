@@ -305,6 +305,8 @@ def backfill(
     """
     if span.until <= span.since:
         raise PipelineError("--until is a time after --since")
+    if isinstance(source, LogSource):
+        common.check_whole(source.options, "an archive is to have")
     table = _opened(Target.of(to), decode)
     if not complete:
         limits = positions(table)
@@ -346,8 +348,6 @@ def cut(span: Span, count: Callable[[Span], int], most: int, finest: int) -> lis
 
 
 def _opened(target: Target, decode: bool | Decoder) -> Table:
-    if target.catalog is None and format_of(target.place) is None:
-        raise PipelineError(f"there is no archive at {target.place}: flintmq pipeline archive makes one, by --to")
     table = target.open()
     if isinstance(table, ParquetFolder):
         raise PipelineError(
@@ -494,6 +494,7 @@ def run(arguments: argparse.Namespace) -> int:
         source = ArchiveSource(other, topics)
     else:
         options = {**dict(arguments.option), **common.network_options(arguments)}
+        common.check_whole(options, "an archive is to have")
         source = LogSource(topics, options)
         named = argparse.Namespace(**{**vars(arguments), "topics": topics, "channel": None, "start": "earliest"})
         status = common.check_topics(named, batch=True)

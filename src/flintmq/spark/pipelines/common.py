@@ -50,6 +50,7 @@ __all__ = [
     "check_hadoop",
     "check_places",
     "check_topics",
+    "check_whole",
     "duration",
     "explain",
     "hadoop_packages",
@@ -134,6 +135,18 @@ class Topics:
             del options["subscribe"]
         register(spark)
         return reader.format("nsq").options(**options).load()
+
+
+def check_whole(source: Source | Mapping[str, str], what: str, *more: str) -> None:
+    """PipelineError if options of a source leave something out that a pipeline needs: bodies, or parts of the log.
+
+    `what` says what would be wrong, and `more` are options that leave out too much beside `columns`.
+    """
+    topics = getattr(source, "__self__", None)
+    options = source if isinstance(source, Mapping) else topics.options if isinstance(topics, Topics) else {}
+    for key in options:
+        if key.lower() in ("columns", *more):
+            raise PipelineError(f"the option {key} leaves out what {what}: take it away")
 
 
 def temporary(source: Source) -> Source:
@@ -681,8 +694,10 @@ def hour_columns() -> tuple[Column, Column]:
     """The date and the hour a message was published, in UTC whatever zone the session has."""
     from pyspark.sql import functions as f
 
-    hours = f.expr(f"timestamp_ns div {_HOUR_NS}")
-    date = f.date_format(f.expr("date_from_unix_date(cast(timestamp_ns div 86400000000000 as int))"), "yyyy-MM-dd")
+    # Rounded down: `div` rounds times before 1970 up.
+    hours = f.expr(f"(timestamp_ns - pmod(timestamp_ns, {_HOUR_NS})) div {_HOUR_NS}")
+    days = (hours - f.pmod(hours, f.lit(24))) / 24
+    date = f.date_format(f.date_from_unix_date(days.cast("int")), "yyyy-MM-dd")
     return date.alias("date"), f.lpad(f.pmod(hours, f.lit(24)).cast("string"), 2, "0").alias("hour")
 
 

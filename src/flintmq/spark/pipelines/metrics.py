@@ -151,6 +151,7 @@ def metrics(
 
     if sum(target is not None for target in (topic, table, board)) != 1:
         raise PipelineError("metrics go to a topic, to a table or to the screen: to one of them")
+    common.check_whole(source, "is measured")
     _check(window, topic, checkpoint, draws_elsewhere=board is not None and common.is_remote(spark))
     if board is not None:
         board.window, board.path, board.every = window, path, None if once else every
@@ -348,6 +349,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     common.need_topics(arguments)
+    common.check_whole(common.stream_reader(arguments), "is measured")
     if arguments.to_topic and arguments.to_table:
         raise PipelineError("give --to-topic or --to-table, not both")
     live = not arguments.to_topic and not arguments.to_table

@@ -12,16 +12,13 @@ the tasks only need to be in order: of a log each has a piece of a node's range,
 from __future__ import annotations
 
 import argparse
-import contextlib
 import datetime
-import fcntl
 import functools
 import itertools
 import json
 import math
 import threading
 import time
-import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -30,6 +27,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from flintmq.errors import ConnectError, PipelineError
 from flintmq.spark.pipelines import common
 from flintmq.spark.pipelines.archive import Target, read_files, table_files, target_of
+from flintmq.spark.pipelines.replay_notes import Chunk, Notes
 from flintmq.spark.pipelines.screen import Display, Silent
 from flintmq.spark.shipped.files import DataFile, Place, partition_of
 
@@ -64,16 +62,6 @@ _CUTS = ("minpartitions", "maxrecordsperpartition", "columns")
 _BY_TIME = ("timestamp_ns", "topic", "node", "offset", "id")
 _LEAST = -(2**63)
 _HOUR_NS = 3_600_000_000_000
-
-
-@dataclass(frozen=True)
-class Chunk:
-    """A part of a replay."""
-
-    #: At most so many messages, before the filter.
-    rows: int
-    #: What is needed to read it again: plain values.
-    what: dict[str, Any]
 
 
 #: Gives the messages of a chunk, in any order.
@@ -129,7 +117,10 @@ def archive_chunks(
     hours: dict[int, list[DataFile]] = {}
     table = Target.of(root).open()
     for file in table_files(spark, table):
-        if topics and file.partition["topic"] not in topics:
+        if file.oldest is None:
+            raise PipelineError(f"{table.place} is no archive of messages: {file.path} does not say their times")
+        # One that another engine has written may have several topics.
+        if topics and file.partition.get("topic", topics[0]) not in topics:
             continue
         if file.oldest is not None and file.newest is not None and file.oldest < until_ns and file.newest >= since_ns:
             hours.setdefault(file.oldest // _HOUR_NS, []).append(file)
@@ -143,7 +134,8 @@ def archive_chunks(
             if touched:
                 rows = min(size, sum(file.rows for file in touched))
                 named = [asdict(file) for file in sorted(touched, key=lambda file: file.path)]
-                chunks.append(Chunk(rows, {"files": named, "first": list(first), "stop": list(stop)}))
+                what = {"files": named, "first": list(first), "stop": list(stop)}
+                chunks.append(Chunk(rows, what | ({"topics": sorted(topics)} if topics else {})))
     return chunks
 
 
@@ -182,6 +174,8 @@ def archive_reader(root: str | Path | Target) -> ReadChunk:
             raise PipelineError(f"{gone[0]} was vacuumed away since the replay began: begin it anew")
         (after, first), (before, stop) = chunk.what["first"], chunk.what["stop"]
         messages = read_files(spark, table, files)
+        if wanted := chunk.what.get("topics"):
+            messages = messages.filter(messages["topic"].isin(wanted))
         # The plain conditions on times let Parquet pass over what lies outside.
         return messages.filter(
             f"timestamp_ns >= {after} AND (timestamp_ns > {after} OR offset >= {first}) "
@@ -293,14 +287,14 @@ def replay(
     is refused. PipelineError says why not.
     """
     common.register(spark)
-    notes = _Notes(Place.of(checkpoint), {"to": to, "where": where, **(what or {})})
+    notes = Notes(Place.of(checkpoint), {"to": to, "where": where, **(what or {})})
     with notes.alone():
         return _replay(spark, notes, notes.begin(plan), read, to, network, where, rate, ordered, quiet)
 
 
 def _replay(
     spark: SparkSession,
-    notes: _Notes,
+    notes: Notes,
     chunks: Sequence[Chunk],
     read: ReadChunk,
     to: str,
@@ -545,79 +539,6 @@ class _Writer:
             raise PipelineError(f"--where {self._where!r}: {common.explain(exc)}") from exc
 
 
-class _Notes:
-    """How far a replay is, in its checkpoint folder: the plan, how many chunks are done, and what is under way."""
-
-    def __init__(self, place: Place, terms: dict[str, Any]) -> None:
-        self.place = place
-        self._terms = terms
-        self.name = ""
-        self.done = 0
-        #: How many chunks the write has that was under way when the replay ended.
-        self.under_way = 1
-
-    @contextlib.contextmanager
-    def alone(self) -> Iterator[None]:
-        """Nobody else replays from this folder meanwhile: others would put other chunks into a write. PipelineError.
-
-        A store has no locks.
-        """
-        if not self.place.is_local:
-            yield
-            return
-        folder = Path(self.place.text)
-        try:
-            folder.mkdir(parents=True, exist_ok=True)
-            held = open(folder / ".lock", "a")
-        except OSError as exc:
-            raise PipelineError(f"cannot write to {self.place}: {exc.strerror}") from exc
-        with held:
-            try:
-                fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError as exc:
-                raise PipelineError(
-                    f"another process replays from {self.place} at this moment: wait for its end, or give a "
-                    "--checkpoint of its own to a replay of other messages"
-                ) from exc
-            yield
-
-    def begin(self, plan: Callable[[], list[Chunk]]) -> list[Chunk]:
-        """The chunks of the plan that is there, or of a new one."""
-        if not self.place.exists("plan.json"):
-            chunks = [[chunk.rows, chunk.what] for chunk in plan()]
-            made = {"name": uuid.uuid4().hex, "terms": self._terms, "chunks": chunks}
-            self.place.write_text("plan.json", json.dumps(made))
-        known = self.check()
-        self.name = known["name"]
-        if self.place.exists("done.json"):
-            self.done = json.loads(self.place.read_text("done.json"))
-        if self.place.exists("doing.json"):
-            first, stop = json.loads(self.place.read_text("doing.json"))
-            # Of one that is done it says nothing.
-            self.under_way = stop - first if first == self.done else 1
-        return [Chunk(rows, what) for rows, what in known["chunks"]]
-
-    def check(self) -> dict[str, Any]:
-        """Read the plan, or nothing if there is none. PipelineError if it is of another replay."""
-        if not self.place.exists("plan.json"):
-            return {}
-        known: dict[str, Any] = json.loads(self.place.read_text("plan.json"))
-        # A plan of 0.1.0 has fewer terms.
-        if any(known["terms"].get(key, value) != value for key, value in self._terms.items()):
-            raise PipelineError(
-                f"{self.place} is of another replay ({json.dumps(known['terms'])}): say the same, or take another"
-            )
-        return known
-
-    def begun(self, stop: int) -> None:
-        """The chunks up to this one are published by the next write."""
-        self.place.write_text("doing.json", json.dumps([self.done, stop]))
-
-    def finished(self, done: int) -> None:
-        self.done = done
-        self.place.write_text("done.json", json.dumps(done))
-
-
 def _ns(when: datetime.datetime | None, default: int) -> int:
     return default if when is None else common.nanoseconds(when)
 
@@ -680,7 +601,9 @@ def run(arguments: argparse.Namespace) -> int:
     checkpoint, terms = common.place_of(arguments, arguments.checkpoint), terms_of(arguments)
     # Before Spark starts.
     common.check_places(arguments, "checkpoint")
-    _Notes(checkpoint, {"to": arguments.to, "where": arguments.where, **terms}).check()
+    known = Notes(checkpoint, {"to": arguments.to, "where": arguments.where, **terms}).check()
+    if arguments.archive and not known and not arguments.remote and not target.open().exists:
+        raise PipelineError(f"there is no archive at {target.place}: flintmq pipeline archive makes one, by --to")
     status = 0 if arguments.archive else common.check_topics(arguments, batch=True)
     spark = common.open_session(arguments, "flintmq replay")
     summary = replay(

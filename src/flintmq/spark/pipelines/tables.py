@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import datetime
 import functools
 import hashlib
 import json
@@ -92,6 +93,11 @@ class Table:
     def schema(self) -> pa.Schema | None:
         """The columns of the table; None if there is no table yet."""
         raise NotImplementedError
+
+    @property
+    def exists(self) -> bool:
+        """Is there a table, with rows or without?"""
+        return self.schema() is not None
 
     def position(self, query: str) -> Position | None:
         """The last batch of a query that is in; None if there is none."""
@@ -211,8 +217,8 @@ class Table:
 
     def commit(self, query: str, batch: int, end: list[str], files: Sequence[DataFile]) -> None:
         """Add a batch whose files are complete. PipelineError if another process has added it: then nothing is."""
-        token = secrets.token_hex(8)
-        for attempt in range(_ATTEMPTS):
+
+        def check() -> bool:
             begun = query in self._first and self.has_rows()
             last = self.position(query)
             if last is not None and last.batch >= batch:
@@ -223,18 +229,41 @@ class Table:
             if last is None and begun:
                 # Of another query, which has begun at the same time.
                 raise self.unknown(self._first[query])
+            return True
+
+        self._commit_while(check, query, batch, end, files)
+
+    def _commit_while(
+        self, is_wanted: Callable[[], bool], query: str, batch: int, end: list[str], files: Sequence[DataFile]
+    ) -> bool:
+        """Try to add a batch until it is in; before each try `is_wanted` looks at the table as it is then. False if it
+        is not wanted any more."""
+        token = secrets.token_hex(8)
+        for attempt in range(_ATTEMPTS):
+            if not is_wanted():
+                return False
             try:
                 self._add(query, batch, end, files, token)
             except _Conflict as exc:
                 # It may be ours, which is in although the store's answer was lost.
                 self._refresh()
                 if self._has_commit(token):
-                    return
+                    break
                 if attempt == _ATTEMPTS - 1:
                     raise PipelineError(f"batch {batch} cannot be added to {self.place}: {reason(exc)}") from exc
-                time.sleep(min(1.0, 0.02 * 2**attempt))
+                time.sleep(random.uniform(0.5, 1.0) * min(1.0, 0.02 * 2**attempt))
             else:
-                return
+                break
+        return True
+
+    def commit_note(self, query: str, number: int, text: str) -> bool:
+        """Add a batch without rows. False, and nothing is added, if the table has one of this number already."""
+
+        def is_next() -> bool:
+            last = self.position(query)
+            return last is None or last.batch < number
+
+        return self._commit_while(is_next, query, number, [text], [])
 
     def has_batch(self, query: str, batch: int) -> bool:
         """Is this batch of a query in, or a later one?"""
@@ -254,9 +283,9 @@ class Table:
 
         PipelineError if another process has added this batch.
         """
-        token = secrets.token_hex(8)
         self._exact.add(query)
-        for attempt in range(_ATTEMPTS):
+
+        def check() -> bool:
             if any(is_other(file) for file in self.files()):
                 return False
             last = self.position(query)
@@ -265,18 +294,9 @@ class Table:
                     f"another process does the same to {self.place}, and has added batch {last.batch} of it meanwhile: "
                     "nothing was added by this one, which ends here"
                 )
-            try:
-                self._add(query, batch, end, files, token)
-            except _Conflict as exc:
-                self._refresh()
-                if self._has_commit(token):
-                    break
-                if attempt == _ATTEMPTS - 1:
-                    raise PipelineError(f"batch {batch} cannot be added to {self.place}: {reason(exc)}") from exc
-                time.sleep(random.uniform(0, 0.02 * 2 ** min(attempt, 5)))
-            else:
-                break
-        return True
+            return True
+
+        return self._commit_while(check, query, batch, end, files)
 
     def has_rows(self) -> bool:
         return self.schema() is not None and bool(self.files())
@@ -421,7 +441,10 @@ def open_table(
     catalog_options: Mapping[str, str] | None = None,
     table: str | None = None,
 ) -> Table:
-    """A table, as it is or to be made: of the format that it has, of the one that is asked for, or Delta."""
+    """A table, as it is or to be made: of the format that it has, of the one that is asked for, or Delta.
+
+    A new one that has a catalog is Iceberg.
+    """
     if format is not None and format not in FORMATS:
         raise PipelineError(f"there is no format {format!r}, only {', '.join(FORMATS)}")
     if why := place.refusal(writes=False):
@@ -434,7 +457,13 @@ def open_table(
     found = format_of(place)
     if found is not None and format is not None and found != format:
         raise PipelineError(f"{place} is a table of format {found}, not {format}")
-    format = found or format or "delta"
+    has_catalog = bool(catalog or catalog_options or table)
+    format = found or format or ("iceberg" if has_catalog else "delta")
+    if has_catalog and format != "iceberg":
+        raise PipelineError(
+            f"{place} is a table of format {format}, and only Iceberg has a catalog: take --catalog, --catalog-option "
+            "and --table away"
+        )
     if format == "delta":
         return DeltaTable(place)
     return IcebergTable(place, catalog, catalog_options, table) if format == "iceberg" else ParquetFolder(place)
@@ -474,35 +503,50 @@ class DeltaTable(Table):
         except Exception as exc:
             raise PipelineError(f"{self.place} cannot be opened: {reason(exc)}") from exc
 
+    @contextlib.contextmanager
+    def _asking(self) -> Iterator[None]:
+        """Errors of the store, while the log of the table is read, as PipelineError."""
+        from deltalake.exceptions import DeltaError
+
+        try:
+            yield
+        except (DeltaError, OSError) as exc:
+            raise PipelineError(f"{self.place} cannot be read: {reason(exc)}") from exc
+
+    def _history(self) -> list[dict[str, Any]]:
+        """The newest commits, the newest first."""
+        with self._asking():
+            return [] if self._table is None else list(self._table.history(_KNOWN_ENDS))
+
     def schema(self) -> pa.Schema | None:
         import pyarrow as pa
 
         return None if self._table is None else pa.schema(self._table.schema().to_arrow())
 
     def position(self, query: str) -> Position | None:
-        batch = None if self._table is None else self._table.transaction_version(query)
-        return None if batch is None else Position(batch, self._table.transaction_version(f"{query}/end"))
+        with self._asking():
+            batch = None if self._table is None else self._table.transaction_version(query)
+            return None if batch is None else Position(batch, self._table.transaction_version(f"{query}/end"))
 
     def ends(self, query: str) -> dict[int, list[str]]:
-        if self._table is None:
-            return {}
         return {
             int(commit["flintmq.batch"]): json.loads(commit["flintmq.end"])
-            for commit in self._table.history(_KNOWN_ENDS)
+            for commit in self._history()
             if commit.get("flintmq.query") == query and "flintmq.end" in commit
         }
 
     def last_ends(self) -> dict[str, list[str]]:
         self._refresh()
         found: dict[str, list[str]] = {}
-        for commit in [] if self._table is None else self._table.history(_KNOWN_ENDS):
+        for commit in self._history():
             if "flintmq.query" in commit and "flintmq.end" in commit:
                 found.setdefault(commit["flintmq.query"], json.loads(commit["flintmq.end"]))
         return found
 
     def has_rows(self) -> bool:
         # Another engine may have made it with its rows, in version 0.
-        return self._table is not None and bool(self._table.file_uris())
+        with self._asking():
+            return self._table is not None and bool(self._table.file_uris())
 
     def files(self) -> list[DataFile]:
         self._refresh()
@@ -514,7 +558,8 @@ class DeltaTable(Table):
 
         found: list[dict[str, Any]] = []
         if self._table is not None:
-            found = pa.table(self._table.get_add_actions(flatten=True)).to_pylist()
+            with self._asking():
+                found = pa.table(self._table.get_add_actions(flatten=True)).to_pylist()
         return found
 
     def make(self, schema: pa.Schema, partitioned: bool) -> None:
@@ -606,7 +651,7 @@ class DeltaTable(Table):
         self._sync()
 
     def _has_commit(self, token: str) -> bool:
-        return any(commit.get("flintmq.token") == token for commit in self._table.history(_KNOWN_ENDS))
+        return any(commit.get("flintmq.token") == token for commit in self._history())
 
     def _sync(self) -> None:
         """On a disk: bring the newest of the log to the device, before Spark notes that the batch is done."""
@@ -727,7 +772,8 @@ class DeltaTable(Table):
         """PipelineError, and the table as it was, if a commit has not taken the old files out."""
         there = {urllib.parse.unquote(row["path"]) for row in self._rows()}
         if any(file.path in there for old, _ in merges for file in old):
-            self._table.restore(base)
+            with self._asking():
+                self._table.restore(base)
             raise PipelineError(f"merged files did not replace theirs in {self.place}: version {base} was restored")
 
     def _delete(self, path: str) -> bool:
@@ -749,8 +795,9 @@ class DeltaTable(Table):
         if self._table is None:
             raise PipelineError(f"{self.place} is no table")
         flags = {"retention_hours": math.ceil(retain / 3600), "dry_run": True, "enforce_retention_duration": False}
-        gone = set(self._table.vacuum(**flags, full=False))
-        doubtful = self._table.vacuum(**flags, full=True)
+        with self._asking():
+            gone = set(self._table.vacuum(**flags, full=False))
+            doubtful = self._table.vacuum(**flags, full=True)
         files, now = self.place.files(), time.time()
         for path in doubtful:
             if path in gone or not (named := _OWN_NAME.fullmatch(path)):
@@ -758,7 +805,8 @@ class DeltaTable(Table):
             query = named["query"]
             last = None if query is None else self.position(query)
             in_doubt = last is None or int(named["batch"] or 0) > last.batch
-            modified = files.get_file_info(path).mtime
+            with self._asking():
+                modified = files.get_file_info(path).mtime
             if modified is not None and modified.timestamp() < now - max(retain, _IN_DOUBT if in_doubt else 0):
                 gone.add(path)
         return sum(self._delete(path) for path in sorted(gone))
@@ -951,11 +999,19 @@ class IcebergTable(Table):
                 for known in (file.lower_bounds or {}, file.upper_bounds or {})
             ]
             path = file.file_path.removeprefix("file://").removeprefix(f"{self.place.text}/")
-            size, partition = file.file_size_in_bytes, partition_of(path)
-            if partition and len(file.partition):
-                partition["topic"] = str(file.partition[0])
+            size, partition = file.file_size_in_bytes, self._partition_of(file)
             found.append(DataFile(path, file.record_count, size, bounds[0], bounds[1], partition))
         return found
+
+    def _partition_of(self, file: Any) -> dict[str, str]:
+        """Topic, date and hour of a file, by its values and not by its name, which may be that of another engine."""
+        names = [field.name for field in self._table.specs()[file.spec_id].fields]
+        values = dict(zip(names, (file.partition[at] for at in range(len(names))), strict=True))
+        if values.get("topic_name") is None or values.get("hour") is None:
+            return {}
+        day, hour = divmod(int(values["hour"]), 24)
+        date = datetime.date(1970, 1, 1) + datetime.timedelta(days=day)
+        return {"topic": str(values["topic_name"]), "date": date.isoformat(), "hour": f"{hour:02d}"}
 
     def make(self, schema: pa.Schema, partitioned: bool) -> None:
         import pyarrow as pa
@@ -1040,8 +1096,12 @@ class ParquetFolder(Table):
     def schema(self) -> pa.Schema | None:
         return None
 
-    def has_rows(self) -> bool:
+    @property
+    def exists(self) -> bool:
         return self.place.exists("_spark_metadata")
+
+    def has_rows(self) -> bool:
+        return self.exists
 
     def files_of(self, paths: Sequence[str]) -> list[DataFile]:
         """What the footers of some files say, which Spark names."""

@@ -65,9 +65,9 @@ class Avro:
     def type(self) -> pa.DataType:
         return self._shapes().top().type
 
-    def _shapes(self, *, is_tagged: bool = False) -> _Shapes:
+    def _shapes(self, *, is_tagged: bool = False, writer: _Writer | None = None) -> _Shapes:
         named: dict[str, Any] = {}
-        return _Shapes(_parse(self.texts, named, plain=False), named, is_tagged)
+        return _Shapes(_parse(self.texts, named, plain=False), named, is_tagged, writer)
 
     def open(self) -> Read:
         read_one = import_library("fastavro", "fastavro").schemaless_reader
@@ -81,17 +81,22 @@ class Avro:
         if shapes.is_ambiguous:
             _tag_defaults(named)
 
-        def writer_of(schema: Schema) -> tuple[Any, Any]:
+        def writer_of(schema: Schema) -> tuple[Any, Any, Convert | None]:
             texts = tuple(text for _, text in schema.texts)
-            return (own, None) if texts == self.texts else (_writer(texts), own)
+            if texts == self.texts:
+                return own, None, convert
+            writer = _Writer.of(texts)
+            if not shapes.is_ambiguous:
+                return writer.schema, own, convert
+            return writer.schema, own, self._shapes(is_tagged=True, writer=writer).top().convert
 
         writers = None if self.registry is None else Schemas(self.registry, "AVRO", writer_of)
 
         def read(body: bytes) -> Any:
             stream = io.BytesIO(body)
-            writer, reader = own, None
+            writer, reader, change = own, None, convert
             if writers is not None:
-                writer, reader = writers[schema_id(body)]
+                writer, reader, change = writers[schema_id(body)]
                 stream.seek(FRAME)
             try:
                 value = read_one(stream, writer, reader, **how)
@@ -99,16 +104,29 @@ class Avro:
                 raise UndecodableError("the body ends before the record does") from exc
             if left := len(body) - stream.tell():
                 raise UndecodableError(f"{left} bytes are left behind the record: it was written by another schema")
-            return value if convert is None else convert(value)
+            return value if change is None else change(value)
 
         return read
 
 
-def _writer(texts: Sequence[str]) -> Any:
-    try:
-        return _parse(texts, {}, plain=True)
-    except PipelineError as exc:
-        raise UndecodableError(f"the schema it names is of no use: {exc}") from exc
+@dataclass(frozen=True)
+class _Writer:
+    """A schema that bodies were written by, and the types that it names."""
+
+    schema: Any
+    named: Mapping[str, Any]
+
+    @staticmethod
+    def of(texts: Sequence[str]) -> _Writer:
+        named: dict[str, Any] = {}
+        try:
+            return _Writer(_parse(texts, named, plain=True), named)
+        except PipelineError as exc:
+            raise UndecodableError(f"the schema it names is of no use: {exc}") from exc
+
+    def candidates(self, schema: Any) -> list[tuple[str, Any]]:
+        """The types that a value of a schema may be of, with their definitions."""
+        return [_kind(one, self.named) for one in (schema if isinstance(schema, list) else [schema])]
 
 
 def _parse(texts: Sequence[str], named: dict[str, Any], *, plain: bool) -> Any:
@@ -154,16 +172,28 @@ def _without_logical_types(schema: Any) -> Any:
     return schema
 
 
+def _kind(schema: Any, named: Mapping[str, Any]) -> tuple[str, Any]:
+    """The type of a schema, and its definition where it is a name."""
+    if isinstance(schema, list):
+        return "union", schema
+    if isinstance(schema, str):
+        schema = named.get(schema, schema)
+    kind = schema["type"] if isinstance(schema, dict) else schema
+    return "record" if kind == "error" else kind, schema
+
+
 class _Shapes:
     """What the types of a schema become in Arrow.
 
-    With `is_tagged` a value from a union has the name of its type beside it, if that is a type with a name.
+    With `is_tagged` a value from a union has the name of its type beside it, if that is a type with a name. A value
+    that was written without a union has none: there `writer` tells which type it is of.
     """
 
-    def __init__(self, schema: Any, named: Mapping[str, Any], is_tagged: bool) -> None:
+    def __init__(self, schema: Any, named: Mapping[str, Any], is_tagged: bool, writer: _Writer | None = None) -> None:
         self._schema = schema
         self._named = named
         self._is_tagged = is_tagged
+        self._writer = writer
         #: Is there a union with two branches whose values look alike? It needs tags.
         self.is_ambiguous = False
 
@@ -171,23 +201,29 @@ class _Shapes:
         kind, _ = self._kind(self._schema)
         if kind != "record":
             raise PipelineError(f"the Avro schema of a message is a record, and this one is a {kind}")
-        return self._of(self._schema, (), ())
+        return self._of(self._schema, (), (), None if self._writer is None else self._writer.schema)
 
     def _kind(self, schema: Any) -> tuple[str, Any]:
-        """The type of a schema, and its definition where it is a name."""
-        if isinstance(schema, list):
-            return "union", schema
-        if isinstance(schema, str):
-            schema = self._named.get(schema, schema)
-        kind = schema["type"] if isinstance(schema, dict) else schema
-        return "record" if kind == "error" else kind, schema
+        return _kind(schema, self._named)
 
-    def _of(self, schema: Any, path: tuple[str, ...], inside: tuple[str, ...]) -> Shape:
+    def _written(self, schema: Any, writer: Any) -> Any:
+        """Of what a writer's schema allows, the definition of what is read as this type; None if nothing is known."""
+        if self._writer is None or writer is None:
+            return None
+        kind, about = self._kind(schema)
+        names = {one.rpartition(".")[2] for one in (about["name"], *about.get("aliases", ()))} if kind in _NAMED else ()
+        for other, found in self._writer.candidates(writer):
+            if other == kind and (not names or found["name"].rpartition(".")[2] in names):
+                return found
+        return None
+
+    def _of(self, schema: Any, path: tuple[str, ...], inside: tuple[str, ...], writer: Any) -> Shape:
         import pyarrow as pa
 
         kind, schema = self._kind(schema)
         if kind == "union":
-            return self._union(schema, path, inside)
+            return self._union(schema, path, inside, writer)
+        written = self._written(schema, writer)
         if kind == "record":
             name = schema["name"]
             if name in inside:
@@ -195,14 +231,15 @@ class _Shapes:
                     f"the field {'.'.join(path)} is a {name} inside of a {name}: Spark has no such column"
                 )
             fields = {
-                one["name"]: self._of(one["type"], (*path, one["name"]), (*inside, name)) for one in schema["fields"]
+                one["name"]: self._of(one["type"], (*path, one["name"]), (*inside, name), _field_type(written, one))
+                for one in schema["fields"]
             }
             return self._record(fields, path)
         if kind == "array":
-            found = self._of(schema["items"], (*path, "[]"), inside)
+            found = self._of(schema["items"], (*path, "[]"), inside, written and written["items"])
             return Shape(pa.list_(found.type), _each(found.convert))
         if kind == "map":
-            found = self._of(schema["values"], (*path, "{}"), inside)
+            found = self._of(schema["values"], (*path, "{}"), inside, written and written["values"])
             return Shape(pa.map_(pa.string(), found.type), _each_value(found.convert))
         return self._scalar(kind, schema if isinstance(schema, dict) else {})
 
@@ -255,7 +292,7 @@ class _Shapes:
         kind = pa.struct([(name, found.type) for name, found in fields.items()])
         return Shape(kind, convert if changes or self._is_tagged else None)
 
-    def _union(self, union: list[Any], path: tuple[str, ...], inside: tuple[str, ...]) -> Shape:
+    def _union(self, union: list[Any], path: tuple[str, ...], inside: tuple[str, ...], writer: Any) -> Shape:
         """One branch beside null is that branch. Several are a struct with a field for each, of which one is set."""
         import pyarrow as pa
 
@@ -268,17 +305,22 @@ class _Shapes:
             return self._scalar("null", {})
         if len(branches) == 1:
             [only] = branches.values()
-            return self._of(only, path, inside)
+            return self._of(only, path, inside, writer)
         fields: dict[str, Shape] = {}
         by_full_name: dict[str, str] = {}
         by_kind: dict[type, str] = {}
+        untagged: str | None = None
         # A value without a tag is of a type without a name, if there is one of its kind.
         for full, one in sorted(branches.items(), key=lambda branch: self._kind(branch[1])[0] in _NAMED):
             by_kind.setdefault(_KINDS[self._kind(one)[0]], full.rpartition(".")[2])
         for full, one in branches.items():
             name = full.rpartition(".")[2]
-            fields[name] = self._of(one, (*path, name), inside)
+            fields[name] = self._of(one, (*path, name), inside, writer)
             by_full_name[full] = name
+            # Without a union around it the writer has no tag: this is the only named type that it can be.
+            is_named = self._kind(one)[0] in _NAMED and not isinstance(writer, list)
+            if is_named and untagged is None and self._written(one, writer) is not None:
+                untagged = name
         if len(fields) < len(branches):
             raise PipelineError(f"the union {'.'.join(path)} has two types with one name: {', '.join(branches)}")
         if len(by_kind) < len(fields):
@@ -288,7 +330,7 @@ class _Shapes:
             if isinstance(value, tuple):
                 name, value = by_full_name[value[0]], value[1]
             else:
-                name = by_kind[type(value)]
+                name = untagged or by_kind[type(value)]
             change = fields[name].convert
             return {name: value if change is None else change(value)}
 
@@ -298,6 +340,12 @@ class _Shapes:
         """What a branch of a union is called."""
         kind, about = self._kind(schema)
         return str(about["name"]) if kind in _NAMED else kind
+
+
+def _field_type(record: Any, field: Mapping[str, Any]) -> Any:
+    """The type of a reader's field in the record of a writer; None if it has no such field."""
+    names = (field["name"], *field.get("aliases", ()))
+    return next((one["type"] for one in (record or {}).get("fields", ()) if one["name"] in names), None)
 
 
 def _bare(value: Any) -> Any:

@@ -77,7 +77,7 @@ class Place:
         found = re.match(r"([A-Za-z][A-Za-z0-9+.-]*):/", text)
         scheme = found[1].lower() if found else ""
         if scheme == "file":
-            return Place(str(Path(urllib.parse.unquote(urllib.parse.urlsplit(text).path)).absolute()))
+            return Place(str(Path(_path_of(text)).absolute()))
         if not scheme:
             return Place(str(Path(text).expanduser().absolute()))
         scheme = _SCHEMES.get(scheme, scheme)
@@ -185,6 +185,17 @@ class Place:
             os.fsync(file.fileno())
         os.replace(partial, folder / name)
         sync_folder(folder)
+
+
+def _path_of(uri: str) -> str:
+    """The path that a URI of the scheme file names. PipelineError if it names another machine."""
+    rest = uri[len("file:") :]
+    if rest.startswith("//"):
+        host, slash, path = rest[2:].partition("/")
+        if host not in ("", "localhost"):
+            raise PipelineError(f"{uri} names the machine {host!r}: a path of this one is file:///{host}{slash}{path}")
+        rest = f"/{path}"
+    return urllib.parse.unquote(rest)
 
 
 @dataclass(frozen=True)

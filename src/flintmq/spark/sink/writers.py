@@ -175,8 +175,8 @@ class Job:
     def _publish(self, iterator: Iterator[pa.RecordBatch], partition: int) -> Published:
         if not self.addresses:
             raise ConnectError("the nsqlookupds know no broker to publish to")
-        address = max(self.addresses, key=lambda one: hashlib.sha256(f"{partition} {one}".encode()).digest())
-        publisher = Publisher(self.options, address)
+        # Each partition has an order of its own, so that the rows for a broker that is lost spread over the others.
+        publisher = Publisher(self.options, _shuffled(self.addresses, str(partition)))
         try:
             chunks = Chunks(self.options, publisher.put)
             for batch in iterator:
@@ -211,6 +211,10 @@ class Job:
         )
         if rows:
             logger.warning("the write failed, and %d rows of it are published already: that cannot be undone", rows)
+
+
+def _shuffled(addresses: Sequence[str], key: str) -> list[str]:
+    return sorted(addresses, key=lambda one: hashlib.sha256(f"{key} {one}".encode()).digest())
 
 
 def _staged(messages: Sequence[WriterCommitMessage | None]) -> list[Staged]:
