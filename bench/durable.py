@@ -21,7 +21,7 @@ import msgspec
 
 from . import charts
 from .charts import number
-from .daemons import data_folder
+from .daemons import data_folder, end_in_order_on_sigterm
 from .errors import BenchError, StartError
 from .peers import generator
 from .peers.report import machine_line
@@ -84,6 +84,7 @@ def main() -> int:
     if options.redraw:
         _publish(msgspec.json.decode(JSON.read_bytes(), type=Result))
         return 0
+    end_in_order_on_sigterm()
     folder = Path(tempfile.gettempdir())
     kind = file_system(folder)
     if kind in MEMORY_FILE_SYSTEMS and not options.quick:
@@ -129,6 +130,9 @@ def _measure(binary: Path, systems: Sequence[System], options: argparse.Namespac
                 print(f"{system.title}, {LOADS[name].title}", file=sys.stderr)
                 try:
                     result.samples.append(run(binary, system, name, options.seconds))
+                    # A long run may be cut short.
+                    if options.json:
+                        _write(result, options.json)
                 except BenchError as exc:
                     result.failures.append((system.title, str(exc)))
 
