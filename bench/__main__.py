@@ -8,17 +8,14 @@ from __future__ import annotations
 import argparse
 import os
 import resource
-import signal
 import sys
 from pathlib import Path
-from types import FrameType
-from typing import NoReturn
 
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 
 from . import load, report
-from .daemons import Side
+from .daemons import Side, end_in_order_on_sigterm
 from .errors import BenchError, StartError
 from .scenarios import FULL, GROUPS, QUICK, SCENARIOS, Run
 
@@ -36,8 +33,7 @@ def main() -> int:
     options = _parse_options()
     console = Console(stderr=True)
     _raise_file_limit()
-    # A plain kill must clean up as ctrl-C does.
-    signal.signal(signal.SIGTERM, _on_sigterm)
+    end_in_order_on_sigterm()
     sides = [Side.ours(options.ours, options.durability)]
     if options.peer:
         sides.append(Side.peer(options.peer, options.durability))
@@ -154,10 +150,6 @@ def _raise_file_limit() -> None:
         return
     # Short of the hard limit, the memory scenario opens fewer connections and its note says how many.
     resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-
-
-def _on_sigterm(number: int, frame: FrameType | None) -> NoReturn:
-    raise KeyboardInterrupt
 
 
 if __name__ == "__main__":

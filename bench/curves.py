@@ -19,7 +19,7 @@ import msgspec
 
 from . import charts, load
 from .charts import Line, number
-from .daemons import Daemon, Side, fresh
+from .daemons import Daemon, Side, end_in_order_on_sigterm, fresh
 from .errors import BenchError, StartError
 from .load import Load, Mode, Report
 from .peers.report import machine_line
@@ -262,6 +262,7 @@ def main() -> int:
     if options.redraw:
         _publish(msgspec.json.decode(JSON.read_bytes(), type=Result))
         return 0
+    end_in_order_on_sigterm()
     _raise_file_limit()
     sides = [Side.ours(None, "os")]
     if options.peer:
@@ -295,6 +296,9 @@ def _measure(binary: Path, sides: Sequence[Side], options: argparse.Namespace, r
                 try:
                     for x, value in CURVES[name].run(Run(binary, side, result.sizes, most)):
                         result.samples.append(Sample(name, side.name, x, value))
+                        # A long run may be cut short.
+                        if options.json:
+                            _write(result, options.json)
                 except StartError:
                     raise
                 except BenchError as exc:

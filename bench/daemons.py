@@ -21,6 +21,8 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import FrameType
+from typing import NoReturn
 
 from .errors import BenchError, StartError
 
@@ -284,6 +286,15 @@ def _read_frame(connection: socket.socket) -> bytes:
     with connection.makefile("rb") as stream:
         size = int.from_bytes(stream.read(4), "big")
         return stream.read(size)
+
+
+def end_in_order_on_sigterm() -> None:
+    """Clean up after a plain kill as after ctrl-C."""
+
+    def interrupt(number: int, frame: FrameType | None) -> NoReturn:
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, interrupt)
 
 
 def free_ports() -> tuple[int, int]:

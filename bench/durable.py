@@ -21,7 +21,7 @@ import msgspec
 
 from . import charts
 from .charts import number
-from .daemons import data_folder
+from .daemons import data_folder, end_in_order_on_sigterm
 from .errors import BenchError, StartError
 from .peers import generator
 from .peers.report import machine_line
@@ -63,13 +63,14 @@ class Sample(msgspec.Struct, frozen=True):
     rate: float
     #: Of the server, in µs per message.
     cpu: float
+    #: The median of fsyncs on the same folder just before, in ms: some disks change from minute to minute.
+    fsync: float
 
 
 class Result(msgspec.Struct):
     machine: Machine
-    #: The type of file system of the data folder, and the median of its fsyncs in ms.
+    #: The type of file system of the data folder.
     file_system: str
-    fsync: float
     seconds: float
     #: System: title, version, settings.
     systems: dict[str, tuple[str, str, str]]
@@ -83,6 +84,7 @@ def main() -> int:
     if options.redraw:
         _publish(msgspec.json.decode(JSON.read_bytes(), type=Result))
         return 0
+    end_in_order_on_sigterm()
     folder = Path(tempfile.gettempdir())
     kind = file_system(folder)
     if kind in MEMORY_FILE_SYSTEMS and not options.quick:
@@ -98,7 +100,6 @@ def main() -> int:
         result = Result(
             machine=inspect_machine([]),
             file_system=kind,
-            fsync=fsync_seconds(folder) * 1e3,
             seconds=options.seconds,
             systems={s.name: (s.title, s.version() or "", s.settings_durable) for s in present},
             missing=missing,
@@ -129,6 +130,9 @@ def _measure(binary: Path, systems: Sequence[System], options: argparse.Namespac
                 print(f"{system.title}, {LOADS[name].title}", file=sys.stderr)
                 try:
                     result.samples.append(run(binary, system, name, options.seconds))
+                    # A long run may be cut short.
+                    if options.json:
+                        _write(result, options.json)
                 except BenchError as exc:
                     result.failures.append((system.title, str(exc)))
 
@@ -136,6 +140,7 @@ def _measure(binary: Path, systems: Sequence[System], options: argparse.Namespac
 def run(binary: Path, system: System, name: str, seconds: float) -> Sample:
     load = LOADS[name]
     with data_folder() as folder, system.running(folder, durable=True) as server:
+        fsync = fsync_seconds(folder) * 1e3
         generator.run(binary, system.client, server.address, "setup", durable=True)
         server.settle()
         before = server.cpu_seconds()
@@ -154,7 +159,7 @@ def run(binary: Path, system: System, name: str, seconds: float) -> Sample:
         if report.messages == 0:
             raise BenchError(f"{system.title} acknowledged nothing")
         cpu = (server.cpu_seconds() - before) / report.messages * 1e6
-        return Sample(system.name, name, report.messages, report.seconds, report.rate, cpu)
+        return Sample(system.name, name, report.messages, report.seconds, report.rate, cpu, fsync)
 
 
 def file_system(folder: Path) -> str:
@@ -200,7 +205,8 @@ def markdown(result: Result) -> str:
     lines += [
         "",
         "Settings: " + "; ".join(f"{title} {settings}" for title, _, settings in result.systems.values()) + ".",
-        f"The data folder is on {result.file_system}; an fdatasync after 4 KiB takes {result.fsync:.2f} ms (median).",
+        f"The data folder is on {result.file_system}. An fdatasync after 4 KiB, measured before each run, took "
+        f"{_cell([s.fsync for s in result.samples])} ms.",
         machine_line(result.machine),
     ]
     lines += [f"- {title} was not there: {get}" for title, get in result.missing.items()]

@@ -10,6 +10,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from bench.daemons import end_in_order_on_sigterm
 from bench.errors import BenchError, StartError
 from bench.report import inspect_machine
 
@@ -28,6 +29,7 @@ def main(arguments: Sequence[str]) -> int:
     if options.redraw:
         report.publish(report.read(report.JSON))
         return 0
+    end_in_order_on_sigterm()
     chosen = [SYSTEMS[name] for name in options.only]
     missing = {system.title: system.get for system in chosen if system.version() is None}
     for title, how in missing.items():
@@ -62,12 +64,15 @@ def _measure(systems: list[System], missing: dict[str, str], options: argparse.N
     if options.add and options.json and options.json.exists():
         earlier = report.read(options.json)
         result.samples, result.machine.load_average_before = earlier.samples, earlier.machine.load_average_before
-    first = result.repeats + 1
-    for repeat in range(first, first + options.repeat):
+    for _ in range(options.repeat):
         for system in systems:
+            repeat = 1 + sum(sample.system == system.name for sample in result.samples)
             print(f"{system.title}, run {repeat}", file=sys.stderr)
             try:
                 result.samples.append(measure(binary, system, repeat, result.sizes))
+                # A long run may be cut short.
+                if options.json:
+                    report.write(result, options.json)
             except BenchError as exc:
                 # The others still make sense.
                 result.failures.append((system.title, str(exc)))

@@ -38,7 +38,7 @@ class Report(msgspec.Struct, frozen=True):
 def build() -> Path:
     """Return the compiled program; its name carries a hash of the sources, so that a change builds it again."""
     if shutil.which("go") is None:
-        raise StartError("the load generator needs Go 1.24 or newer: https://go.dev/dl, or the package golang-go")
+        raise StartError("the load generator needs Go 1.26 or newer: https://go.dev/dl, or the package golang-go")
     key = hashlib.sha256()
     for source in sorted(SOURCES.iterdir()):
         key.update(source.read_bytes())

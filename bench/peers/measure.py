@@ -51,6 +51,8 @@ METRICS: dict[str, Metric] = {
     "cpu-batch": Metric("server CPU per message, batches", "µs", "lower"),
     "cpu-one": Metric("server CPU per message, one at a time", "µs", "lower"),
     "cpu-consume": Metric("server CPU per message, consume", "µs", "lower"),
+    "client-batch": Metric("client CPU per message, batches", "µs", "lower"),
+    "client-consume": Metric("client CPU per message, consume", "µs", "lower"),
     "rss-start": Metric("memory after start", "MiB", "lower"),
     "rss-end": Metric("memory at the end of the run", "MiB", "lower"),
 }
@@ -158,8 +160,10 @@ class _Run:
         limits = {"seconds": sizes.batch_seconds, "messages": sizes.batch_messages}
         report, figures["cpu-batch"] = self.with_cpu("batch", "batch", publishers=PUBLISHERS, **limits)
         figures["batch"] = report.rate
+        figures["client-batch"] = report.cpu / report.messages * 1e6
         report, figures["cpu-consume"] = self.with_cpu("consume", "batch", new=False, messages=report.messages)
         figures["consume"] = report.rate
+        figures["client-consume"] = report.cpu / report.messages * 1e6
         options = {"rate": LATENCY_RATE, "seconds": sizes.latency_seconds, "unbuffered": True}
         self._latency("latency", self.load("latency", "slow", **options))
         figures["through"] = self.load("through", "through", publishers=PUBLISHERS, seconds=sizes.through_seconds).rate

@@ -123,6 +123,6 @@ def _cell(found: list[float]) -> str:
 
 
 def _version(text: str) -> str:
-    """The name of the program and the first thing that looks like a version; others print much more."""
-    found = re.search(r"v?\d+\.\d+\.\d+\S*", text)
+    """Return the first thing that looks like a version; ours comes after that of the NSQ it speaks."""
+    found = re.search(r"(?<=flintmq )\d\S*", text) or re.search(r"v?\d+\.\d+\.\d+\S*", text)
     return found[0].removeprefix("v").rstrip(",") if found else text or "unknown"
