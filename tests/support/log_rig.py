@@ -72,7 +72,7 @@ class Rig:
         else:
             self.log.recover(durable, after)
 
-    def _note_arrival(self) -> None:
+    def _note_arrival(self, cursors: object) -> None:
         self.arrived += 1
 
     def append(self, *bodies: bytes, delay: int = 0, more: bool = False) -> int:

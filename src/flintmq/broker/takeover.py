@@ -481,7 +481,7 @@ class Importer:
         )
         self._stores.append(store)
         # In memory until we say so: many messages go into one record, and one sync serves many records.
-        return Log(store, name, folder, base, "memory", progressed=lambda: None, failed=_failed, arrived=lambda: None)
+        return Log(store, name, folder, base, "memory", progressed=lambda: None, failed=_failed, arrived=lambda _: None)
 
 
 def _append(target: Log, timestamp: int, attempts: int, body: bytes, extra: bytes) -> None:

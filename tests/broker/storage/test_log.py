@@ -474,7 +474,7 @@ def test_everything_is_read_back_with_tiny_caches() -> None:
     random.Random(5).shuffle(order)
     for number in order[:200]:
         assert rig.body(BASE + number) == numbered(1, 900, number)[0]
-    assert len(rig.store._cold_order) <= 3
+    assert len(rig.store.cold) <= 3
 
 
 def test_a_read_error_that_passes_costs_nothing() -> None:

@@ -422,7 +422,7 @@ class Channel:
         first, most = waiting.front()
         topic = self.topic
         try:
-            block = topic.log.block(first)
+            block = topic.log.block(first, self)
         except DamageError as exc:
             self._lose(exc)
             return 0
@@ -491,7 +491,7 @@ class Channel:
         if len(fds) < 2:
             return 0, 0
         try:
-            block = topic.log.block(first)
+            block = topic.log.block(first, self)
         except DamageError:
             block = None
         if block is None:
@@ -1046,6 +1046,7 @@ class Channel:
         """The channel is going: its consumers, to be disconnected by the caller."""
         self.exiting = True
         self.broker.scan.forget(self)
+        self.topic.log.leave(self)
         self._ready.clear()
         sessions = list(self.sessions.values())
         for session in sessions:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import replace
 from itertools import chain
 from pathlib import Path
@@ -496,14 +496,15 @@ class Topic:
             self.message_count, self.message_bytes = count, size
             commit.resolve(PublishError(reason))
 
-    def _arrived(self) -> None:
-        """Something was read back: somebody may be waiting for it."""
+    def _arrived(self, cursors: Collection[object] | None) -> None:
+        """Something was read back: channels among these wait for it; None: anybody may."""
         self.mover.step()
-        for channel in self.channels.values():
-            try:
-                channel.pump()
-            except Exception:
-                self._failed(channel)
+        for channel in self.channels.values() if cursors is None else cursors:
+            if isinstance(channel, Channel):
+                try:
+                    channel.pump()
+                except Exception:
+                    self._failed(channel)
         readers, self._readers = self._readers, []
         for then in readers:
             try:

@@ -17,7 +17,7 @@ import os
 from array import array
 from bisect import bisect_left, bisect_right
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
@@ -102,7 +102,7 @@ class Log:
         *,
         progressed: Callable[[], None],
         failed: Callable[[int, Exception], None],
-        arrived: Callable[[], None],
+        arrived: Callable[[Collection[object] | None], None],
     ) -> None:
         self._store = store
         self._disk = store.disk
@@ -914,7 +914,7 @@ class Log:
         """Close the files and leave everything as it is."""
         self.halt()
         for segment in self.segments:
-            self._store.forget_cold(segment)
+            self._store.cold.forget(segment)
             if not segment.pins:
                 self._store.close_file(segment)
         self.memory.clear()
@@ -932,10 +932,11 @@ class Log:
 
     # --- Reading ---------------------------------------------------------------------------------------------------
 
-    def block(self, seq: int) -> Block | None:
+    def block(self, seq: int, cursor: object = None) -> Block | None:
         """The block that holds ``seq``. None: it is being read back, and ``arrived`` will be called.
 
-        DamageError says that it cannot be read, and up to where.
+        ``cursor`` is whoever goes on from there in order: see ``Cold``. DamageError says that it cannot be read, and up
+        to where.
         """
         memory = self.memory
         i = bisect_right(memory.bases, seq) - 1
@@ -950,7 +951,11 @@ class Log:
                 self.from_memory = True
                 return pinned
         self.from_memory = False
-        return self.reader.block(seq)
+        return self.reader.block(seq, cursor)
+
+    def leave(self, cursor: object) -> None:
+        """The cursor reads no further."""
+        self._store.cold.leave(cursor)
 
     def frame(self, seq: int) -> bytearray | None:
         """A copy of one frame, or None while it is being read back."""
@@ -1107,7 +1112,7 @@ class Log:
                     continue
                 if stop > self.whole:
                     break
-                if limit and size <= cap and awaited(block.base, stop) and self._store.lend(self._lent, size):
+                if limit and size <= cap and awaited(block.base, stop) and self._store.cold.lend(self._lent, size):
                     self._lent = lent = size
                     break
                 if pinned(block.base, stop):
@@ -1157,7 +1162,7 @@ class Log:
         return Pinned(block, delays=delays)
 
     def _give_up_loan(self) -> None:
-        self._store.lend(self._lent, 0)
+        self._store.cold.lend(self._lent, 0)
         self._lent = 0
 
     def measure(self, first: int, stop: int) -> tuple[int, int]:

@@ -1,9 +1,9 @@
 """Messages of a log that are no longer in memory: where they stand in the files, and how they are read back.
 
 A Reader owns what is being read, what could not be read, and the extra bytes that were read last. One function,
-``read``, reads a chunk of a file in a thread, for channels, readers and searches alike. A chunk that a channel waits
-for is tried several times with a pause in between, then its messages are given up as damaged; a missing descriptor
-does not count as a try.
+``read``, reads a chunk of a file in a thread, for channels, readers and searches alike. Where very many channels read
+from different places, each gets a part of its chunk: see ``Cold``. A chunk that a channel waits for is tried several
+times with a pause in between, then its messages are given up as damaged; a missing descriptor does not count as a try.
 """
 
 from __future__ import annotations
@@ -14,21 +14,27 @@ import logging
 from array import array
 from bisect import bisect_left, bisect_right
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
+from dataclasses import dataclass
 from itertools import chain, compress, repeat
 from operator import add
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from flintmq.broker.storage.cold import MARK_BYTES, Cold
 from flintmq.broker.storage.disk import READ
 from flintmq.broker.storage.keys import KeyBlock
 from flintmq.broker.storage.memory import ExtraRow, extra_of
 from flintmq.broker.storage.segment import (
+    CHUNK_BYTES,
     Entry,
     Segment,
     decode_chunk,
     extras_in_chunk,
+    part_of,
     read_keys,
     read_records,
+    record_size,
+    records_in,
     seq_in_chunk,
     timestamp_of,
 )
@@ -56,19 +62,39 @@ T = TypeVar("T")
 Submit = Callable[[Callable[[], Any], Callable[[Any, BaseException | None], None]], None]
 #: Where a message stands: its seq, its segment, the number of its chunk.
 Place = tuple[int, Segment, int]
-#: What a channel waits for: blocks or extra bytes, of which chunk.
-_Key = tuple[str, Segment, int]
+#: What a channel waits for: blocks or extra bytes, of which chunk, from which offset on.
+_Key = tuple[str, Segment, int, int]
+#: A block that was read, what could not be read, where records begin.
+_Found = tuple[Block | None, list[tuple[int, int]], list[tuple[int, int]]]
+
+
+@dataclass(slots=True)
+class _Part:
+    """The part of a chunk that is read for ``seq``: where it begins, with which seq, and its size.
+
+    ``stop`` and ``after`` are where the chunk ends, and the seq there; ``room`` is how many bytes are kept of it.
+    """
+
+    offset: int
+    first: int
+    size: int
+    stop: int
+    after: int
+    seq: int
+    room: int
 
 
 class Reader:
-    def __init__(self, log: Log, store: Store, arrived: Callable[[], None]) -> None:
+    def __init__(self, log: Log, store: Store, arrived: Callable[[Collection[object] | None], None]) -> None:
         self._log = log
         self._store = store
+        self._cold: Cold = store.cold
         self._disk = store.disk
-        # Called when something that was wanted was read, or given up.
+        # Called when something that was wanted was read, or given up, with the cursors that wait for it.
         self._arrived = arrived
-        # What is being read or waits for its next try; how often each was tried in vain.
-        self._reading: set[_Key] = set()
+        # What is being read or waits for its next try, the cursors that wait for it and what each wants; how often each
+        # was tried in vain.
+        self._reading: dict[_Key, dict[object, int]] = {}
         self._failures: dict[_Key, int] = {}
         # Extra bytes by segment and chunk: up to which seq they are known, and those of each record.
         self._extras: OrderedDict[tuple[Segment, int], tuple[int, list[ExtraRow]]] = OrderedDict()
@@ -86,27 +112,37 @@ class Reader:
         decode: Callable[[bytes, int, int], T],
         done: Callable[[T | None, BaseException | None], None],
         submit: Submit | None = None,
-        *,
-        keep_open: bool = False,
     ) -> None:
         """Read a chunk in a thread and make something of it: ``decode(bytes, first seq, seq after its last)``.
 
         ``done`` gets that, or the error. OSError, StorageError: the file cannot be opened now; ``done`` is not called.
-        ``keep_open``: more of the file will be read soon.
         """
         offset, size, first, after = self.extent(segment, chunk)
-        log, disk = self._log, self._disk
+        disk = self._disk
+        self._run(segment, lambda fd: decode(disk.read(fd, size, offset), first, after), done, submit or self._submit)
+
+    def _run(
+        self,
+        segment: Segment,
+        read: Callable[[int], T],
+        done: Callable[[T | None, BaseException | None], None],
+        submit: Submit,
+        *,
+        keep_open: bool = False,
+    ) -> None:
+        """Call ``read`` with the segment's open file in a thread. ``keep_open``: more of it will be read soon."""
+        log = self._log
         fd = log.pin(segment)
 
         def work() -> T:
-            return decode(disk.read(fd, size, offset), first, after)
+            return read(fd)
 
         def finished(result: T | None, error: BaseException | None) -> None:
             log.unpin(segment, keep_open=keep_open)
             done(result, error)
 
         try:
-            (submit or self._submit)(work, finished)
+            submit(work, finished)
         except BaseException:
             log.unpin(segment, keep_open=keep_open)
             raise
@@ -116,21 +152,30 @@ class Reader:
 
     # --- For channels ----------------------------------------------------------------------------------------------
 
-    def block(self, seq: int) -> Block | None:
-        """Return the block that holds ``seq``. None: it is being read back. DamageError: it cannot be."""
+    def block(self, seq: int, cursor: object = None) -> Block | None:
+        """Return the block that holds ``seq``. None: it is being read back. DamageError: it cannot be.
+
+        ``cursor`` goes on from there in order; all that ask without one share one.
+        """
+        cold = self._cold
+        if cursor is None:
+            cursor = self
         # A consumer that takes its messages one by one asks for the same block again and again.
-        last = self._store.recent.get(self)
-        if last is not None and last.base <= seq < last.base + last.count:
-            return last
+        last = cold.places.get(cursor)
+        if last is not None:
+            block = last.block
+            if block.base <= seq < block.base + block.count:
+                last.used = True
+                return block
         segment, chunk = self.place(seq)
-        found = self._store.cold(segment, chunk)
-        if found is not None and seq < found.base + found.count:
-            # Read ahead: by the time this block is sent the next one is there.
-            self._read_ahead(segment, chunk)
-            if seq >= found.base:
-                self._store.recent[self] = found
-                return found
-        self._want_block(segment, chunk, seq)
+        found = cold.find(segment, seq)
+        if found is not None:
+            cold.enter(cursor, found)
+            # By the time this block is sent the next one is there.
+            self._read_ahead(segment, chunk, cursor)
+            return found.block
+        cold.wait(cursor)
+        self._want_block(segment, chunk, seq, cursor)
         return None
 
     def extra(self, seq: int) -> bytes | None:
@@ -144,101 +189,181 @@ class Reader:
         self._want_extras(segment, chunk)
         return None
 
-    def _read_ahead(self, segment: Segment, chunk: int) -> None:
+    def _read_ahead(self, segment: Segment, chunk: int, cursor: object) -> None:
+        """Have the next chunk read for a cursor that has just come to this one, if there is room for both."""
+        cold = self._cold
+        if cold.room < 2 * CHUNK_BYTES:
+            return
         if chunk + 1 < len(segment.index_seqs):
-            if self._store.cold(segment, chunk + 1) is None:
-                self._want_block(segment, chunk + 1, segment.index_seqs[chunk + 1])
+            seq = segment.index_seqs[chunk + 1]
+            if cold.find(segment, seq) is None:
+                self._want_block(segment, chunk + 1, seq, cursor)
         elif segment.sealed:
             segments = self._log.segments
             i = segments.index(segment) + 1
             if i < len(segments) and segments[i].index_seqs and not self._log.in_memory(segments[i].base):
-                if self._store.cold(segments[i], 0) is None:
-                    self._want_block(segments[i], 0, segments[i].base)
+                if cold.find(segments[i], segments[i].base) is None:
+                    self._want_block(segments[i], 0, segments[i].base, cursor)
 
-    def _want_block(self, segment: Segment, chunk: int, seq: int) -> None:
+    def _want_block(self, segment: Segment, chunk: int, seq: int, cursor: object) -> None:
         # What a thread is still writing is not there yet, and is not damaged.
         written = self._log.written
+        cold, disk = self._cold, self._disk
+        part = self._part(segment, chunk, seq)
 
-        def decode(data: bytes, first: int, after: int) -> tuple[Block | None, list[tuple[int, int]]]:
-            return decode_chunk(data, segment.salt, first, after, seq)
+        def read(fd: int) -> _Found:
+            found = None if part.size == part.stop - part.offset else self._read_part(fd, segment, part)
+            if found is not None:
+                return found
+            # All that is left of the chunk. What cannot be made sense of is damaged.
+            data = disk.read(fd, part.stop - part.offset, part.offset)
+            block, damage = decode_chunk(data, segment.salt, part.first, part.after, seq)
+            marks: list[tuple[int, int]] = []
+            if block is not None and part.room < part.stop - part.offset:
+                marks = records_in(data, segment.salt, part.first, part.after, part.offset, MARK_BYTES)[1]
+                block = part_of(block, seq, part.room, marks)
+            return block, damage, marks
 
-        def take(result: tuple[Block | None, list[tuple[int, int]]]) -> None:
-            block, damage = result
+        def take(result: _Found, wanted: dict[object, int]) -> None:
+            block, damage, marks = result
             if block is not None:
-                self._store.keep_cold(segment, chunk, block)
+                stop = block.base + block.count
+                cold.keep(segment, block, [who for who, seq in wanted.items() if block.base <= seq < stop])
+            if marks:
+                cold.mark(segment, chunk, marks)
             self._note_damage(segment, damage, written)
 
-        self._want(("block", segment, chunk), decode, take)
+        self._want(("block", segment, chunk, part.offset), (part.first, part.after), read, take, cursor, seq)
+
+    def _part(self, segment: Segment, chunk: int, seq: int) -> _Part:
+        """Plan what to read for ``seq``: the chunk, or a part of it where each cursor can keep no more than that."""
+        offset, size, first, after = self.extent(segment, chunk)
+        stop = offset + size
+        room = self._cold.room
+        if size <= room:
+            return _Part(offset, first, size, stop, after, seq, size)
+        # Parts of one size, instead of a small one at the end.
+        room = -(-size // -(-size // room))
+        before, behind = self._cold.around(segment, chunk, seq)
+        if before is not None and before[0] >= first:
+            first, offset = before
+        least = 0
+        if behind is not None and offset < behind[1] <= stop:
+            least = behind[1] - offset
+        elif seq > first:
+            # How far it is to the message is a guess, by the size of those in between.
+            least = (seq - first) * (stop - offset) // (after - first) * 5 // 4 + MARK_BYTES
+        return _Part(offset, first, min(stop - offset, max(least, room)), stop, after, seq, room)
+
+    def _read_part(self, fd: int, segment: Segment, part: _Part) -> _Found | None:
+        """Read a part of a chunk; None if the message is not in a whole record of it. Runs in a thread."""
+        disk = self._disk
+        data = disk.read(fd, part.size, part.offset)
+        size, marks = records_in(data, segment.salt, part.first, part.after, part.offset, MARK_BYTES)
+        if not size:
+            # The first record alone is larger, or damaged.
+            more = record_size(data) - len(data)
+            if 0 < more <= part.stop - part.offset - len(data):
+                data += disk.read(fd, more, part.offset + len(data))
+                size, marks = records_in(data, segment.salt, part.first, part.after, part.offset, MARK_BYTES)
+        after = marks[-1][0]
+        if after <= part.seq:
+            return None
+        block, damage = decode_chunk(data[:size], segment.salt, part.first, after, part.seq)
+        if block is None or damage:
+            return None
+        return part_of(block, part.seq, part.room, marks), [], marks
 
     def _want_extras(self, segment: Segment, chunk: int) -> None:
-        after = self.extent(segment, chunk)[3]
+        offset, size, first, after = self.extent(segment, chunk)
+        disk = self._disk
 
-        def decode(data: bytes, first: int, stop: int) -> list[ExtraRow]:
-            return extras_in_chunk(data, segment.salt, first, stop)
+        def read(fd: int) -> list[ExtraRow]:
+            return extras_in_chunk(disk.read(fd, size, offset), segment.salt, first, after)
 
-        def take(rows: list[ExtraRow]) -> None:
+        def take(rows: list[ExtraRow], _: dict[object, int]) -> None:
             self._extras[segment, chunk] = (after, rows)
             self._extras.move_to_end((segment, chunk))
             while len(self._extras) > _EXTRA_CHUNKS:
                 self._extras.popitem(last=False)
 
-        self._want(("extras", segment, chunk), decode, take)
+        self._want(("extras", segment, chunk, offset), (first, after), read, take, self, first)
 
-    def _want(self, key: _Key, decode: Callable[[bytes, int, int], T], take: Callable[[T], None]) -> None:
-        """Read what somebody waits for, unless it is being read; call ``arrived`` when it is there, or given up."""
+    def _want(
+        self,
+        key: _Key,
+        lost: tuple[int, int],
+        read: Callable[[int], T],
+        take: Callable[[T, dict[object, int]], None],
+        cursor: object,
+        seq: int,
+    ) -> None:
+        """Read what a cursor waits for, unless it is being read; call ``arrived`` when it is there, or given up.
+
+        ``lost`` is what counts as damaged then.
+        """
         log = self._log
-        if key in self._reading or log.closed or self._disk.closing:
+        if log.closed or self._disk.closing:
             return
-        _, segment, chunk = key
+        wanted = self._reading.get(key)
+        if wanted is not None:
+            wanted[cursor] = seq
+            return
+        wanted = {cursor: seq}
+        segment = key[1]
 
         def done(result: T | None, error: BaseException | None) -> None:
-            self._reading.discard(key)
+            self._reading.pop(key, None)
             if log.closed or segment not in log.segments:
                 return
             if isinstance(error, OSError):
-                if not self._retried(key, error):
-                    self._arrived()
+                if not self._retried(key, lost, wanted, error):
+                    self._tell(wanted)
                 return
             if error is not None or result is None:
                 self._store.fatal(error or StorageError("no result"))
                 return
             self._failures.pop(key, None)
-            take(result)
-            self._arrived()
+            take(result, wanted)
+            self._tell(wanted)
 
         try:
-            self.read(segment, chunk, decode, done, keep_open=True)
+            self._run(segment, read, done, self._submit, keep_open=True)
         except OSError as exc:
-            if not self._retried(key, exc):
+            if not self._retried(key, lost, wanted, exc):
                 # The one who asked is told to wait.
-                self._store.delay(0, self._arrived)
+                self._store.delay(0, functools.partial(self._tell, wanted))
         else:
-            self._reading.add(key)
+            self._reading[key] = wanted
 
-    def _retried(self, key: _Key, error: OSError) -> bool:
+    def _tell(self, wanted: dict[object, int]) -> None:
+        """What these cursors wait for is there, or given up."""
+        self._arrived(None if self in wanted else wanted)
+
+    def _retried(self, key: _Key, lost: tuple[int, int], wanted: dict[object, int], error: OSError) -> bool:
         """Try again after a pause; False if the chunk is given up instead."""
-        _, segment, chunk = key
+        segment = key[1]
         logger.error("LOG(%s): cannot read %s - %s", self._log.name, segment.path, error)
         if error.errno not in NO_DESCRIPTOR:
             self._failures[key] = failures = self._failures.get(key, 0) + 1
             if failures >= READ_TRIES:
                 del self._failures[key]
-                _, _, first, after = self.extent(segment, chunk)
+                first, after = lost
                 segment.damaged.append((first, min(after, max(first, self._log.written))))
                 return False
         # It may pass: nothing is given up for it, the channel waits.
-        self._reading.add(key)
+        self._reading[key] = wanted
         self._store.delay(READ_PAUSE, functools.partial(self._try_again, key))
         return True
 
     def _try_again(self, key: _Key) -> None:
-        self._reading.discard(key)
+        wanted = self._reading.pop(key, {})
         if not self._log.closed and key[1] in self._log.segments:
-            self._arrived()
+            self._tell(wanted)
 
     def forget(self, segment: Segment) -> None:
         """The segment is removed."""
-        self._store.forget_cold(segment)
+        self._cold.forget(segment)
         for key in [key for key in self._extras if key[0] is segment]:
             del self._extras[key]
         for failed in [key for key in self._failures if key[1] is segment]:
@@ -252,9 +377,9 @@ class Reader:
         What is read for it is kept nowhere, so that consumers still find what was read for them.
         """
         segment, chunk = self.place(seq)
-        found = self._store.cold(segment, chunk)
-        if found is not None and found.base <= seq < found.base + found.count:
-            return found
+        found = self._cold.find(segment, seq)
+        if found is not None:
+            return found.block
         self.read_from((seq, segment, chunk), seq + 1, self._submit, then, note=False)
         return None
 

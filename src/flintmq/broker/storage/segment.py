@@ -449,6 +449,46 @@ def decode_chunk(
     return block, damage
 
 
+def record_size(data: bytes) -> int:
+    """How many bytes the record that ``data`` begins with says it has; 0 if not even its head is there."""
+    if len(data) < RECORD_HEADER:
+        return 0
+    _, length, _, _, _, _, _, extra, _ = _record_head.unpack_from(data)
+    return RECORD_HEADER + int(extra + length)
+
+
+def records_in(
+    data: bytes, salt: int, first: int, after: int, offset: int, step: int
+) -> tuple[int, list[tuple[int, int]]]:
+    """How many bytes of ``data``, which stands at ``offset``, are whole records from ``first`` on, before ``after``.
+
+    And where some of them begin, as seq and offset: a record every ``step`` bytes, and at last the end of all of them.
+    """
+    parser = RecordParser(salt, first, after, step)
+    size = parser.parse(data, offset)
+    return size, [(seq, at) for seq, at, _ in parser.index] + [(parser.seq, offset + size)]
+
+
+def part_of(block: Block, seq: int, size: int, marks: list[tuple[int, int]]) -> Block:
+    """About ``size`` bytes of a block from ``seq`` on, up to one of the marks if possible: a record begins there."""
+    if block.size <= size + size // 8:
+        return block
+    last = block.base + block.count
+    count = block.cut(seq, last - seq, size)
+    i = bisect_right(marks, seq + count, key=_seq_of) - 1
+    if i >= 0 and marks[i][0] > seq:
+        count = marks[i][0] - seq
+        block.cut(seq, count, block.size)
+    frames = bytearray(block.view[block.start : block.stop])
+    part = Block(0, seq, frames)
+    part.adopt(len(frames), count)
+    return part
+
+
+def _seq_of(mark: tuple[int, int]) -> int:
+    return mark[0]
+
+
 def extras_in_chunk(data: bytes, salt: int, first: int, after: int) -> list[tuple[int, int, bytes]]:
     """(first seq, the seq after the last, extra bytes) of each record of a chunk that has any, in order."""
     return [

@@ -15,6 +15,7 @@ from mmap import MAP_ANON, MAP_PRIVATE, mmap
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from flintmq.broker.storage.cold import Cold
 from flintmq.broker.storage.complaints import Complaints
 from flintmq.broker.storage.disk import SPARE, Clock, Disk
 from flintmq.broker.storage.segment import Segment
@@ -103,13 +104,8 @@ class Store:
         self._spare: list[mmap] = []
         self._preparing = False
         self._busy = False
-        # What was read back, by segment and chunk; in the order of use; what logs were lent of the room for it.
-        self._cold: OrderedDict[Segment, dict[int, Block]] = OrderedDict()
-        self._cold_order: OrderedDict[tuple[Segment, int], int] = OrderedDict()
-        self._cold_bytes = 0
-        self._lent = 0
-        #: The block that each reader found last. Cleared when anything of the cache changes: it holds no other blocks.
-        self.recent: dict[object, Block] = {}
+        #: What was read back.
+        self.cold = Cold(options.cold_cache_bytes)
 
     # --- Unsynced bytes --------------------------------------------------------------------------------------------
 
@@ -175,12 +171,13 @@ class Store:
             self._blocks.append(block)
 
     def tidy(self) -> None:
-        """Called now and then: fill the reserve of descriptors; free spare blocks if none was needed since."""
+        """Called now and then: fill the reserve of descriptors; free spare blocks and read ones that nobody needs."""
         if self._reserve_folder is not None:
             self.fill_reserve(self._reserve_folder)
         if not self._busy:
             self._drop_spare()
         self._busy = False
+        self.cold.tidy(self.clock.now())
 
     def _drop_spare(self) -> None:
         self._blocks.clear()
@@ -194,10 +191,7 @@ class Store:
         for segment in list(self._files):
             self.close_file(segment)
         self._drop_spare()
-        self._cold.clear()
-        self._cold_order.clear()
-        self._cold_bytes = 0
-        self.recent.clear()
+        self.cold.clear()
         while self._release_one():
             pass
 
@@ -298,55 +292,6 @@ class Store:
             self.disk.submit(close, _ignore)
         else:
             close()
-
-    # --- What was read back ----------------------------------------------------------------------------------------
-
-    def cold(self, segment: Segment, chunk: int) -> Block | None:
-        chunks = self._cold.get(segment)
-        if chunks is None:
-            return None
-        block = chunks.get(chunk)
-        if block is not None:
-            self._cold_order.move_to_end((segment, chunk))
-        return block
-
-    def keep_cold(self, segment: Segment, chunk: int, block: Block) -> None:
-        chunks = self._cold.setdefault(segment, {})
-        old = chunks.get(chunk)
-        if old is not None:
-            self._cold_bytes -= old.size
-        chunks[chunk] = block
-        self.recent.clear()
-        self._cold_order[segment, chunk] = block.size
-        self._cold_order.move_to_end((segment, chunk))
-        self._cold_bytes += block.size
-        self._shrink_cold()
-
-    def _shrink_cold(self) -> None:
-        while self._cold_bytes + self._lent > self.options.cold_cache_bytes and len(self._cold_order) > 2:
-            self.recent.clear()
-            (other, number), size = self._cold_order.popitem(last=False)
-            del self._cold[other][number]
-            if not self._cold[other]:
-                del self._cold[other]
-            self._cold_bytes -= size
-
-    def lend(self, before: int, size: int) -> bool:
-        """May a log hold ``size`` bytes, more than its own limit? ``before``: what it was lent so far.
-
-        What one log is lent another cannot have, nor the cache.
-        """
-        lent = self._lent - before + size
-        if lent > self.options.cold_cache_bytes:
-            return False
-        self._lent = lent
-        self._shrink_cold()
-        return True
-
-    def forget_cold(self, segment: Segment) -> None:
-        self.recent.clear()
-        for chunk in self._cold.pop(segment, {}):
-            self._cold_bytes -= self._cold_order.pop((segment, chunk))
 
 
 def _ignore(_: None, error: BaseException | None) -> None:
