@@ -35,7 +35,7 @@ _MOST_EVENTS = 256
 #: Events of epoll. This module is also imported where there is none.
 _READABLE: int = getattr(select, "EPOLLIN", 1)
 _HUNG_UP: int = getattr(select, "EPOLLERR", 8) | getattr(select, "EPOLLHUP", 16)
-_ACCEPT_AT_ONCE = 64
+_MOST_ACCEPTED = 64
 #: What one system call takes.
 _MOST_PARTS = 1000
 #: Seconds between two log lines about connections that are refused.
@@ -381,6 +381,7 @@ class Poller:
         #: Events that the last turn had no time for.
         self._left: dict[int, int] = {}
         self._listeners: dict[int, tuple[socket.socket, Callable[[], Receiver]]] = {}
+        self._accepted_at_once = 1
         #: Inside a turn: what becomes due is done at its end.
         self.turning = False
         self._paused = False
@@ -487,7 +488,9 @@ class Poller:
     def _accept(self, listener: socket.socket, factory: Callable[[], Receiver]) -> None:
         # Counted once: each of them adds one at most.
         room = self._descriptors.room()
-        for _ in range(_ACCEPT_AT_ONCE):
+        # A connection that comes alone is not worth a second look; where more wait, the next turn takes twice as many.
+        wanted, self._accepted_at_once = self._accepted_at_once, 1
+        for _ in range(wanted):
             try:
                 sock = self._system.accept(listener)
             except (BlockingIOError, InterruptedError, ConnectionAbortedError):
@@ -511,6 +514,7 @@ class Poller:
                 protocol.connection_made(transport)
             except Exception:
                 transport.broken()
+        self._accepted_at_once = min(2 * wanted, _MOST_ACCEPTED)
 
     def _pause_accepting(self) -> None:
         if self._paused:
