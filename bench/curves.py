@@ -271,7 +271,9 @@ def main() -> int:
         binary = load.build()
         result = Result(inspect_machine(sides), QUICK if options.quick else FULL, [], [])
         if options.add and options.json and options.json.exists():
-            result.samples = msgspec.json.decode(options.json.read_bytes(), type=Result).samples
+            earlier = msgspec.json.decode(options.json.read_bytes(), type=Result)
+            result.samples = earlier.samples
+            result.machine.load_average_before = earlier.machine.load_average_before
         _measure(binary, sides, options, result)
     except StartError as exc:
         print(f"bench.curves: {exc}", file=sys.stderr)

@@ -107,7 +107,9 @@ def main() -> int:
             failures=[],
         )
         if options.add and options.json and options.json.exists():
-            result.samples = msgspec.json.decode(options.json.read_bytes(), type=Result).samples
+            earlier = msgspec.json.decode(options.json.read_bytes(), type=Result)
+            result.samples, result.systems = earlier.samples, earlier.systems | result.systems
+            result.machine.load_average_before = earlier.machine.load_average_before
         _measure(binary, present, options, result)
     except StartError as exc:
         print(f"bench.durable: {exc}", file=sys.stderr)

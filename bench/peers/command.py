@@ -64,6 +64,8 @@ def _measure(systems: list[System], missing: dict[str, str], options: argparse.N
     if options.add and options.json and options.json.exists():
         earlier = report.read(options.json)
         result.samples, result.machine.load_average_before = earlier.samples, earlier.machine.load_average_before
+        clients = {client.system: client for client in (*earlier.clients, *result.clients)}
+        result.clients = [clients[name] for name in SYSTEMS if name in clients]
     for _ in range(options.repeat):
         for system in systems:
             repeat = 1 + sum(sample.system == system.name for sample in result.samples)
