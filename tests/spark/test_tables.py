@@ -11,6 +11,7 @@ import json
 import os
 import random
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -912,6 +913,31 @@ def test_a_uri_of_a_file_on_another_machine_is_refused():
     """Two slashes where three were meant: the rows would go to /archive."""
     with pytest.raises(PipelineError, match=r"names the machine 'data': a path of this one is file:///data/archive"):
         Place.of("file://data/archive")
+
+
+@pytest.mark.parametrize(
+    "where",
+    ["s3://", "s3:///a", "s3://b/a//c", "s3://b/../a", "hdfs://n:1/a/./b", "s3://b/a#c", "gs://b/a?c", "s3://b/.."],
+)
+def test_a_uri_that_a_store_would_take_for_another_is_refused(where: str):
+    """Of a#c and a?c deltalake opens a, and x/../a is a: two archives would be one."""
+    with pytest.raises(PipelineError, match=r"no part of a name|names a bucket"):
+        Place.of(where)
+
+
+def test_missing_credentials_are_told_soon(monkeypatch: pytest.MonkeyPatch):
+    """Outside of a cloud nobody answers at the address where a cloud has them; a library waits for three minutes."""
+    for name in os.environ:
+        if name.startswith(("AWS_", "GOOGLE_", "AZURE_")):
+            monkeypatch.delenv(name)
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        address = f"http://127.0.0.1:{silent.getsockname()[1]}"
+        options = {"AWS_METADATA_ENDPOINT": address, "AWS_ENDPOINT_URL": address, "AWS_ALLOW_HTTP": "true"}
+        options |= {"AWS_REGION": "us-east-1"}
+        started = time.monotonic()
+        with pytest.raises(PipelineError, match=r"there are no credentials: .*AWS_ACCESS_KEY_ID.*--storage-option"):
+            open_table(Place.of("s3://bucket/archive", options))
+        assert time.monotonic() - started < 60
 
 
 def test_a_catalog_is_icebergs_alone(tmp_path: Path):

@@ -17,7 +17,7 @@ from pyspark.sql.streaming.listener import StreamingQueryListener
 
 from flintmq.addresses import join, split
 from flintmq.errors import PipelineError
-from flintmq.spark.registration import lag
+from flintmq.spark.registration import is_remote, lag
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -151,10 +151,16 @@ class MetricsServer(ThreadingHTTPServer):
         return join(str(self.server_address[0]), int(self.server_address[1]))
 
     def close(self) -> None:
+        """Stop listening to Spark, and close the port. A program with a session of Spark Connect ends only after it."""
         self._spark.streams.removeListener(self.metrics)
         self.shutdown()
         self.server_close()
         self._thread.join()
+
+    def end(self) -> None:
+        """Do what is needed at the end of a program: a JVM of this program is not asked for anything any more."""
+        if is_remote(self._spark):
+            self.close()
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -282,6 +282,7 @@ def check_places(arguments: argparse.Namespace, *names: str) -> None:
         place = place_of(arguments, given)
         if why := place.refusal(writes=True):
             raise PipelineError(f"cannot write to {place}: {why}; choose another with --{name.replace('_', '-')}")
+        place.check_credentials()
 
 
 def stream_reader(arguments: argparse.Namespace) -> Source:
@@ -419,9 +420,7 @@ def open_session(arguments: argparse.Namespace, app: str) -> SparkSession:
         spark = session(app, master=arguments.master, remote=arguments.remote, report=screen.report, **conf)
     end_quietly()
     if where := getattr(arguments, "metrics_address", None):
-        from flintmq.spark.monitoring import serve_metrics
-
-        say(f"metrics are at http://{serve_metrics(spark, where).address}/metrics")
+        say(f"metrics are at http://{reports.serve(spark, where)}/metrics")
     if not getattr(arguments, "no_report", True) and not is_remote(spark):
         # Behind Spark Connect the brokers are those of the server's network.
         topic = getattr(arguments, "to_topic", None)

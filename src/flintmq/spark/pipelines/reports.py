@@ -1,18 +1,35 @@
-"""Reports of a pipeline's queries to the brokers, from the start of its session to the end of the program."""
+"""What follows a pipeline's queries from the start of its session to the end of the program.
+
+These are the reports to the brokers, and the metrics of a Spark Connect session: Spark's thread that listens to its
+server would keep the program from ending.
+"""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
+    from flintmq.spark.monitoring import MetricsServer
     from flintmq.spark.reporting import QueryReporter
 
-__all__ = ["begin", "end"]
+__all__ = ["begin", "end", "serve"]
+
+logger = logging.getLogger("flintmq.spark")
 
 _reporters: list[QueryReporter] = []
+_servers: list[MetricsServer] = []
+
+
+def serve(spark: SparkSession, address: str) -> str:
+    """Serve the numbers of a session's queries until `end`. Return where."""
+    from flintmq.spark.monitoring import serve_metrics
+
+    _servers.append(serve_metrics(spark, address))
+    return _servers[-1].address
 
 
 def begin(spark: SparkSession, options: Mapping[str, str], writes: Sequence[str] = ()) -> None:
@@ -26,3 +43,8 @@ def end(error: str = "") -> None:
     """Tell the brokers, as far as they answer at once, that the queries have ended, or failed with an error."""
     while _reporters:
         _reporters.pop().close(error, detach=False)
+    while _servers:
+        try:
+            _servers.pop().end()
+        except Exception as exc:  # Spark's server may be gone
+            logger.info("the listener of queries could not be removed: %s", exc)

@@ -449,6 +449,7 @@ def open_table(
         raise PipelineError(f"there is no format {format!r}, only {', '.join(FORMATS)}")
     if why := place.refusal(writes=False):
         raise PipelineError(f"{place} cannot be read: {why}")
+    place.check_credentials()
     if place.exists(OLD_FORM):
         raise PipelineError(
             f"{place} is an archive of the form before tables: flintmq pipeline archive --upgrade --to {place} makes a "

@@ -56,6 +56,23 @@ _NOTED = ("offset", "timestamp_ns")
 _SCHEMES = {"s3a": "s3", "s3n": "s3", "gcs": "gs", "abfs": "abfss"}
 _FOR_SPARK = {"s3": "s3a"}
 _KNOWN = ("s3", "gs", "abfss", "az", "hdfs")
+#: Names of options, and of environment variables, that give credentials; and those that are used most.
+_CREDENTIALS = {
+    "s3": re.compile("(?i)^(aws_)?(access_key_id|web_identity|container_|profile|skip_signature|shared_cred|config_f)"),
+    "gs": re.compile("(?i)^(google_)?(service_account|application_credentials|skip_signature|bearer_token)"),
+    "abfss": re.compile("(?i)^azure_|^(account_key|access_key|sas_|bearer_token|client_|tenant_|use_|skip_signature)"),
+}
+_CREDENTIALS["az"] = _CREDENTIALS["abfss"]
+_USUAL = {
+    "s3": "AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY, AWS_REGION",
+    "gs": "GOOGLE_APPLICATION_CREDENTIALS",
+    "abfss": "AZURE_STORAGE_ACCOUNT_KEY",
+    "az": "AZURE_STORAGE_ACCOUNT_NAME, AZURE_STORAGE_ACCOUNT_KEY",
+}
+#: What a library asks for credentials that nobody has given: the cloud that the machine is in.
+_OF_CLOUD = re.compile("169[.]254[.]169[.]254|metadata|latest/api/token|IMDS|oauth2/token|credential", re.IGNORECASE)
+#: Ten seconds for the answer of that cloud, which comes within milliseconds where there is one.
+_IMPATIENT = {"max_retries": "1", "retry_timeout": "5s", "timeout": "5s", "connect_timeout": "5s"}
 
 
 @dataclass(frozen=True)
@@ -83,7 +100,13 @@ class Place:
         scheme = _SCHEMES.get(scheme, scheme)
         if scheme not in _KNOWN or "://" not in text:
             raise PipelineError(f"{text}: a place is a path, or a URI of file, s3 (s3a), gs, abfss or hdfs")
-        return Place(f"{scheme}://{text.partition('://')[2].rstrip('/')}", dict(options or {}))
+        rest = text.partition("://")[2].rstrip("/")
+        if re.search("[#?]", rest):
+            raise PipelineError(f"{text}: what follows # or ? in the URI of a store is no part of a name: take it away")
+        host, *names = rest.split("/")
+        if not host or any(name in ("", ".", "..") for name in names):
+            raise PipelineError(f"{text}: the URI of a store names a bucket, or a host, and no empty names, . or ..")
+        return Place(f"{scheme}://{rest}", dict(options or {}))
 
     @property
     def is_local(self) -> bool:
@@ -125,7 +148,12 @@ class Place:
             from deltalake.fs import DeltaStorageHandler
         except ImportError as exc:
             raise PipelineError(f"{self.text} needs deltalake on every machine: pip install 'flintmq[spark]'") from exc
-        return pyarrow.fs.PyFileSystem(DeltaStorageHandler(self.text, dict(self.options)))
+        from deltalake.exceptions import DeltaError
+
+        try:
+            return pyarrow.fs.PyFileSystem(DeltaStorageHandler(self.text, dict(self.options)))
+        except DeltaError as exc:
+            raise PipelineError(f"{self.text} cannot be opened: {reason(exc)}") from exc
 
     def refusal(self, *, writes: bool) -> str:
         """Return why this process may not read or write files here; empty where nothing is known against it."""
@@ -146,6 +174,24 @@ class Place:
                 return f"{os.strerror(errno.EACCES)}{permission_hint(PermissionError(), found)}"
             break
         return ""
+
+    def check_credentials(self) -> None:
+        """PipelineError if nobody has given credentials for a store, and the machine's cloud has none.
+
+        The store's library would ask that cloud for minutes where the machine is in none.
+        """
+        named = _CREDENTIALS.get(self.scheme)
+        variables = [key for key in os.environ if key.startswith(("AWS_", "GOOGLE_", "AZURE_"))]
+        if named is None or any(named.search(key) for key in (*self.options, *variables)):
+            return
+        try:
+            Place(self.text, {**_IMPATIENT, **self.options}).exists("_delta_log")
+        except PipelineError as exc:
+            if _OF_CLOUD.search(str(exc)):
+                raise PipelineError(
+                    f"{self.text}: there are no credentials: set them in the environment ({_USUAL[self.scheme]}), or "
+                    f"by --storage-option KEY=VALUE, or give this machine a role in its cloud ({exc})"
+                ) from exc
 
     def exists(self, name: str) -> bool:
         """Is there a file or a folder of this name?"""
