@@ -31,9 +31,10 @@ __all__ = ["Buffer", "Clock", "System", "SystemClock", "shares_of_descriptors"]
 
 Buffer = bytes | bytearray | memoryview
 
-#: Descriptors for the files of messages, and for all that is no connection, where there are enough of them.
-_FOR_STORAGE = 400
-_RESERVED = 512
+#: Descriptors for the files of messages: at most, and those that are enough of them where there are few in all.
+_FOR_STORAGE, _ENOUGH_FOR_STORAGE = 4096, 400
+#: Descriptors for all that is no connection, at least; and those of them that are not for files of messages.
+_RESERVED, _FOR_OTHERS = 512, 112
 
 
 def shares_of_descriptors() -> tuple[int, int]:
@@ -41,7 +42,8 @@ def shares_of_descriptors() -> tuple[int, int]:
     limit = 1 << 20
     if resource is not None and (soft := resource.getrlimit(resource.RLIMIT_NOFILE)[0]) != resource.RLIM_INFINITY:
         limit = soft
-    return min(_FOR_STORAGE, limit // 4), limit - min(_RESERVED, limit // 2)
+    storage = max(min(_ENOUGH_FOR_STORAGE, limit // 4), min(_FOR_STORAGE, limit // 8))
+    return storage, limit - min(max(_RESERVED, storage + _FOR_OTHERS), limit // 2)
 
 
 class Clock(Protocol):

@@ -173,6 +173,8 @@ class Broker:
         self.receive_buffer = bytearray(RECEIVE_BYTES)
         self.receive_view = memoryview(self.receive_buffer)
         self._lanes: dict[tuple[Topic, str], PublishLane] = {}
+        #: The lines of commands that have published to a topic, without a key: they need not be taken apart again.
+        self.publish_lines: dict[bytes, Topic] = {}
         self._timers: dict[str, asyncio.TimerHandle] = {}
         # Health. ``refusing`` says why publishes are refused; it is empty when they are not.
         self.refusing = ""
@@ -595,6 +597,7 @@ class Broker:
         self.turns.forget(topic)
         for verb in ("PUB", "MPUB"):
             self._lanes.pop((topic, verb), None)
+            self.publish_lines.pop(f"{verb} {name}".encode(), None)
         floor = self._numbers.raise_floor(max(topic.ceiling, topic.log.end, topic.side_end - SIDE))
         if not topic.ephemeral:
             position = self.journal.note("untopic", topic.incarnation, floor)

@@ -118,7 +118,9 @@ class Upkeep:
             return found
         if topic.log.segments:
             try:
-                found.append((topic, topic.log, topic.let_go(), topic.first_kept))
+                stop = topic.let_go()
+                if stop:
+                    found.append((topic, topic.log, stop, topic.first_kept))
             except Exception as exc:
                 # The side log's files may go all the same.
                 report(topic, "see which of its files can be deleted", exc)

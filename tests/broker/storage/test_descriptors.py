@@ -245,3 +245,13 @@ def test_connections_leave_descriptors_for_storage(limit: int, monkeypatch: pyte
     if limit != resource.RLIM_INFINITY:
         assert limit - taken >= min(limit // 2, 400)
         assert limit - taken - files >= min(limit // 4, 100)
+
+
+@pytest.mark.parametrize(("limit", "topics"), [(1_024, 256), (4_096, 512), (20_000, 2_500), (65_536, 4_096)])
+def test_as_many_topics_as_there_is_room_for_keep_their_files_open(
+    limit: int, topics: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda _: (limit, limit))
+    files, taken = shares_of_descriptors()
+    assert files >= min(topics, 400) and (files >= topics or limit < 8_192)
+    assert taken >= limit // 2

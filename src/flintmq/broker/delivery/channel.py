@@ -92,7 +92,9 @@ class Channel:
         self.id = ident
         self.ephemeral = is_ephemeral(name)
         # Memory is all there is for its messages: beyond a limit they are dropped.
-        self._bounded = self.ephemeral or topic.ephemeral
+        self.bounded = self.ephemeral or topic.ephemeral
+        if self.bounded:
+            topic.awake[self] = None
         self.paused = False
         self.exiting = False
         #: Replaced, never changed.
@@ -112,9 +114,9 @@ class Channel:
         self.leaving = Leaving(self)
         #: What brings dead letters back to here, or did last.
         self.redrive: Redrive | Ended | None = None
-        # Consumers; those in ``_ready`` may be able to take more.
+        # Consumers; those in ``ready`` may be able to take more.
         self.sessions: dict[int, Session] = {}
-        self._ready: deque[Session] = deque()
+        self.ready: deque[Session] = deque()
         #: Requeues what lost consumers held; made when there are any, and only where the options ask for it.
         self.giving_back: GiveBack | None = None
         self._requeued_next = False
@@ -224,7 +226,7 @@ class Channel:
                 seqs.append(seq)
         self._handed += seen - self.seen
         self.seen = seen
-        if self._bounded and len(dues) > self._room_for_deferred:
+        if self.bounded and len(dues) > self._room_for_deferred:
             room = self._room_for_deferred
             self.dropped_count += len(dues) - room
             del dues[room:], seqs[room:]
@@ -254,7 +256,7 @@ class Channel:
         most = excess = self.depth - self.topic.settings.mem_queue_size
         if excess <= 0 or self.seeking is not None:
             return
-        if self._ready and not self.paused and (self.pace is None or self.pace.allowance):
+        if self.ready and not self.paused and (self.pace is None or self.pace.allowance):
             return
         waiting = self.waiting
         while excess > 0 and waiting:
@@ -316,7 +318,7 @@ class Channel:
             return
         self.topic.touched += 1
         if session.listed:
-            self._ready.remove(session)
+            self.ready.remove(session)
             session.listed = False
         # The end of the broker is no reason: it keeps what is in flight, with its attempts.
         if session.in_flight and self.broker.options.requeue_on_disconnect and not self.broker.stopping:
@@ -334,13 +336,14 @@ class Channel:
         """The session may be able to take more: RDY, FIN, REQ, a timeout, a peer that reads again."""
         if not session.listed and session.room > 0:
             session.listed = True
-            self._ready.append(session)
+            self.ready.append(session)
+            self.topic.awake[self] = None
 
     # --- Sending ---------------------------------------------------------------------------------------------------
 
     def pump(self) -> None:
         """Send what is waiting to the sessions that can take it, in turns."""
-        ready = self._ready
+        ready = self.ready
         if not ready or self.paused or self.exiting or self.seeking is not None:
             return
         if self.seen < self.topic.pumped:
@@ -353,7 +356,7 @@ class Channel:
         near = [deque(session for session in ready if session.nearness == rank) for rank in (ZONE, REGION, GLOBAL)]
         for group in near:
             self._pump(group)
-        self._ready = deque(chain(*near))
+        self.ready = deque(chain(*near))
 
     def _pump(self, ready: deque[Session]) -> None:
         budget = PUMP_BYTES
@@ -668,7 +671,7 @@ class Channel:
         counts: list[int] = []
         owners = [session.ident for session in sessions]
         read = self.ring.finish_each(fds, owners, data, self._prefix(), counts)
-        ready = self._ready
+        ready = self.ready
         for session, count in zip(sessions, counts, strict=False):
             if count:
                 session.in_flight -= count
@@ -680,6 +683,7 @@ class Channel:
                     ready.append(session)
         finished = sum(counts)
         if finished:
+            self.topic.awake[self] = None
             self.broker.counters.lane_finished += finished
             self._finished_some()
         return read
@@ -780,7 +784,7 @@ class Channel:
 
     def requeue_at(self, seq: int, attempts: int, due: int) -> None:
         """Requeue a message that is in no state now, for ``due`` unless that is 0."""
-        if due and self._bounded and not self._room_for_deferred:
+        if due and self.bounded and not self._room_for_deferred:
             self.dropped_count += 1
             self.finished(seq, seq + 1)
             return
@@ -827,7 +831,7 @@ class Channel:
         if left == EXPIRE_AT_ONCE:
             return False
         self.pump()
-        if self._bounded:
+        if self.bounded:
             self.drop_excess()
         return True
 
@@ -1047,7 +1051,7 @@ class Channel:
         self.exiting = True
         self.broker.scan.forget(self)
         self.topic.log.leave(self)
-        self._ready.clear()
+        self.ready.clear()
         sessions = list(self.sessions.values())
         for session in sessions:
             session.listed = False

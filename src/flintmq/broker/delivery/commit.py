@@ -44,8 +44,19 @@ class Commit:
     def resolve(self, error: Exception | None = None) -> None:
         self.done = True
         self.error = error
+        if self.sessions:
+            self._answer(error)
+        waiters, self.waiters = self.waiters, []
+        for waiter in waiters:
+            try:
+                waiter()
+            except Exception:
+                # The others wait for the same commit.
+                logger.exception("COMMIT: a publisher cannot be answered")
+
+    def _answer(self, error: Exception | None) -> None:
         sessions, self.sessions = self.sessions, []
-        if error is None and sessions:
+        if error is None:
             for i, sent in send_each([session.fd for session in sessions], OK_FRAME):
                 sessions[i].send_run(memoryview(OK_FRAME)[sent:])
         else:
@@ -54,13 +65,6 @@ class Commit:
                     session.refused(error)
                 except Exception:
                     logger.exception("COMMIT: a client cannot be told that its publish was refused")
-        waiters, self.waiters = self.waiters, []
-        for waiter in waiters:
-            try:
-                waiter()
-            except Exception:
-                # The others wait for the same commit.
-                logger.exception("COMMIT: a publisher cannot be answered")
 
 
 #: Some records of a batch: the bytes, where they start and stop, how many they are.

@@ -64,6 +64,54 @@ class Topic:
     of its own (Mover, Readers, Retention, Expiry, Keys, limits).
     """
 
+    # A dict of so many attributes is looked up in several places of memory; one object of many is rarely in the cache.
+    __slots__ = (
+        "__dict__",
+        "__weakref__",
+        "_batch_error",
+        "_commits",
+        "_holder",
+        "_open_commit",
+        "_pumping",
+        "_readers",
+        "_refusal",
+        "_settled",
+        "_settling",
+        "_usable",
+        "_waiting",
+        "awake",
+        "broker",
+        "ceiling",
+        "channels",
+        "dropped_count",
+        "ephemeral",
+        "exiting",
+        "expired_count",
+        "expiry",
+        "folder",
+        "gaps",
+        "gated",
+        "ids",
+        "incarnation",
+        "keys",
+        "limits",
+        "log",
+        "message_bytes",
+        "message_count",
+        "mover",
+        "name",
+        "noted_durable",
+        "noted_side",
+        "paused",
+        "pumped",
+        "readers",
+        "retention",
+        "settings",
+        "side",
+        "side_base",
+        "touched",
+    )
+
     def __init__(self, broker: Broker, name: str, incarnation: int, base: int, folder: Path | None) -> None:
         self.broker = broker
         self.name = name
@@ -87,6 +135,8 @@ class Topic:
         self.retention = Retention(self)
         self.expiry = Expiry(self)
         self.channels: dict[str, Channel] = {}
+        #: Those of them that may have a consumer to send to, or are bounded: most channels of most topics are not.
+        self.awake: dict[Channel, None] = {}
         #: The idempotency keys it knows; None until there is one.
         self.keys: Keys | None = None
         # Marks.
@@ -409,7 +459,9 @@ class Topic:
 
     def _progressed(self) -> None:
         """A mark of the log moved: answer publishers, let the channels see more."""
-        committed = min(self.log.committed, self._usable, self._settled)
+        committed = self.log.committed
+        if committed > self._usable or committed > self._settled:
+            committed = min(self._usable, self._settled)
         commits = self._commits
         while commits and commits[0].end <= committed and commits[0] is not self._open_commit:
             commits.popleft().resolve()
@@ -420,11 +472,13 @@ class Topic:
         """Let the channels see what lies before ``seq``; many deferred messages are handed over in slices."""
         stop = self._hand_deferred(seq) if self.log.deferred or self.gaps else seq
         self.pumped = stop
-        for channel in self.channels.values():
+        for channel in tuple(self.awake) if self.awake else ():
             try:
                 channel.pump()
-                if channel.ephemeral or self.ephemeral:
+                if channel.bounded:
                     channel.drop_excess()
+                if channel.exiting or not (channel.ready or channel.bounded):
+                    self.awake.pop(channel, None)
             except Exception:
                 self._failed(channel)
         if stop < seq and not self._pumping:
@@ -617,6 +671,7 @@ class Topic:
         sessions = channel.close()
         channel.empty()
         del self.channels[name]
+        self.awake.pop(channel, None)
         self.broker.journal.forget(channel)
         self.broker.settings.forget(self.name, name)
         if not (channel.ephemeral or self.ephemeral):
@@ -836,14 +891,14 @@ class Topic:
         return min(self.first_needed(), self.readers.first, self.retention.first)
 
     def let_go(self) -> int:
-        """Every few seconds: see to what need not be kept any longer. Up to where files may go."""
+        """Every few seconds: see to what need not be kept any longer. Up to where files may go, 0 if none is whole."""
         self.readers.expire()
         if self.readers and not self.channels:
             # The log is read, only not by a channel: what piles up for a first one goes with its file, once all
             # readers are past it.
             self._skip(min(self.log.boundary(min(self.readers.first, self.retention.first)), self.log.committed))
         self.mover.look()
-        return self.first_kept()
+        return self.first_kept() if self.log.has_complete_files else 0
 
     def first_side_needed(self) -> int:
         lowest = min(self.side_end, self.mover.first_place)

@@ -40,7 +40,19 @@ if TYPE_CHECKING:
     from flintmq.broker.delivery.channel import Channel
     from flintmq.broker.net.session import Session
 
-__all__ = ["AGAIN", "BEFORE_TLS", "CLOSING", "COMMANDS", "INIT", "MORE", "SUBSCRIBED", "publish_again", "run"]
+__all__ = [
+    "AGAIN",
+    "BEFORE_TLS",
+    "CLOSING",
+    "COMMANDS",
+    "INIT",
+    "MORE",
+    "SUBSCRIBED",
+    "publish_again",
+    "publish_to",
+    "run",
+    "take_lane",
+]
 
 logger = logging.getLogger(__name__)
 
@@ -73,13 +85,29 @@ def run(session: Session, line: bytes, data: bytearray, at: int, stop: int) -> i
         # A producer says the same line again and again: it need not be taken apart each time. The topic is
         # remembered here and nowhere else: a DPUB to another one must not come between a line and its topic.
         # Where an authorization expires, a timer ends all that is short.
-        topic = session.publish_topic = session.broker.topics.get(params[1].decode("ascii"))
-        session.publish_line = line
-        verb = params[0].decode("ascii")
-        plain = session.fd >= 0 and session.channel is None and line == b" ".join(params)
-        if plain and topic is not None:
-            session.lane = session.broker.lane(topic, verb)
+        topic = session.broker.topics.get(params[1].decode("ascii"))
+        if topic is not None and session.may_publish and line == b" ".join(params):
+            session.broker.publish_lines[line] = topic
+        is_first = not session.publish_line
+        publish_to(session, line, topic)
+        if is_first:
+            take_lane(session, line)
     return after
+
+
+def publish_to(session: Session, line: bytes, topic: Topic | None) -> None:
+    """The session publishes to this topic from here on, with this line."""
+    session.publish_line, session.publish_topic = line, topic
+    if session.channel is None:
+        # One that has a topic for each message has no use for a lane.
+        session.lane = None
+
+
+def take_lane(session: Session, line: bytes) -> None:
+    """The next publish is probably like the last one: put the session into the lane for that, if there is one."""
+    topic = session.publish_topic
+    if session.fd >= 0 and session.channel is None and topic is not None and line[-1] != 13:
+        session.lane = session.broker.lane(topic, "PUB" if line[0] == 80 else "MPUB")
 
 
 def publish_again(session: Session, line: bytes, data: bytearray, at: int, stop: int) -> int:

@@ -68,6 +68,8 @@ COMMANDS_AT_FIRST = 256
 SECONDS_AT_ONCE = 0.001
 #: Commands between two looks at the clock; a power of two.
 LOOK_EVERY = 16
+#: For those who may not publish wherever they like.
+_NO_LINES: dict[bytes, Topic] = {}
 #: Answers that may wait for commits before no more commands are read.
 MOST_ANSWERS = 8192
 
@@ -244,6 +246,11 @@ class Session(asyncio.BufferedProtocol):
         if self.channel is not None and not self._closing:
             self.channel.wake(self)
             self.channel.pump()
+
+    @property
+    def may_publish(self) -> bool:
+        """May the client publish to any topic, without a question to anybody?"""
+        return self.authorization is None and self.allowed is commands.COMMANDS
 
     @property
     def room(self) -> int:
@@ -450,6 +457,7 @@ class Session(asyncio.BufferedProtocol):
                 self.last_command = began
                 pos = 4
             start = pos
+            known = self.broker.publish_lines if self.may_publish else _NO_LINES
             most = COMMANDS_AT_ONCE if self.identified else COMMANDS_AT_FIRST
             while pos < stop and not self._closing and not self._waiting:
                 if data[pos] == 70 and self.channel is not None:
@@ -467,6 +475,14 @@ class Session(asyncio.BufferedProtocol):
                 line = bytes(data[pos:newline])
                 try:
                     if line == self.publish_line:
+                        if self.lane is None and self.fd >= 0:
+                            commands.take_lane(self, line)
+                        after = commands.publish_again(self, line, data, newline + 1, stop)
+                    elif line in known:
+                        is_first = not self.publish_line
+                        commands.publish_to(self, line, known[line])
+                        if is_first:
+                            commands.take_lane(self, line)
                         after = commands.publish_again(self, line, data, newline + 1, stop)
                     else:
                         after = commands.run(self, line, data, newline + 1, stop)
@@ -576,6 +592,13 @@ class Session(asyncio.BufferedProtocol):
 
     def _committed(self) -> None:
         """Some commit was resolved: send the answers that wait for none any more."""
+        # A client that publishes to many topics in one turn gets their answers in few writes. One that consumes as well
+        # gets them before the messages that they are for.
+        if self._closing or self.channel is not None or not self.broker.turns.answer_later(self):
+            self.send_answers()
+
+    def send_answers(self) -> None:
+        """Send the answers that wait for no commit any more."""
         answers = self.answers
         while answers:
             answer = answers[0]
@@ -598,18 +621,12 @@ class Session(asyncio.BufferedProtocol):
             else:
                 answers.popleft()
                 self._out.append(answer)
-        # A client that publishes to many topics in one turn gets their answers in few writes. One that consumes as well
-        # gets them before the messages that they are for.
-        if self._out and (self._closing or self.channel is not None or not self.broker.turns.answer_later(self)):
-            self.send_answers()
+        if self._out:
+            self._flush()
+            if not self._writable:
+                self._stop_while_unread()
         if not answers and self._closing:
             self._farewell()
-
-    def send_answers(self) -> None:
-        """Send the answers that wait for nothing any more."""
-        self._flush()
-        if not self._writable:
-            self._stop_while_unread()
 
     def _error(self, error: ProtocolError) -> None:
         logger.error("client(%s): %s", self.remote_address, error)

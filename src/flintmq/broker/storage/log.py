@@ -92,6 +92,50 @@ class Log:
     and write by write, so they are flat.
     """
 
+    # A dict of so many attributes is looked up in several places of memory; one object of many is rarely in the cache.
+    __slots__ = (
+        "__dict__",
+        "__weakref__",
+        "_active",
+        "_block_size",
+        "_disk",
+        "_doomed",
+        "_failed",
+        "_group_first",
+        "_group_planned",
+        "_group_written",
+        "_held",
+        "_last_time",
+        "_lent",
+        "_newest",
+        "_open_record",
+        "_pending",
+        "_progressed",
+        "_resting",
+        "_spilled",
+        "_steps_back",
+        "_store",
+        "_tail",
+        "_writing",
+        "closed",
+        "deferred",
+        "durability",
+        "durable",
+        "end",
+        "folder",
+        "from_memory",
+        "in_group",
+        "last_bytes",
+        "memory",
+        "name",
+        "reader",
+        "removal",
+        "salvaged",
+        "segments",
+        "syncer",
+        "written",
+    )
+
     def __init__(
         self,
         store: Store,
@@ -175,7 +219,8 @@ class Log:
     def committed(self) -> int:
         """Up to here a publish is as safe as it was promised to be."""
         if self.durability == "os":
-            return self.whole
+            # ``whole``, without asking for it: this is looked at for every publish.
+            return self.written if self._group_written is None else self._group_written[2]
         if self.durability == "fsync":
             return self.durable
         # A batch whose end is still to come may yet be cut back. What is under a reserved key has to outlive a kill
@@ -224,6 +269,11 @@ class Log:
     def damaged(self) -> list[tuple[int, int]]:
         """Seqs that could not be read."""
         return self.reader.damaged
+
+    @property
+    def has_complete_files(self) -> bool:
+        """Is there a file that nothing is written to any more?"""
+        return bool(self.segments) and self.segments[0] is not self._active
 
     @property
     def oldest_sealed(self) -> Segment | None:

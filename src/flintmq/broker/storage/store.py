@@ -272,13 +272,13 @@ class Store:
     def _close_files(self, keep: int) -> bool:
         """Close files that are not pinned until ``keep`` are open; False if none was closed."""
         closed = False
-        if len(self._files) > keep:
-            for segment in list(self._files):
-                if not segment.pins:
-                    self.close_file(segment)
-                    closed = True
-                    if len(self._files) <= keep:
-                        break
+        while len(self._files) > keep:
+            # Nearly always the first one: the table is in the order of use.
+            unused = next((segment for segment in self._files if not segment.pins), None)
+            if unused is None:
+                break
+            self.close_file(unused)
+            closed = True
         return closed
 
     def close_file(self, segment: Segment, *, deleted: bool = False) -> None:

@@ -34,6 +34,24 @@ SYNC_RETRY = 0.1
 
 
 class Syncer:
+    # A dict of so many attributes is looked up in several places of memory; one object of many is rarely in the cache.
+    __slots__ = (
+        "__dict__",
+        "__weakref__",
+        "_again",
+        "_awaited",
+        "_count",
+        "_entered",
+        "_failing",
+        "_last",
+        "_log",
+        "_planned",
+        "_store",
+        "bytes",
+        "running",
+        "segments",
+    )
+
     def __init__(self, log: Log, store: Store) -> None:
         self._log = log
         self._store = store
