@@ -73,7 +73,7 @@ PLAUSIBLE = [
     Change(
         "batch_is_answered_before_its_end",
         f"{_STORAGE}/log.py",
-        "return self.written if self._group_written is None else self._group_written[2]",
+        "return self.written if group is None else group[2]",
         "return self.written",
     ),
     Change(
@@ -217,8 +217,8 @@ PLAUSIBLE = [
     Change(
         "channels_see_what_is_not_committed",
         f"{_DELIVERY}/topic.py",
-        "        committed = min(self.log.committed, self._usable, self._settled)\n        commits",
-        "        committed = min(self.log.end, self._usable, self._settled)\n        commits",
+        "        committed = self.log.committed\n        if committed > self._usable",
+        "        committed = self.log.end\n        if committed > self._usable",
     ),
     Change(
         "paused_topic_hands_on",

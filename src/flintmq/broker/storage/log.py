@@ -220,7 +220,8 @@ class Log:
         """Up to here a publish is as safe as it was promised to be."""
         if self.durability == "os":
             # ``whole``, without asking for it: this is looked at for every publish.
-            return self.written if self._group_written is None else self._group_written[2]
+            group = self._group_written
+            return self.written if group is None else group[2]
         if self.durability == "fsync":
             return self.durable
         # A batch whose end is still to come may yet be cut back. What is under a reserved key has to outlive a kill
