@@ -13,6 +13,7 @@ import statistics
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -210,10 +211,18 @@ def markdown(result: Result) -> str:
         f"The data folder is on {result.file_system}. An fdatasync after 4 KiB, measured before each run, took "
         f"{_cell([s.fsync for s in result.samples])} ms.",
         machine_line(result.machine),
+        f"Runs per figure: {_runs(result)}.",
     ]
     lines += [f"- {title} was not there: {get}" for title, get in result.missing.items()]
     lines += [f"- {title} failed: {' '.join(error.split())}" for title, error in result.failures]
     return "\n".join(lines) + "\n"
+
+
+def _runs(result: Result) -> str:
+    """Return the number, or the lowest and highest where a run was cut short."""
+    counts = Counter((sample.system, sample.load) for sample in result.samples)
+    low, high = min(counts.values(), default=0), max(counts.values(), default=0)
+    return str(low) if low == high else f"{low} to {high}"
 
 
 def _cell(found: list[float]) -> str:

@@ -35,9 +35,12 @@ class Result(msgspec.Struct):
     #: System and what went wrong.
     failures: list[tuple[str, str]]
 
-    @property
-    def repeats(self) -> int:
-        return max((sum(s.system == c.system for s in self.samples) for c in self.clients), default=0)
+    def runs(self) -> str:
+        """Say how many runs each system had; they differ where a comparison was cut short."""
+        counts = {c.title: sum(s.system == c.system for s in self.samples) for c in self.clients}
+        usual = max(counts.values(), default=0)
+        fewer = [f"{title} {count}" for title, count in counts.items() if count != usual]
+        return f"{usual} runs per system" + (f" (of {', '.join(fewer)})" if fewer else "")
 
 
 def read(path: Path) -> Result:
@@ -75,7 +78,7 @@ def markdown(result: Result) -> str:
         ),
         "",
         machine_line(result.machine),
-        f"Medians of {result.repeats} runs per system, the lowest and highest in parentheses; the systems took turns.",
+        f"Medians of {result.runs()}, the lowest and highest in parentheses; the systems took turns.",
     ]
     lines += [f"- {title} was not there: {get}" for title, get in result.missing.items()]
     lines += [f"- {title} failed: {' '.join(error.split())}" for title, error in result.failures]
