@@ -22,7 +22,7 @@ from flintmq.spark.registration import is_remote, lag
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-__all__ = ["QueryMetrics", "serve_metrics"]
+__all__ = ["QueryMetrics", "serve_metrics", "until_end"]
 
 #: Queries that have ended are forgotten beyond this number, the oldest first.
 _ENDED = 100
@@ -177,6 +177,10 @@ class _Handler(BaseHTTPRequestHandler):
 
     def log_message(self, format: str, *args: Any) -> None:
         """Nobody wants to read who asked."""
+
+
+#: Those of a command line, which closes them at its end.
+until_end: list[MetricsServer] = []
 
 
 def serve_metrics(spark: SparkSession, address: str = "127.0.0.1:9464") -> MetricsServer:

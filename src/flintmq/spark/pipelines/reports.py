@@ -7,13 +7,13 @@ server would keep the program from ending.
 from __future__ import annotations
 
 import logging
+import sys
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
 
-    from flintmq.spark.monitoring import MetricsServer
     from flintmq.spark.reporting import QueryReporter
 
 __all__ = ["begin", "end", "serve"]
@@ -21,15 +21,15 @@ __all__ = ["begin", "end", "serve"]
 logger = logging.getLogger("flintmq.spark")
 
 _reporters: list[QueryReporter] = []
-_servers: list[MetricsServer] = []
 
 
 def serve(spark: SparkSession, address: str) -> str:
     """Serve the numbers of a session's queries until `end`. Return where."""
-    from flintmq.spark.monitoring import serve_metrics
+    from flintmq.spark import monitoring
 
-    _servers.append(serve_metrics(spark, address))
-    return _servers[-1].address
+    server = monitoring.serve_metrics(spark, address)
+    monitoring.until_end.append(server)
+    return server.address
 
 
 def begin(spark: SparkSession, options: Mapping[str, str], writes: Sequence[str] = ()) -> None:
@@ -43,8 +43,10 @@ def end(error: str = "") -> None:
     """Tell the brokers, as far as they answer at once, that the queries have ended, or failed with an error."""
     while _reporters:
         _reporters.pop().close(error, detach=False)
-    while _servers:
+    # Not imported here: this module goes along with functions to Spark's server, and its servers cannot.
+    monitoring = sys.modules.get("flintmq.spark.monitoring")
+    while monitoring is not None and monitoring.until_end:
         try:
-            _servers.pop().end()
+            monitoring.until_end.pop().end()
         except Exception as exc:  # Spark's server may be gone
             logger.info("the listener of queries could not be removed: %s", exc)
