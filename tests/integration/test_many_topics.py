@@ -151,9 +151,9 @@ async def test_bounded_channels_drop_what_is_too_much_without_a_consumer(broker:
     client, publisher = Client(broker), Publisher(broker, b"t1")
     await client.subscribe("t1", "brief#ephemeral")
     most = topic.settings.mem_queue_size
-    for _ in range(3):
+    for number in range(1, 5):
         publisher.send(b"MPUB t1\n" + mpub_body(most // 2))
-    await answered([publisher], 3)
+        await answered([publisher], number)
     assert topic.channels["brief#ephemeral"].depth == most
     publisher.close()
 
