@@ -23,6 +23,7 @@ ARROWS: dict[str, set[str]] = {
     "kernel": set(),
     "protocol": {"errors", "addresses", "kernel"},
     "durations": set(),
+    "garbage": set(),
     "options": {"errors", "addresses", "durations"},
     "http": {"protocol"},
     "logs": {"errors"},

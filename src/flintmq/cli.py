@@ -19,7 +19,7 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Callable, Coroutine, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -35,6 +35,7 @@ from flintmq.errors import (
     permission_hint,
     system_reason,
 )
+from flintmq.garbage import freeze, no_collection
 from flintmq.options import (
     NsqadminOptions,
     NsqdOptions,
@@ -557,7 +558,7 @@ async def _serve_lookupd(options: NsqlookupdOptions, report_changes: Callable[[]
     _hear(asked_to_stop.set, signal.SIGINT, signal.SIGTERM)
     loop.add_signal_handler(signal.SIGHUP, reload)
     async with lookupd:
-        _freeze()
+        freeze()
         # A collection that looks at 100,000 names again and again would hold up everybody.
         lookupd.when_grown = gc.freeze
         await asked_to_stop.wait()
@@ -603,27 +604,6 @@ def _hash_password() -> int:
     return 0
 
 
-@contextlib.contextmanager
-def _no_collection() -> Iterator[None]:
-    """Do not look for garbage: imports and a start make hardly any, and the search takes a tenth of their time."""
-    gc.disable()
-    try:
-        yield
-    finally:
-        gc.enable()
-
-
-#: Objects of a start with little to read: a collection would find next to nothing, and take a tenth of the start.
-_FEW_OBJECTS = 100_000
-
-
-def _freeze() -> None:
-    """What is alive now stays alive: keep it out of every later collection."""
-    if gc.get_count()[0] > _FEW_OBJECTS:
-        gc.collect()
-    gc.freeze()
-
-
 async def _serve(
     options: NsqdOptions,
     report_changes: Callable[[], None] | None = None,
@@ -632,7 +612,7 @@ async def _serve(
     asked_to_stop: asyncio.Event | None = None,
 ) -> int:
     """Run a broker until a signal asks for its end, perhaps already has, or until it cannot go on."""
-    with _no_collection():
+    with no_collection():
         from flintmq.broker.daemon import Broker
 
     # Before the start, which may have much to recover: a signal must never cut that short.
@@ -661,8 +641,8 @@ async def _serve(
     broker.options_changed.append(lambda: logs.set_level(broker.options.log_level))
 
     # Before anybody can connect, and would wait for it.
-    with _no_collection():
-        await broker.start(_freeze)
+    with no_collection():
+        await broker.start(freeze)
     started.set()
     if announce is not None:
         announce(broker, options)
