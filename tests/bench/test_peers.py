@@ -116,6 +116,7 @@ def test_durable_rates_are_not_measured_in_memory(environment: dict[str, str]) -
     assert "/dev/shm is in memory" in answer.stderr
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_a_small_run_gives_every_point_of_every_curve(environment: dict[str, str], tmp_path: Path) -> None:
     from bench.curves import CURVES, QUICK
