@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -87,6 +88,22 @@ def test_an_unknown_system_is_refused_with_the_known_names(environment: dict[str
     answer = bench(environment, "bench", "--peers", "--only=flintmq,pulsar")
     assert answer.returncode == 2
     assert "'pulsar' is none of flintmq, nsqd, jetstream, redis, rabbitmq, kafka" in answer.stderr
+
+
+def test_a_comparison_that_is_killed_ends_its_broker_and_removes_its_data(
+    go_client: None, environment: dict[str, str], tmp_path: Path
+) -> None:
+    command = [sys.executable, "-m", "bench", "--peers", "--only=flintmq", "--repeat=1"]
+    with subprocess.Popen(
+        command, cwd=ROOT, env=environment | {"TMPDIR": str(tmp_path)}, stderr=subprocess.PIPE, text=True
+    ) as process:
+        deadline = time.monotonic() + TIMEOUT
+        while not list(tmp_path.glob("flintmq-bench-*/data")):
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+        process.terminate()
+        assert process.wait(TIMEOUT) == 130
+    assert list(tmp_path.glob("flintmq-bench-*")) == []
 
 
 @pytest.mark.parametrize("load", ["8", "batch"])
