@@ -100,7 +100,7 @@ class Sizes:
     drain: int = 2_000_000
     topics: int = 1_000
     channels_per_topic: int = 10
-    topics_pub: int = 200_000
+    topics_pub: int = 100_000
     lagging_channels: int = 100
     # What each channel has less than the one before it.
     lagging_step: int = 400

@@ -7,6 +7,7 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -89,6 +90,22 @@ def test_an_unknown_system_is_refused_with_the_known_names(environment: dict[str
     assert "'pulsar' is none of flintmq, nsqd, jetstream, redis, rabbitmq, kafka" in answer.stderr
 
 
+def test_a_comparison_that_is_killed_ends_its_broker_and_removes_its_data(
+    go_client: None, environment: dict[str, str], tmp_path: Path
+) -> None:
+    command = [sys.executable, "-m", "bench", "--peers", "--only=flintmq", "--repeat=1"]
+    with subprocess.Popen(
+        command, cwd=ROOT, env=environment | {"TMPDIR": str(tmp_path)}, stderr=subprocess.PIPE, text=True
+    ) as process:
+        deadline = time.monotonic() + TIMEOUT
+        while not list(tmp_path.glob("flintmq-bench-*/data")):
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+        process.terminate()
+        assert process.wait(TIMEOUT) == 130
+    assert list(tmp_path.glob("flintmq-bench-*")) == []
+
+
 @pytest.mark.parametrize("load", ["8", "batch"])
 def test_a_small_durable_run_gives_a_rate(
     load: str, go_client: None, environment: dict[str, str], tmp_path: Path
@@ -116,6 +133,7 @@ def test_durable_rates_are_not_measured_in_memory(environment: dict[str, str]) -
     assert "/dev/shm is in memory" in answer.stderr
 
 
+@pytest.mark.slow
 @needs_compiler
 def test_a_small_run_gives_every_point_of_every_curve(environment: dict[str, str], tmp_path: Path) -> None:
     from bench.curves import CURVES, QUICK
