@@ -88,10 +88,7 @@ def run(session: Session, line: bytes, data: bytearray, at: int, stop: int) -> i
         topic = session.broker.topics.get(params[1].decode("ascii"))
         if topic is not None and session.may_publish and line == b" ".join(params):
             session.broker.publish_lines[line] = topic
-        is_first = not session.publish_line
         publish_to(session, line, topic)
-        if is_first:
-            take_lane(session, line)
     return after
 
 
@@ -101,6 +98,9 @@ def publish_to(session: Session, line: bytes, topic: Topic | None) -> None:
     if session.channel is None:
         # One that has a topic for each message has no use for a lane.
         session.lane = None
+        if session.steady:
+            session.steady = False
+            take_lane(session, line)
 
 
 def take_lane(session: Session, line: bytes) -> None:

@@ -157,6 +157,8 @@ class Session(asyncio.BufferedProtocol):
         #: The last publish, if the next one may be like it.
         self.publish_line = b""
         self.publish_topic: Topic | None = None
+        #: Was the last publish like the one before it? True before the first one.
+        self.steady = True
         #: The lane for what this client sends all the time: publishes like the last one, or FINs.
         self.lane: PublishLane | FinishLane | None = None
         self._single: Commit | None = None
@@ -332,6 +334,7 @@ class Session(asyncio.BufferedProtocol):
     def published(self, topic: Topic, count: int, commit: Commit | None, now: float) -> None:
         """A publish came a lane. Its answer comes with the commit; without one ``OK`` was sent already."""
         self.last_command = now
+        self.steady = True
         self.publish_counts[topic.name] += count
         if commit is not None:
             self._single = commit
@@ -475,14 +478,12 @@ class Session(asyncio.BufferedProtocol):
                 line = bytes(data[pos:newline])
                 try:
                     if line == self.publish_line:
+                        self.steady = True
                         if self.lane is None and self.fd >= 0:
                             commands.take_lane(self, line)
                         after = commands.publish_again(self, line, data, newline + 1, stop)
                     elif line in known:
-                        is_first = not self.publish_line
                         commands.publish_to(self, line, known[line])
-                        if is_first:
-                            commands.take_lane(self, line)
                         after = commands.publish_again(self, line, data, newline + 1, stop)
                     else:
                         after = commands.run(self, line, data, newline + 1, stop)
