@@ -18,6 +18,10 @@ sys.path.insert(0, str(ROOT))
 TIMEOUT = 110
 SYSTEMS = ("flintmq", "nsqd", "jetstream", "redis", "rabbitmq", "kafka")
 
+#: They build a Go program of many modules, start brokers and measure for minutes.
+measures = pytest.mark.skipif(
+    os.environ.get("FLINTMQ_EXHAUSTIVE") != "1", reason="FLINTMQ_EXHAUSTIVE=1 runs the comparisons themselves"
+)
 needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="the load generator needs a C compiler")
 
 
@@ -49,6 +53,7 @@ def read(path: Path) -> Any:
     return json.loads(path.read_text())
 
 
+@measures
 @pytest.mark.slow
 @pytest.mark.parametrize("name", SYSTEMS)
 def test_a_small_run_measures_every_figure_of_a_system(
@@ -73,6 +78,7 @@ def test_a_small_run_measures_every_figure_of_a_system(
     assert system.acknowledged in answer.stdout
 
 
+@measures
 def test_a_missing_system_is_named_with_the_way_to_install_it(
     go_client: None, environment: dict[str, str], tmp_path: Path
 ) -> None:
@@ -90,6 +96,7 @@ def test_an_unknown_system_is_refused_with_the_known_names(environment: dict[str
     assert "'pulsar' is none of flintmq, nsqd, jetstream, redis, rabbitmq, kafka" in answer.stderr
 
 
+@measures
 def test_a_comparison_that_is_killed_ends_its_broker_and_removes_its_data(
     go_client: None, environment: dict[str, str], tmp_path: Path
 ) -> None:
@@ -106,6 +113,7 @@ def test_a_comparison_that_is_killed_ends_its_broker_and_removes_its_data(
     assert list(tmp_path.glob("flintmq-bench-*")) == []
 
 
+@measures
 @pytest.mark.parametrize("load", ["8", "batch"])
 def test_a_small_durable_run_gives_a_rate(
     load: str, go_client: None, environment: dict[str, str], tmp_path: Path
@@ -133,6 +141,7 @@ def test_durable_rates_are_not_measured_in_memory(environment: dict[str, str]) -
     assert "/dev/shm is in memory" in answer.stderr
 
 
+@measures
 @pytest.mark.slow
 @needs_compiler
 def test_a_small_run_gives_every_point_of_every_curve(environment: dict[str, str], tmp_path: Path) -> None:
