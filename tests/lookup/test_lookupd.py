@@ -23,6 +23,7 @@ import pytest
 from flintmq.errors import StartError
 from flintmq.lookup import daemon, registry
 from flintmq.lookup.daemon import Lookupd
+from flintmq.system import System
 from support.http_client import HttpClient
 from support.secure import Certificates
 
@@ -651,3 +652,30 @@ async def test_a_reload_reads_the_certificate_again(start_lookupd: StartLookupd,
 async def test_a_reload_with_nothing_to_read_harms_nothing(lookupd, http):
     lookupd.reload()
     assert (await http.get("/ping")).text == "OK"
+
+
+class Sockets(System):
+    """Remembers the sockets that it has bound."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bound: list[socket.socket] = []
+
+    def listen(self, address: str, *, unix: bool = True, mode: int | None = None) -> socket.socket:
+        self.bound.append(super().listen(address, unix=unix, mode=mode))
+        return self.bound[-1]
+
+
+@pytest.mark.parametrize("steps", range(4))
+async def test_a_start_that_is_cancelled_gives_its_ports_back(steps: int) -> None:
+    system = Sockets()
+    lookupd = Lookupd(tcp_address="127.0.0.1:0", http_address="127.0.0.1:0", system=system)
+    starting = asyncio.create_task(lookupd.start())
+    for _ in range(steps):
+        await asyncio.sleep(0)
+    was_cancelled = starting.cancel()
+    await asyncio.gather(starting, return_exceptions=True)
+    if not (was_cancelled and starting.cancelled()):
+        # It was up already.
+        await lookupd.stop()
+    assert [sock.fileno() for sock in system.bound] == [-1] * len(system.bound)

@@ -157,6 +157,19 @@ class Lookupd:
         except StartError:
             tcp.close()
             raise
+        try:
+            await self._listen(tcp, http, tls)
+        except BaseException:
+            # Most likely it is cancelled. Whoever starts it again may want the same ports.
+            if self._http is not None:
+                self._http.abort()
+            tcp.close()
+            http.close()
+            raise
+
+    async def _listen(self, tcp: socket.socket, http: socket.socket, tls: ssl.SSLContext | None) -> None:
+        """Serve connections to both sockets, which are bound."""
+        options = self.options
         # Both before the first connection: the answer to IDENTIFY names them.
         self._tcp_bound = addresses.text_of(tcp.getsockname())
         self._http_bound = addresses.text_of(http.getsockname())
