@@ -428,7 +428,8 @@ def test_a_driver_is_killed_at_any_call_and_the_batch_runs_again(
             log_offsets(checkpoint, batch_number, done + 101)
         run = Run(nodes, checkpoint)
         batch = run.batch(batch_number)
-        messages = [batch.task(partition, some[partition::5]) for partition in range(5)]
+        # So many that each broker gets some: their addresses decide where partitions go.
+        messages = [batch.task(partition, some[partition::30]) for partition in range(30)]
         with monkeypatch.context() as patch:
             dying(patch, call, answered=answered)
             try:
