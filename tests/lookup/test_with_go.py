@@ -147,6 +147,7 @@ async def test_a_go_nsqd_registers_with_ours(start, lookupd, tmp_path):
 
 
 async def test_a_go_nsqd_comes_back_to_ours_after_a_restart(start, tmp_path):
+    program("nsqd")
     lookupd = Lookupd(tcp_address=f"127.0.0.1:{held_port()}")
     await lookupd.start()
     _, address = await go_nsqd(start, lookupd, tmp_path / "data")
