@@ -50,9 +50,7 @@ ENGINE = (
 
 #: Mutants that nothing of this finds, and why.
 SURVIVORS: dict[str, str] = {
-    "touch_adds_nothing": "takes a touched message that nobody answers: 40 seeds touch too few",
-    "gap_after_a_deleted_file_is_gone": "takes a reader at the end of a file that is deleted before a gap",
-    "redrive_ends_with_the_process": "takes a redrive that was asked about before the process ends, and after it",
+    "gap_after_a_deleted_file_is_gone": "takes a reader that keeps no position, at the end of a file before a gap",
 }
 
 #: Of the simulation: the first seed, and how many. No seed was chosen for what it finds.

@@ -34,6 +34,7 @@ import warnings
 from collections import Counter
 from collections.abc import Callable, Generator, Iterator
 from dataclasses import dataclass
+from functools import partial
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -111,6 +112,7 @@ OPERATIONS: list[tuple[str, float, float, float]] = [
     ("requeue", 6, 0.0, 0.01),
     ("requeue_all", 1.5, 0.0, 0.01),
     ("touch", 3, 0.0, 0.01),
+    ("touch_late", 1, 1.1 * MSG_TIMEOUT, 1.4 * MSG_TIMEOUT),
     ("change_ready", 5, 0.0, 0.01),
     ("leave", 3, 0.0, 0.01),
     ("leave_politely", 2, 0.0, 0.01),
@@ -620,6 +622,16 @@ class Run:
         for consumer in self._some(rng):
             consumer.touch(rng.choice(list(consumer.held)))
 
+    def touch_late(self, rng: random.Random) -> None:
+        """Some ask for more time in the middle of theirs, and do nothing else while the first one would run out."""
+        for consumer in self._some(rng):
+            self.world.after(rng.uniform(0.3, 0.8) * consumer.timeout, partial(self._touch_all, consumer))
+
+    def _touch_all(self, consumer: Consumer) -> None:
+        if not (consumer.over or self.healed):
+            for id in list(consumer.held):
+                consumer.touch(id)
+
     def change_ready(self, rng: random.Random) -> None:
         for consumer in self.consumers():
             if rng.random() < 0.5:
@@ -1085,15 +1097,26 @@ class Run:
         )
 
     def redrive(self, rng: random.Random) -> None:
-        """Dead letters go back to where they came from."""
+        """Dead letters go back to where they came from. In most cases some die first: there is something to do."""
         node = self._node(rng)
+        delay = 0.0
+        if rng.random() < 0.7:
+            producer = self._producer(rng, node, "hard")
+            for _ in range(rng.choice([2, 6, 12])):
+                producer.publish("hard", [self._sent(rng, node, "hard")], batch=False)
+            consumer = Consumer(self, node, "hard", "a", 50, fails=True)
+            delay = rng.choice([0.1, 0.3])
+            self.world.after(delay, consumer.close)
+        self.world.after(delay, lambda: None if self.healed else self._begin_redrive(rng, node))
+
+    def _begin_redrive(self, rng: random.Random, node: Nsqd) -> None:
         book = self.ledger.book(node.name, "hard", "a")
         if book is not None:
             # They come back under new ids, and their attempts start anew.
             book.topic.redriven = book.unsteady = True
         target = "/channel/redrive?topic=hard&channel=a&from=x"
         self._redriving(node, "POST", target + rng.choice(["", "&rate=5", "&rate=20", "&count=2"]))
-        for seconds in (0.02, 0.3):
+        for seconds in (0.02, 0.3, 0.8, 1.6, 3.0):
             self.world.after(seconds, lambda: None if self.healed else self.ask_for_redrive(rng, node))
 
     def ask_for_redrive(self, rng: random.Random, node: Nsqd | None = None) -> None:
@@ -1117,17 +1140,22 @@ class Run:
         Talk(self, script())
 
     def read_log(self, rng: random.Random) -> None:
-        """Read a log up to its end, and say so: from there on it is kept. Or leave, and let go what was kept."""
+        """Read a log up to its end, and say so: from there on it is kept. Or leave, and let go what was kept.
+
+        Some follow it for a while, as a query of Spark does.
+        """
         node, name = self._node(rng), rng.choice(["plain", "safe", "safe", "kept"])
+        begin, most = rng.choice(["earliest", "latest"]), rng.choice([1, 3_000, 1 << 20])
+        leaves, follows = rng.random() < 0.2, rng.random() < 0.5
+        self._read_once(node, name, begin, most, leaves=leaves)
+        for seconds in (0.2, 0.5, 1.0, 2.0, 4.0) if follows and not leaves else ():
+            self.world.after(seconds, lambda: None if self.healed else self._read_once(node, name, begin, most))
+
+    def _read_once(self, node: Nsqd, name: str, begin: str, most: int, *, leaves: bool = False) -> None:
         topic = self.ledger.topic(node.name, name)
         if topic is not None and topic.durability in ("os", "fsync") and topic not in self._read:
             self._read.append(topic)
-            begin, bytes_, leaves = (
-                rng.choice(["earliest", "latest"]),
-                rng.choice([1, 3_000, 1 << 20]),
-                rng.random() < 0.2,
-            )
-            Talk(self, self._reading(node, topic, begin, bytes_, leaves=leaves))
+            Talk(self, self._reading(node, topic, begin, most, leaves=leaves))
 
     def _reading(
         self, node: Nsqd, topic: TopicBook, begin: str, most: int, *, leaves: bool = False
@@ -1828,6 +1856,7 @@ def _without_destructors() -> Iterator[None]:
     was_enabled = gc.isenabled()
     asyncio_logger.disabled = True
     gc.disable()
+    gc.freeze()
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
@@ -1835,6 +1864,7 @@ def _without_destructors() -> Iterator[None]:
             sys.unraisablehook = lambda unraisable: None
             gc.collect()
     finally:
+        gc.unfreeze()
         if was_enabled:
             gc.enable()
         asyncio_logger.disabled = False

@@ -17,7 +17,7 @@ import random
 import re
 import select
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -27,7 +27,7 @@ from flintmq.broker.storage.disk import BACKGROUND, SPARE, Disk
 from flintmq.system import Buffer
 from support.simdisk import PowerLoss, SimSystem
 
-from .network import READ, WRITE, Listener, Network, Socket
+from .network import READ, Listener, Network, Socket
 from .world import NotYet, World
 
 __all__ = ["Machine", "Workers"]
@@ -46,6 +46,8 @@ _STATES = {
     ("make_folder", "side"): "side log",
 }
 _DATE = re.compile(rb"\r\nDate: [^\r]*")
+#: What epoll calls READ and WRITE together.
+_MASKS = (0, select.EPOLLIN, select.EPOLLOUT, select.EPOLLIN | select.EPOLLOUT)
 #: Bytes of the trace that one packet or write may add.
 _MOST_TRACED = 1 << 20
 
@@ -333,29 +335,31 @@ class _Epoll:
         if self._machine.world.descriptor(fd) is None:
             raise OSError(errno.EBADF, "bad descriptor")
 
-    def _events(self, fd: int, wanted: int) -> int:
-        end = self._machine.world.descriptor(fd)
-        if end is None:
-            return 0
-        ready = end.ready()
-        mask = (select.EPOLLIN if ready & READ else 0) | (select.EPOLLOUT if ready & WRITE else 0)
-        mask &= wanted
-        if isinstance(end, Socket):
-            if end.error:
-                mask |= select.EPOLLERR | select.EPOLLHUP
-            elif end.eof and end._shut:
-                mask |= select.EPOLLHUP
-        return mask
+    def _found(self) -> Iterator[tuple[int, int]]:
+        """Yield the descriptors about which there is something to say, with what there is."""
+        descriptor = self._machine.world.descriptor
+        for fd, wanted in self.members.items():
+            end = descriptor(fd)
+            if end is None:
+                continue
+            mask = _MASKS[end.ready()] & wanted
+            if isinstance(end, Socket):
+                if end.error:
+                    mask |= select.EPOLLERR | select.EPOLLHUP
+                elif end.eof and end._shut:
+                    mask |= select.EPOLLHUP
+            if mask:
+                yield fd, mask
 
     def poll(self, timeout: float = 0, most: int = 256) -> list[tuple[int, int]]:
         self._machine.socket_call("poll")
-        found = [(fd, events) for fd, mask in self.members.items() if (events := self._events(fd, mask))]
+        found = list(self._found())
         if len(found) > 1:
             self._machine.world.rng.shuffle(found)
         return found[:most]
 
     def ready(self) -> int:
-        return READ if any(self._events(fd, mask) for fd, mask in self.members.items()) else 0
+        return READ if any(self._found()) else 0
 
     def close(self) -> None:
         if not self._machine.dead:

@@ -77,6 +77,8 @@ class World:
         self._events: list[tuple[int, int, Event]] = []
         self._order = itertools.count()
         self._descriptors: dict[int, Any] = {}
+        #: Return the owner of a number, or None. It is asked more often than anything else: hence no method.
+        self.descriptor = self._descriptors.get
 
     @property
     def seconds(self) -> float:
@@ -110,9 +112,6 @@ class World:
     def place_descriptor(self, number: int, owner: Any) -> None:
         """A machine has given this number to something of its own."""
         self._descriptors[number] = owner
-
-    def descriptor(self, number: int) -> Any:
-        return self._descriptors.get(number)
 
     @property
     def descriptors(self) -> list[Any]:

@@ -87,8 +87,7 @@ class Clients:
             return found
         task = self._asked.get(key)
         if task is None:
-            task = self._asked[key] = asyncio.create_task(self._ask(*key))
-            task.add_done_callback(lambda _: self._asked.pop(key, None))
+            task = self._begin(key)
         return await asyncio.shield(task)
 
     def known(self) -> Found | None:
@@ -99,8 +98,13 @@ class Clients:
     def ask_soon(self) -> None:
         key = ("", "", "")
         if key not in self._asked:
-            task = self._asked[key] = asyncio.create_task(self._ask(*key))
-            task.add_done_callback(lambda done: (self._asked.pop(key, None), done.cancelled() or done.exception()))
+            self._begin(key)
+
+    def _begin(self, key: tuple[str, str, str]) -> asyncio.Task[Found]:
+        task = self._asked[key] = asyncio.create_task(self._ask(*key))
+        # If it fails, somebody who has gone does not hear of it.
+        task.add_done_callback(lambda done: (self._asked.pop(key, None), done.cancelled() or done.exception()))
+        return task
 
     async def close(self) -> None:
         for task in list(self._asked.values()):

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import errno
+import gc
+import threading
 from collections import Counter
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from contextlib import AsyncExitStack
 from pathlib import Path
 from typing import Any
@@ -13,7 +16,8 @@ import pytest
 from conftest import StartBroker
 
 from flintmq.broker.daemon import Broker
-from support.fakes import SECOND, FakeClock, until
+from flintmq.system import Buffer
+from support.fakes import SECOND, CountingDisk, FakeClock, until
 from support.simdisk import SimDisk
 from support.stage_client import Refused, StageClient, stored
 
@@ -495,3 +499,40 @@ async def test_a_call_that_is_meant_for_another_node_is_refused(nodes: Nodes, ho
         assert other in await refused("NODE", home.call(verb, node=other, **fields), 421)
     assert nodes.brokers["n1"].stage.producers == {}
     assert await home.call("open", node=mine, **calls["open"]) == {"epoch": 1, "decided": None}
+
+
+class FailingState(CountingDisk):
+    """Cannot write a state, and says so when it is told to."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fails, self.tried, self.go_on = False, threading.Event(), threading.Event()
+
+    def replace(self, path: Path, content: Sequence[Buffer]) -> None:
+        if self.fails:
+            self.tried.set()
+            self.go_on.wait(10)
+            raise OSError(errno.EIO, "Input/output error")
+        super().replace(path, content)
+
+
+async def test_a_state_that_cannot_be_written_for_somebody_who_has_gone_is_no_unhandled_error(
+    start_broker: StartBroker,
+) -> None:
+    disk = FailingState()
+    broker = await start_broker(disk=disk, **OPTIONS)
+    async with StageClient.connect(broker) as client:
+        await client.open(0)
+        disk.fails = True
+        asked = asyncio.create_task(broker.stage.producer("another").open("run-1", "job-1", 0))
+        await until(disk.tried.is_set)
+        asked.cancel()
+        with pytest.raises(asyncio.CancelledError):
+            await asked
+        disk.go_on.set()
+        with pytest.raises(Refused, match="507 E_STAGE_FULL the state cannot be written"):
+            await client.open(0, run="run-2")
+        disk.fails = False
+        await client.open(0, run="run-2")
+    # What a task raised that nobody asked is told when it is collected: the fixture fails then.
+    gc.collect()

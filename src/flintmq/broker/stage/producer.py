@@ -122,6 +122,8 @@ class Producer:
         while self._saved < wanted:
             if self._saving is None:
                 self._saving = asyncio.get_running_loop().create_task(self._save())
+                # If it fails, somebody who has gone does not hear of it.
+                self._saving.add_done_callback(lambda done: done.cancelled() or done.exception())
             await asyncio.shield(self._saving)
 
     async def _save(self) -> None:
