@@ -35,7 +35,10 @@ import stat
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 __all__ = [
+    "UNREADABLE",
     "AuthError",
     "BackupError",
     "ClosedError",
@@ -66,6 +69,9 @@ __all__ = [
     "permission_hint",
     "system_reason",
 ]
+
+#: What msgspec raises where bytes are not what they should be: no JSON or msgpack, no text, or too deep.
+UNREADABLE = (msgspec.MsgspecError, UnicodeDecodeError, RecursionError)
 
 
 class FlintError(Exception):

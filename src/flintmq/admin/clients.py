@@ -16,6 +16,7 @@ import msgspec
 from flintmq.admin.lists import by_names
 from flintmq.admin.state import State
 from flintmq.admin.upstream import Upstream, UpstreamError, many, query_of
+from flintmq.errors import UNREADABLE
 
 __all__ = ["FIELDS", "NAMES", "Clients"]
 
@@ -125,7 +126,7 @@ class Clients:
             body = await self._upstream.raw("GET", "nsqd", address, "stats", query)
             try:
                 return msgspec.json.decode(body, type=_Stats)
-            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as exc:
+            except UNREADABLE as exc:
                 raise UpstreamError(f"invalid answer of {address}: {exc}") from exc
 
         answers = await many(addresses, ask)

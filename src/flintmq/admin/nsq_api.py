@@ -24,7 +24,7 @@ from flintmq.admin.access import ADMIN, OPERATE, VIEW, Identity, peer_of
 from flintmq.admin.cluster import Result, warning
 from flintmq.admin.routes import Guarded
 from flintmq.admin.upstream import without_password
-from flintmq.errors import ClusterError, HttpError
+from flintmq.errors import UNREADABLE, ClusterError, HttpError
 from flintmq.http import site as web
 from flintmq.options import LOG_LEVEL, option_table
 from flintmq.protocol.wire import valid_name
@@ -232,7 +232,7 @@ class NsqApi:
         status, _, body = await self._ask_graphite("/render", query)
         try:
             series = msgspec.json.decode(body) if status == 200 else None
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+        except UNREADABLE:
             series = None
         if not isinstance(series, list):
             raise HttpError(500, "INTERNAL_ERROR")
@@ -321,7 +321,7 @@ class NsqApi:
         if key == "nsqlookupd_http_addresses":
             try:
                 addresses = msgspec.json.decode(body, type=list[str])
-            except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+            except UNREADABLE:
                 raise HttpError(400, "INVALID_VALUE") from None
             if self._admin.upstream.has_tokens and not {*addresses} <= {*self._admin.cluster.lookupds}:
                 # Whoever chooses the nsqlookupds, and with them the nodes, is shown their tokens.

@@ -20,7 +20,7 @@ import msgspec
 
 from flintmq.addresses import host_of, http_url, join
 from flintmq.cluster.shapes import check
-from flintmq.errors import FlintError, OptionError, file_reason
+from flintmq.errors import UNREADABLE, FlintError, OptionError, file_reason
 from flintmq.http.tokens import read_token
 from flintmq.options import NsqadminOptions
 
@@ -120,7 +120,7 @@ class Upstream:
         try:
             answer = msgspec.json.decode(body) if body else {}
             check(kind, path, answer)
-        except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as exc:
+        except UNREADABLE as exc:
             raise UpstreamError(f"invalid answer of {address}: {exc}") from exc
         return answer
 
@@ -267,7 +267,7 @@ def client_tls(options: NsqadminOptions) -> ssl.SSLContext | bool:
 def _https_port(body: bytes) -> int:
     try:
         port = msgspec.json.decode(body, type=dict[str, Any]).get("https_port")
-    except (msgspec.MsgspecError, UnicodeDecodeError, RecursionError):
+    except UNREADABLE:
         return 0
     return port if isinstance(port, int) and 0 < port < 65_536 else 0
 

@@ -57,7 +57,7 @@ from flintmq.broker.storage.segment import (
     read_header,
     read_records,
 )
-from flintmq.errors import BackupError, FormatError, permission_hint
+from flintmq.errors import UNREADABLE, BackupError, FormatError, permission_hint
 
 __all__ = ["Manifest", "make", "restore", "verify"]
 
@@ -590,7 +590,7 @@ def _read_manifest(source: Path) -> Manifest:
         raise BackupError(f"{source} is no backup: it has no {MANIFEST}") from None
     except OSError as exc:
         raise BackupError(f"cannot read {path} - {exc.strerror}{permission_hint(exc, path)}") from exc
-    except (msgspec.MsgspecError, UnicodeDecodeError) as exc:
+    except UNREADABLE as exc:
         raise BackupError(f"{path} is damaged - {exc}") from exc
     if hashlib.sha256(envelope.backup).hexdigest() != envelope.sha256:
         raise BackupError(f"{path} does not match its checksum")
@@ -698,7 +698,7 @@ def _node_of(data_path: Path) -> str:
         raise BackupError(f"there is no data of flintmq in {data_path}") from None
     except OSError as exc:
         raise BackupError(f"cannot read {path} - {exc.strerror}{permission_hint(exc, path)}") from exc
-    except (msgspec.MsgspecError, UnicodeDecodeError) as exc:
+    except UNREADABLE as exc:
         raise BackupError(f"{path} is damaged - {exc}") from exc
     version, node = about.get("format"), about.get("node")
     if not isinstance(version, int) or not isinstance(node, str):

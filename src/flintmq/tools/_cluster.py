@@ -24,7 +24,7 @@ from flintmq.addresses import join, split
 from flintmq.cluster.lookupds import Lookupds, Node, lookupd_url
 from flintmq.cluster.node import NodeClient
 from flintmq.cluster.shapes import check
-from flintmq.errors import ClusterError, ConnectError, FlintError, HttpError, OptionError
+from flintmq.errors import UNREADABLE, ClusterError, ConnectError, FlintError, HttpError, OptionError
 from flintmq.tools import DEFAULT_NSQD_HTTP, read_token, refuses_plain_http, run, tls_flags, tls_of
 from flintmq.tools._output import open_standard_files
 from flintmq.tools._show import parse_timeout
@@ -435,7 +435,7 @@ async def lookupd_topics(
                     answer = msgspec.json.decode(await response.read(), type=dict[str, Any])
                     data = answer.get("data") if "status_code" in answer else answer
                     topics.update((data or {}).get("topics") or ())
-            except (aiohttp.ClientError, OSError, msgspec.MsgspecError, UnicodeDecodeError, RecursionError) as exc:
+            except (aiohttp.ClientError, OSError, *UNREADABLE) as exc:
                 failures[address] = str(exc) or type(exc).__name__
 
         await asyncio.gather(*map(ask, addresses))

@@ -21,7 +21,7 @@ from typing import Any, ClassVar
 import msgspec
 
 from flintmq.client import Consumer, Message, Producer
-from flintmq.errors import FlintError, PublishError
+from flintmq.errors import UNREADABLE, FlintError, PublishError
 from flintmq.protocol import wire
 from flintmq.tools._hosts import MODES, HostPool, Status
 from flintmq.tools._program import (
@@ -153,7 +153,7 @@ def _object(body: bytes) -> dict[str, Any]:
     """Return a JSON object, as lenient as Go's decoder: null is one without fields. ValueError if it is none."""
     try:
         content = msgspec.json.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
+    except UNREADABLE:
         # What msgspec does not take: bytes that are not UTF-8, halves of surrogates, deep nesting, huge numbers.
         return {key: _value(text) for key, text in _fields(body).items()}
     if content is None:

@@ -32,7 +32,7 @@ from flintmq.broker.observe import stats
 from flintmq.broker.observe.deltas import Deltas
 from flintmq.broker.observe.prometheus import scrape
 from flintmq.broker.observe.statsd import statsd_prefix
-from flintmq.errors import HttpError, LimitError, OptionError, PublishError
+from flintmq.errors import UNREADABLE, HttpError, LimitError, OptionError, PublishError
 from flintmq.http.browsers import Names, is_loopback
 from flintmq.http.server import Server, load
 from flintmq.http.site import ADMIN, JSON, OPEN, PUBLISH, READ, Answer, Request, Route, Site, envelope
@@ -422,7 +422,7 @@ class Api:
         if key == "nsqlookupd_tcp_addresses":
             try:
                 addresses = msgspec.json.decode(body, type=list[str] | None)
-            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
+            except UNREADABLE as exc:
                 raise HttpError(400, "INVALID_VALUE") from exc
             self._broker.change_options(nsqlookupd_tcp_addresses=tuple(addresses or ()))
         elif key == "log_level":

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from flintmq.broker.settings import Names, is_pattern, valid_name_or_pattern
-from flintmq.errors import HttpError, OptionError
+from flintmq.errors import UNREADABLE, HttpError, OptionError
 from flintmq.http.site import ADMIN, READ, Request, Route
 
 if TYPE_CHECKING:
@@ -60,7 +60,7 @@ def routes(broker: Broker) -> list[Route]:
 def _object(body: bytearray) -> dict[str, Any]:
     try:
         return msgspec.json.decode(body, type=dict[str, Any])
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
+    except UNREADABLE as exc:
         raise HttpError(400, f"INVALID_SETTING: the body must be a JSON object of settings - {exc}") from exc
 
 

@@ -16,7 +16,7 @@ from flintmq.broker.http.publish import check_binary
 from flintmq.broker.observe.steps import in_turns
 from flintmq.broker.stage.producer import Producer
 from flintmq.broker.stage.state import Decision, valid_attempt
-from flintmq.errors import HttpError, LimitError, StageError
+from flintmq.errors import UNREADABLE, HttpError, LimitError, StageError
 from flintmq.http.arguments import Arguments, is_number
 from flintmq.http.site import ADMIN, PUBLISH, READ, Request, Route
 from flintmq.protocol.wire import valid_name
@@ -123,7 +123,7 @@ class _StageApi:
             body = await request.body(CALL_BYTES)
             try:
                 asked = decoder.decode(body)
-            except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
+            except UNREADABLE as exc:
                 raise HttpError(400, f"INVALID_BODY: {exc}") from exc
             _check_producer(asked.producer)
             self._check_node(asked.node)

@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from flintmq.errors import OptionError
+from flintmq.errors import UNREADABLE, OptionError
 from flintmq.protocol.wire import valid_name
 from flintmq.system import Clock
 
@@ -70,7 +70,7 @@ def read_report(body: bytes | bytearray) -> Report:
     """Return the report in a body. OptionError says what is wrong with it."""
     try:
         report = _decoder.decode(body)
-    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as exc:
+    except UNREADABLE as exc:
         raise OptionError(f"the body must be the JSON of a report - {exc}") from exc
     for topic in (*report.topics, *report.writes):
         if not valid_name(topic):

@@ -16,7 +16,7 @@ import google_crc32c
 import msgspec
 
 from flintmq.broker.storage.disk import Disk
-from flintmq.errors import FormatError, StorageError
+from flintmq.errors import UNREADABLE, FormatError, StorageError
 from flintmq.protocol.wire import valid_name
 
 __all__ = [
@@ -160,7 +160,7 @@ def _checked(path: Path, body: bytes) -> State:
     """Return what a state file says. FormatError if it is no state, or names a file that is not in its folder."""
     try:
         state = _decoder.decode(body)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as exc:
+    except UNREADABLE as exc:
         raise FormatError(f"{path} cannot be understood - {exc}") from exc
     for found in state.sets.values():
         for attempt, _, _ in found.winners:

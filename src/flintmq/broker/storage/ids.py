@@ -23,6 +23,7 @@ import msgspec
 
 from flintmq.broker.storage.journal import SIDE
 from flintmq.broker.storage.segment import Entry, read_records
+from flintmq.errors import UNREADABLE
 from flintmq.protocol.seqs import SEQ_BITS, format_id, parse_id
 
 if TYPE_CHECKING:
@@ -130,7 +131,7 @@ class NodeIds:
         fd = self._disk.open(path)
         try:
             self._record = msgspec.json.decode(self._disk.read(fd, self._disk.size(fd), 0), type=_Record)
-        except (msgspec.MsgspecError, UnicodeDecodeError) as exc:
+        except UNREADABLE as exc:
             logger.error("NSQ: %s is damaged and is made again from the messages - %s", path, exc)
         finally:
             self._disk.close_file(fd)

@@ -16,7 +16,7 @@ import msgspec
 
 from flintmq.broker.storage.disk import unpack_numbers
 from flintmq.broker.storage.ranges import Ranges
-from flintmq.errors import FormatError
+from flintmq.errors import UNREADABLE, FormatError
 from flintmq.protocol.wire import valid_name
 
 #: Seqs from here on are those of a topic's side log: messages for one channel only.
@@ -289,7 +289,7 @@ def decode(data: bytes) -> Note:
     """FormatError if it is of no known kind, or names something that cannot have this name."""
     try:
         note: Note = _decoder.decode(data)
-    except (msgspec.MsgspecError, UnicodeDecodeError) as exc:
+    except UNREADABLE as exc:
         raise FormatError(f"a journal entry cannot be understood, it may be of a newer version - {exc}") from exc
     # A topic's name is a part of the path of its folder, and a file may come from elsewhere.
     names = _NAMED.get(type(note))
