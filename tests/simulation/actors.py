@@ -204,6 +204,8 @@ class Consumer(_Nsq):
         #: It has said CLS; the second time is an error that ends the connection.
         self.leaving = 0
         self.received_count = 0
+        #: What it has asked about although another one held it, and when.
+        self.meddled: dict[bytes, float] = {}
         wishes: dict[str, Any] = {"heartbeat_interval": heartbeat, "client_id": f"c{len(run.clients)}"}
         if timeout:
             wishes["msg_timeout"] = round(timeout * 1000)
@@ -267,6 +269,12 @@ class Consumer(_Nsq):
             # Who knows how old it is? It is left to time out.
             return
         now = world.seconds
+        if now < self.meddled.get(id, -LATENCY) + LATENCY:
+            # The other one may have let go of it first: then the question was asked by its owner, and granted.
+            if self.book is not None:
+                self.book.owed.pop(body, None)
+                self.book.held.pop(body, None)
+            return
         # Certainly in flight: not answered, and the broker cannot have given up on it yet.
         self.held = {
             each: (of, at) for each, (of, at) in self.held.items() if now - at < self.timeout - LATENCY and each != id

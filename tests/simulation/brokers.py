@@ -604,6 +604,7 @@ class Run:
         intruder, found = rng.choice(chances) if chances else (rng.choice(consumers), [])
         self.reached["another's message"] += bool(found)
         for id in rng.sample(found, min(len(found), 6)) or [b"0123456789abcdef"]:
+            intruder.meddled[id] = self.world.seconds
             intruder.send(rng.choice([b"FIN %b\n" % id, b"FIN %b\n" % id, b"REQ %b 0\n" % id, b"TOUCH %b\n" % id]))
 
     def requeue(self, rng: random.Random) -> None:
@@ -1862,6 +1863,8 @@ def _without_destructors() -> Iterator[None]:
             warnings.simplefilter("ignore")
             yield
             sys.unraisablehook = lambda unraisable: None
+            gc.collect()
+            # A destructor may bring something back, once.
             gc.collect()
     finally:
         gc.unfreeze()

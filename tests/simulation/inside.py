@@ -9,6 +9,7 @@ would have lost it. An Inside looks at each broker after every step, and at the 
 - all that a start has found is on the device when it serves, and so is the journal as far as it says so
 - no message was given up as damaged; an old journal was synced before the next one counts
 - what was written is synced in time
+- a channel with messages and a consumer that can take them does not sleep
 
 Each message is looked at once, when a mark passes it and while it is in memory.
 """
@@ -20,6 +21,7 @@ from itertools import pairwise
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from flintmq.broker.delivery.channel import Channel
 from flintmq.broker.delivery.topic import Topic
 from flintmq.broker.storage.journal import Journal
 from flintmq.broker.storage.keys import KeyBlock
@@ -37,6 +39,8 @@ __all__ = ["Inside", "stored", "stored_keys"]
 #: Seconds that written messages may wait for a sync when nothing is wrong with the disk: three times the sync timeout,
 #: and the pause after a sync that found no descriptor.
 LAG = 1.0
+#: Seconds that messages may wait for a consumer that is ready for them: reads from a slow disk, and the next turns.
+ASLEEP = 3.0
 #: An id, and how the body of a simulated message begins.
 _MESSAGE = re.compile(rb"([0-9a-f]{16})(<\d+ [a-z]+\d+ [^>]+>)")
 
@@ -50,6 +54,8 @@ class Inside:
         self._unsynced: dict[Log, tuple[int, float]] = {}
         #: By node: when something was wrong with its disk for the last time.
         self._ill: dict[str, float] = {}
+        #: By channel: how many deliveries there were, and since when there are no more, although one is possible.
+        self._idle: dict[Channel, tuple[int, float]] = {}
         #: By file: where the last message was found.
         self._places: dict[tuple[Path, bool], int] = {}
 
@@ -76,6 +82,10 @@ class Inside:
                             self._look_at_syncs(where, log, ill)
         if not (broker.stopping or ended):
             self._look_at_journals(node, machine)
+            ill = max(self._ill.get(node.name, 0.0), node.faulty_until, machine.failed_at)
+            for topic in broker.topics.values():
+                for channel in topic.channels.values():
+                    self._look_at_deliveries(f"{node.name} {topic.name}/{channel.name}", channel, ill)
 
     def started(self, node: Nsqd) -> None:
         """Look at a broker that has just started: what was in the page cache alone is on the device."""
@@ -192,6 +202,20 @@ class Inside:
             self._violated(
                 f"{where} was written up to {mark} {now - since:.1f} s ago, and is durable up to {log.durable}"
             )
+
+    def _look_at_deliveries(self, where: str, channel: Channel, ill: float) -> None:
+        now = self._run.world.seconds
+        waiting = channel.waiting.total + len(channel.requeued) + channel.side.total
+        stands = channel.exiting or channel.paused or channel.seeking is not None or channel.pace is not None
+        if stands or not waiting or not any(session.room > 0 for session in channel.sessions.values()):
+            self._idle.pop(channel, None)
+            return
+        count = sum(session.message_count for session in channel.sessions.values())
+        before, since = self._idle.setdefault(channel, (count, now))
+        if count != before:
+            self._idle[channel] = count, now
+        elif now - max(since, ill) > ASLEEP:
+            self._violated(f"{where} sleeps for {now - since:.1f} s with {waiting} messages and a consumer for them")
 
     def _look_at_journals(self, node: Nsqd, machine: Machine) -> None:
         assert node.broker is not None

@@ -19,9 +19,12 @@ from collections.abc import Callable
 from typing import Any, Protocol
 
 from .network import Network, Owner, Socket
-from .world import NotYet, World
+from .world import NotYet, Stuck, World
 
 __all__ = ["Loop"]
+
+#: Timers of one program. Whatever waits should wait for one thing at a time.
+MOST_TIMERS = 2_000
 
 
 class Machine(Owner, Protocol):
@@ -141,6 +144,9 @@ class Loop(selector_events.BaseSelectorEventLoop):
                     self.wrote()
             self._thread_id = None
             events._set_running_loop(None)
+        if len(self._scheduled) > MOST_TIMERS and not (self.machine is not None and self.machine.dead):
+            self.world.violated(f"timers: {len(self._scheduled)} are waited for")
+            raise Stuck("it has too many timers")
 
     def run(self, work: Any, seconds: float = float("inf")) -> Any:
         """Run a coroutine to its end; Stuck if that does not come within so many virtual seconds."""

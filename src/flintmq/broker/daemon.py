@@ -691,27 +691,31 @@ class Broker:
 
     def _snapshot(self) -> Iterator[tuple[Any, ...]]:
         """The whole state as notes, for the journal. Taken in slices: topics may come and go in between."""
+        # How far logs are durable, before the first channel is looked at: whoever reads this takes it that a message is
+        # finished whose copy is durable elsewhere.
+        marks = {
+            topic: (topic.log.durable, topic.side.durable if topic.side is not None else topic.side_end)
+            for topic in self.topics.values()
+        }
         yield ("floor", *self._numbers.noted())
         yield from self.settings.notes()
         for topic in list(self.topics.values()):
             if topic.ephemeral or topic.exiting:
                 continue
             try:
-                yield from self._topic_notes(topic)
+                yield from self._topic_notes(topic, *marks.get(topic, (topic.noted_durable, topic.noted_side)))
             except Exception as exc:
                 # Without its notes the topic would be forgotten with the older files.
                 raise StorageError(f"TOPIC({topic.name}): its state cannot be written down - {exc!r}") from exc
 
-    def _topic_notes(self, topic: Topic) -> Iterator[tuple[Any, ...]]:
+    def _topic_notes(self, topic: Topic, durable: int, side: int) -> Iterator[tuple[Any, ...]]:
         yield ("topic", topic.incarnation, topic.name, topic.log.first, topic.ceiling)
-        yield ("durable", topic.incarnation, topic.log.durable)
+        yield ("durable", topic.incarnation, durable)
         yield ("pause", topic.incarnation, topic.paused)
         yield ("frozen", topic.incarnation, topic.pumped if topic.frozen else None)
         yield from topic.readers.notes()
-        if topic.side is not None:
-            yield ("side", topic.incarnation, topic.side.durable)
-        elif topic.side_end > SIDE:
-            yield ("side", topic.incarnation, topic.side_end)
+        if side > SIDE:
+            yield ("side", topic.incarnation, side)
         for channel in list(topic.channels.values()):
             if channel.ephemeral or channel.exiting:
                 continue

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import threading
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -13,7 +14,7 @@ from conftest import StartBroker
 
 from flintmq.broker import backup
 from flintmq.broker.daemon import Broker
-from support.fakes import Client, FakeClock, pass_time, quiet, until
+from support.fakes import Client, CountingDisk, FakeClock, pass_time, quiet, until
 from support.http_client import HttpClient
 
 REDRIVE = "/channel/redrive?topic=t&channel=c"
@@ -168,6 +169,38 @@ async def test_a_redrive_is_stopped_while_copies_are_written(start_broker: Start
     await ask(broker, "POST", REDRIVE)
     found = await all_of(broker, 1_000)
     assert (len(found), set(found.values())) == (1_000, {1})
+
+
+async def test_dead_letters_that_cannot_go_back_are_there_for_who_waits(start_broker: StartBroker) -> None:
+    disk = HeldDisk()
+    broker = await start_broker(http_address="127.0.0.1:0", disk=disk)
+    bodies = await with_dead_letters(broker, 5)
+    source, _ = broker.topics["t.c.dead"].channel("redrive")
+    disk.go_on.clear()
+    await ask(broker, "POST", REDRIVE)
+    await until(lambda: len(source.leaving) == 5)
+    consumer = Client(broker)
+    await consumer.subscribe("t.c.dead", "redrive", 100)
+    async with HttpClient.connect(broker.http_address) as client:
+        assert (await client.ask("POST", "/channel/delete?topic=t&channel=c", b"")).status == 200
+    assert not consumer.messages
+    disk.go_on.set()
+    # Nothing else happens that could remind the channel of them.
+    await until(lambda: len(consumer.messages) == 5)
+    assert {message.body for message in consumer.messages} == set(bodies)
+
+
+class HeldDisk(CountingDisk):
+    """Syncs of files wait until they may go on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.go_on = threading.Event()
+        self.go_on.set()
+
+    def sync(self, fd: int) -> None:
+        self.go_on.wait(10)
+        super().sync(fd)
 
 
 async def test_stopping_a_redrive_that_does_not_run_changes_nothing(start_broker: StartBroker) -> None:
@@ -366,3 +399,44 @@ async def test_ids_of_redriven_messages_are_not_used_again_by_a_restored_copy(
     broker = await start_broker(http_address="127.0.0.1:0", data_path=tmp_path / "new", id=7)
     used += await ids_of(broker, b"four", b"five")
     assert len(set(used)) == 5
+
+
+# --- Snapshots -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("there", [0, 3], ids=["new topic", "known topic"])
+@pytest.mark.parametrize("back", [False, True], ids=["dead letters", "redriven"])
+async def test_a_snapshot_calls_no_copy_durable_whose_message_it_calls_unfinished(
+    start_broker: StartBroker, there: int, back: bool
+) -> None:
+    """It is taken in slices, and messages leave between two of them; the power may take what was said of that."""
+    broker = await start_broker(http_address="127.0.0.1:0")
+    channel, _ = broker.topic("t").channel("c")
+    if there:
+        await with_dead_letters(broker, there)
+    if back and there:
+        await ask(broker, "POST", REDRIVE)
+        await until(lambda: channel.depth == there)
+    if back:
+        await with_dead_letters(broker, 4)
+    # The topic from which they leave comes first, and the channel that they leave.
+    origin = "t.c.dead" if back else "t"
+    broker.topics = dict(sorted(broker.topics.items(), key=lambda each: each[0] != origin))
+    notes = broker._snapshot()
+    seen = [next(notes)]
+    while seen[-1][0] != "channel_state":
+        seen.append(next(notes))
+    if back:
+        await ask(broker, "POST", REDRIVE)
+        source = broker.topics["t.c.dead"].channels["redrive"]
+        await until(lambda: not (source.depth or source.leaving))
+    else:
+        await with_dead_letters(broker, 4)
+    await quiet(broker)
+    target = broker.topics["t" if back else "t.c.dead"]
+    log = target.side if back else target.log
+    assert log is not None and log.durable == log.end
+    kind = "side" if back else "durable"
+    known = [note[2] for note in [*seen, *notes] if note[:2] == (kind, target.incarnation)]
+    # Without a mark all of it is looked at after a crash.
+    assert log.durable - (known[0] if known else log.first) >= 4

@@ -22,6 +22,7 @@ from flintmq.broker.delivery import give_back
 from flintmq.broker.delivery.channel import Channel
 from flintmq.broker.delivery.in_flight import Runs
 from flintmq.broker.delivery.seek import Seek
+from flintmq.broker.delivery.slices import Steps
 from flintmq.broker.delivery.topic import Topic
 from flintmq.broker.limits import TopicLimits
 from flintmq.kernel import Ring
@@ -668,3 +669,35 @@ async def test_fin_costs_the_same_however_many_timeouts_there_are(broker: Broker
     assert channel.in_flight_count == 501
     # Once in as many FINs as there are timeouts, and not for each.
     assert looked <= 4 * 1_000
+
+
+class Waiting(Steps):
+    """What it waits for never comes; what it is told now and then was for another."""
+
+    taken = 0
+
+    def _step(self) -> None:
+        self.taken += 1
+        self._wait(self._tell)
+
+    def _tell(self, then: Callable[[], None]) -> None:
+        if self.taken % 3 == 0:
+            then()
+        elif self.taken % 3 == 1:
+            self._broker.later(then)
+
+
+async def test_steps_that_wait_for_long_are_taken_no_more_often_than_they_should(broker: Broker) -> None:
+    timers: list[Callable[[], None]] = []
+    broker.store.delay = lambda _, work: timers.append(work)
+    steps = Waiting(broker)
+    for _ in range(40):
+        steps.go_on()
+        await quiet(broker)
+        due, timers[:] = list(timers), []
+        for work in due:
+            work()
+        await quiet(broker)
+        # Those that nobody waits for any more are still there until their time has come.
+        assert len(timers) <= 4
+    assert steps.taken <= 4 * 40

@@ -9,13 +9,15 @@ import random
 from collections.abc import Iterable
 from dataclasses import dataclass
 from itertools import chain
+from pathlib import Path
 
 import pytest
 from conftest import StartBroker
 
 from flintmq.broker.daemon import Broker
 from flintmq.broker.storage.cold import IDLE, Cold
-from flintmq.broker.storage.segment import CHUNK_BYTES, RECORD_BYTES
+from flintmq.broker.storage.segment import CHUNK_BYTES, RECORD_BYTES, Segment
+from flintmq.kernel import Block
 from flintmq.protocol.wire import encode_mpub
 from flintmq.system import System
 from support.fakes import SECOND, Client, CountingDisk, quiet, until
@@ -214,6 +216,58 @@ def test_generated_logs_and_channels_read_within_bounds(seed: int) -> None:
 
 
 # --- What is kept ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("seed", range(20))
+def test_whatever_is_read_in_whatever_order_the_tables_agree(seed: int) -> None:
+    """Blocks of any base and size, as several readers bring them, and cursors that enter, wait and leave."""
+    dice = random.Random(seed)
+    cold = Cold(dice.choice([0, 20_000, 100_000]))
+    segments = [Segment(Path(str(number)), 0, 1, b"") for number in range(2)]
+    cursors = [f"cursor {number}" for number in range(dice.choice([2, 6, 20]))]
+    now = 0
+    for _ in range(600):
+        segment, cursor = dice.choice(segments), dice.choice(cursors)
+        what = dice.random()
+        if what < 0.35:
+            waiting = [each for each in cursors if each in cold._waiting]
+            whose = dice.sample(waiting, dice.randint(0, len(waiting)))
+            cold.keep(segment, block_of(dice.randrange(0, 60, dice.choice([1, 10])), dice.randint(1, 40)), whose)
+        elif what < 0.75:
+            kept = cold.find(segment, dice.randrange(100))
+            if kept is None:
+                cold.wait(cursor)
+            else:
+                cold.enter(cursor, kept)
+        elif what < 0.85:
+            cold.leave(cursor)
+        elif what < 0.9:
+            now += dice.choice([1, IDLE])
+            cold.tidy(now)
+        elif what < 0.95:
+            cold.lend(cold._lent, dice.choice([0, 0, 5_000]))
+        elif what < 0.97:
+            cold.forget(segment)
+        blocks = {*cold._held, *cold._free}
+        assert len(blocks) == len(cold)
+        assert cold.bytes == sum(kept.block.size for kept in blocks)
+        assert cold._in_use == sum(kept.block.size for kept in cold._held)
+        assert all(kept.cursors for kept in cold._held) and not any(kept.cursors for kept in cold._free)
+        assert {kept for _, row in cold._by_segment.values() for kept in row} == blocks
+        for kept in blocks:
+            base, stop = kept.block.base, kept.block.base + kept.block.count
+            assert all(cold.places.get(each) is kept or cold._ahead.get(each) is kept for each in kept.cursors)
+            others = [each for each in blocks if each is not kept and each.segment is kept.segment]
+            assert not any(each.block.base <= base and stop <= each.block.base + each.block.count for each in others)
+        for each, kept in (*cold.places.items(), *cold._ahead.items()):
+            assert kept in blocks and each in kept.cursors
+
+
+def block_of(base: int, count: int) -> Block:
+    frame = (196).to_bytes(4, "big") + (2).to_bytes(4, "big") + bytes(192)
+    block = Block(0, base, bytearray(frame * count))
+    block.adopt(len(frame) * count, count)
+    return block
 
 
 def test_a_block_goes_when_the_last_channel_has_passed_it_and_room_is_needed(lagging: Lagging) -> None:

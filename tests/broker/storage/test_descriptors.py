@@ -11,12 +11,14 @@ import resource
 import signal
 import socket
 import sys
+import threading
 from pathlib import Path
 
 import pytest
 from conftest import StartBroker
 
 from flintmq.broker.storage import log as log_module
+from flintmq.broker.storage import store as store_module
 from flintmq.protocol.wire import FrameDecoder, encode_command, encode_mpub
 from flintmq.system import shares_of_descriptors
 from support.fakes import Client, CountingDisk, FakeClock, pub, quiet, until
@@ -235,6 +237,50 @@ async def test_a_publish_without_a_descriptor_is_refused_and_the_next_one_taken(
     for _, writer in connections:
         writer.close()
     assert broker.topics["t"].depth == 30 * batch
+
+
+class Unreachable(CountingDisk):
+    """Syncs wait until they may ``go_on``, and no segment can be opened while the folder is ``renamed``."""
+
+    renamed = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.go_on = threading.Event()
+        self.go_on.set()
+
+    def open(self, path: Path, *, create: bool = False) -> int:
+        if path.suffix == ".seg" and self.renamed:
+            raise OSError(errno.ENOENT, os.strerror(errno.ENOENT), str(path))
+        return super().open(path, create=create)
+
+    def sync(self, fd: int) -> None:
+        """Nobody looks at what is on the device, and a thousand real ones take their time."""
+        self.go_on.wait(60)
+
+    def sync_folder(self, path: Path) -> None:
+        pass
+
+
+async def test_any_number_of_logs_that_cannot_be_opened_wait_for_their_sync(
+    start_broker: StartBroker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(store_module, "shares_of_descriptors", lambda: (4, 100))
+    disk = Unreachable()
+    broker = await start_broker(disk=disk, durability="fsync")
+    client = Client(broker)
+    topics = sys.getrecursionlimit()
+    disk.go_on.clear()
+    client.send(b"".join(pub(f"t{number}", b"x") for number in range(topics)))
+    await until(lambda: len(broker.store._sync_queue) + broker.store._syncs == topics)
+    # Those under way end: each of the others can only be tried, and is tried again later.
+    disk.renamed = True
+    disk.go_on.set()
+    await until(lambda: not broker.store._sync_queue)
+    disk.renamed = False
+    await until(lambda: len(client.frames) == topics)
+    assert client.responses == [b"OK"] * topics
+    assert broker.store.unsynced == 0
 
 
 @pytest.mark.parametrize("limit", [64, 1_024, 65_536, resource.RLIM_INFINITY])

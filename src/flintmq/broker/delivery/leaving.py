@@ -214,3 +214,5 @@ class Leaving:
             attempts = self.attempts.pop(seq, None)
             if attempts is not None:
                 channel.requeue_at(seq, attempts, due)
+        if not due:
+            channel.pump()

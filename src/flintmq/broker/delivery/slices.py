@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
@@ -45,27 +46,34 @@ class Steps:
 
     def __init__(self, broker: Broker) -> None:
         self._broker = broker
-        # Is the next step planned, or does it wait for something?
+        # Is the next step planned, or does it wait for something? Of those ever planned, which one is it?
         self._planned = False
+        self._plans = 0
 
     def go_on(self) -> None:
         """There is something to do."""
         if not self._planned:
-            self._planned = True
-            self._broker.later(self._run)
+            self._broker.later(self._plan())
 
     def _rest(self, seconds: float) -> None:
-        self._planned = True
-        self._broker.store.delay(seconds, self._run)
+        self._broker.store.delay(seconds, self._plan())
 
     def _wait(self, tell: Callable[[Callable[[], None]], None]) -> None:
-        """Go on when ``tell`` calls back; a step too many does no harm."""
-        tell(self._run)
-        self._rest(LOOK_AGAIN)
+        """Go on when ``tell`` calls back, or after a while: whichever comes first."""
+        step = self._plan()
+        self._broker.store.delay(LOOK_AGAIN, step)
+        tell(step)
 
-    def _run(self) -> None:
-        self._planned = False
-        self._step()
+    def _plan(self) -> Callable[[], None]:
+        """Return the next step. It is taken once, and not at all if another one is planned before."""
+        self._planned = True
+        self._plans += 1
+        return partial(self._run, self._plans)
+
+    def _run(self, plan: int) -> None:
+        if self._planned and plan == self._plans:
+            self._planned = False
+            self._step()
 
     def _step(self) -> None:
         raise NotImplementedError

@@ -66,7 +66,6 @@ class Topic:
 
     # A dict of so many attributes is looked up in several places of memory; one object of many is rarely in the cache.
     __slots__ = (
-        "__dict__",
         "__weakref__",
         "_batch_error",
         "_commits",

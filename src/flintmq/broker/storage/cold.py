@@ -94,10 +94,11 @@ class Cold:
         """Keep what was read for these cursors."""
         bases, row = self._by_segment.setdefault(segment, ([], []))
         stop = block.base + block.count
-        i = bisect_left(bases, block.base)
+        i = bisect_right(bases, block.base)
         if i and row[i - 1].block.base + row[i - 1].block.count >= stop:
             # It was read twice.
             return
+        i = bisect_left(bases, block.base)
         kept = Kept(segment, block)
         while i < len(row) and row[i].block.base + row[i].block.count <= stop:
             # It is a part of what was read now.

@@ -94,7 +94,6 @@ class Log:
 
     # A dict of so many attributes is looked up in several places of memory; one object of many is rarely in the cache.
     __slots__ = (
-        "__dict__",
         "__weakref__",
         "_active",
         "_block_size",

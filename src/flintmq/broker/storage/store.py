@@ -91,6 +91,7 @@ class Store:
         self.dirty: dict[Syncer, None] = {}
         # Syncs under way, and logs that wait for one.
         self._syncs = 0
+        self._starting_syncs = False
         self._sync_queue: dict[Syncer, int] = {}
         # Open files, least recently used first; descriptors in reserve.
         self._files: OrderedDict[Segment, None] = OrderedDict()
@@ -226,9 +227,16 @@ class Store:
     def end_sync(self) -> None:
         """Let the next one start that waits for it."""
         self._syncs -= 1
-        while self._sync_queue and self._syncs < self._most_syncs:
-            syncer = next(iter(self._sync_queue))
-            syncer.sync(self._sync_queue.pop(syncer))
+        if self._starting_syncs:
+            # One that could not start has ended at once: whoever started it goes on with the next.
+            return
+        self._starting_syncs = True
+        try:
+            while self._sync_queue and self._syncs < self._most_syncs:
+                syncer = next(iter(self._sync_queue))
+                syncer.sync(self._sync_queue.pop(syncer))
+        finally:
+            self._starting_syncs = False
 
     def sync_folder(self, path: Path) -> None:
         """Sync a folder's entries, which takes a descriptor. May be called in a thread."""

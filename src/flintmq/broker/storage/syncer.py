@@ -36,7 +36,6 @@ SYNC_RETRY = 0.1
 class Syncer:
     # A dict of so many attributes is looked up in several places of memory; one object of many is rarely in the cache.
     __slots__ = (
-        "__dict__",
         "__weakref__",
         "_again",
         "_awaited",
@@ -140,11 +139,12 @@ class Syncer:
             self.running = False
             for segment in pinned:
                 log.unpin(segment)
-            self._store.end_sync()
-            if error is None:
-                for segment in pinned:
-                    segment.folder_synced = True
-            self._synced(pinned, size, None if rest else mark, error)
+                segment.folder_synced |= error is None
+            try:
+                self._synced(pinned, size, None if rest else mark, error)
+            finally:
+                # Those in the queue come before the next one of this log.
+                self._store.end_sync()
 
         try:
             disk.submit(work, done, urgency)
