@@ -59,6 +59,8 @@ class Run:
         }
         pid, self._terminal = pty.fork()
         if pid == 0:
+            # A shell that runs this in the background ignores ctrl-C for it, and would for all that it starts.
+            signal.signal(signal.SIGINT, signal.SIG_DFL)
             os.chdir(clone)
             os.execvpe(command[0], command, environment)
         self.pid = pid

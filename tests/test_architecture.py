@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import ast
 from collections.abc import Iterator
+from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
@@ -64,7 +65,8 @@ class Import(NamedTuple):
     for_types: bool = False
 
 
-def imports_of(source: str, module: str) -> Iterator[Import]:
+@cache
+def imports_of(source: str, module: str) -> list[Import]:
     """Every import in a source, `from x import y` as x.y: y may be a module. `module` is the importing one."""
 
     def visit(node: ast.AST, late: bool, for_types: bool) -> Iterator[Import]:
@@ -83,7 +85,7 @@ def imports_of(source: str, module: str) -> Iterator[Import]:
             in_function = isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef)
             yield from visit(child, late or is_for_checkers or in_function, for_types or is_for_checkers)
 
-    yield from visit(ast.parse(source), False, False)
+    return list(visit(ast.parse(source), False, False))
 
 
 def layer_of(module: str) -> str | None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import shutil
 import subprocess
+from functools import cache
+from pathlib import Path
 
 import pytest
 
@@ -13,6 +15,13 @@ from mutants.catalog import ROOT, Mutant, mutants
 from mutants.plausible import PLAUSIBLE, Change
 
 MUTANTS = [pytest.param(mutant, id=mutant.name) for mutant in mutants()]
+
+
+@cache
+def names_of(path: Path) -> set[str]:
+    """Return the names of the functions and classes of a file. Most files are asked about for many mutants."""
+    nodes = ast.walk(ast.parse(path.read_text()))
+    return {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)}
 
 
 def test_there_are_mutants() -> None:
@@ -35,9 +44,7 @@ def test_the_tests_that_kill_it_exist(mutant: Mutant) -> None:
         if not rest:
             assert (ROOT / path).is_file(), name
             continue
-        nodes = ast.walk(ast.parse((ROOT / path).read_text()))
-        found = {node.name for node in nodes if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.ClassDef)}
-        assert set(rest.partition("[")[0].split("::")) <= found, name
+        assert set(rest.partition("[")[0].split("::")) <= names_of(ROOT / path), name
 
 
 @pytest.mark.parametrize("change", [pytest.param(change, id=change.name) for change in PLAUSIBLE])

@@ -100,6 +100,18 @@ ALL_FREE = (
             "DIR/read-only has mode 0555",
         ),
         (
+            "backup DIR/closed/copy --data-path DIR/made",
+            "DIR/closed/copy: Permission denied",
+            "DIR/closed has mode 0000",
+        ),
+        ("backup DIR/closed --data-path DIR/made", "DIR/closed: Permission denied", "DIR/closed has mode 0000"),
+        ("backup DIR/closed/copy --verify", "cannot read DIR/closed/copy/", "DIR/closed has mode 0000"),
+        (
+            "restore DIR/backup --data-path DIR/closed/new",
+            "DIR/closed/new: Permission denied",
+            "DIR/closed has mode 0000",
+        ),
+        (
             "restore DIR/backup --data-path DIR/read-only/new",
             "DIR/read-only/new: Permission denied",
             "DIR/read-only has mode 0555",

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from flintmq.client.producer import Producer as Producer
     from flintmq.cluster.node import NodeClient as NodeClient
 
-__version__ = "0.1.0"
+__version__ = "1.0.0rc1"
 __all__ = ["Broker", "Consumer", "Message", "NodeClient", "Producer", "__version__", "errors"]
 
 _PUBLIC = {

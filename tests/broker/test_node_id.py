@@ -284,6 +284,17 @@ async def test_messages_are_finished_over_http_by_the_id_that_peek_shows(
     assert broker.topics["t"].channels["c"].depth == 0
 
 
+async def test_a_folder_of_our_name_that_is_no_data_is_refused_and_left_as_it_is(
+    start_broker: StartBroker, tmp_path: Path
+) -> None:
+    """Such as a clone of this project, where nsqd is started beside it."""
+    (tmp_path / "flintmq").mkdir()
+    (tmp_path / "flintmq" / "README.md").write_text("# flintmq\n")
+    with pytest.raises(StartError, match=r"flintmq is no data of a broker, .* choose another --data-path"):
+        await start_broker()
+    assert [path.name for path in (tmp_path / "flintmq").iterdir()] == ["README.md"]
+
+
 async def test_an_older_version_refuses_a_newer_data_path_with_a_sentence(
     start_broker: StartBroker, tmp_path: Path
 ) -> None:

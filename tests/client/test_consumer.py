@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import contextlib
 import itertools
 import logging
@@ -274,6 +275,32 @@ async def test_a_plain_function_runs_in_a_thread_and_may_answer_from_there(fake:
         await until(lambda: connection.said(b"FIN") and connection.said(b"REQ"))
         assert len(connection.said(b"TOUCH")) == 2
     assert threads and threading.get_ident() not in threads
+
+
+async def test_commands_of_a_thread_come_before_its_result_where_that_is_passed_on_at_once(
+    fake: FakeNsqd, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As asyncio does since Python 3.14 with the result of a thread that was fast."""
+
+    def wrap(future: concurrent.futures.Future[Any], *, loop: object = None) -> asyncio.Future[Any]:
+        passed_on = asyncio.get_running_loop().create_future()
+        if error := future.exception(timeout=60):
+            passed_on.set_exception(error)
+        else:
+            passed_on.set_result(future.result())
+        return passed_on
+
+    def handler(message: Message) -> None:
+        message.touch()
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(asyncio, "wrap_future", wrap)
+    monkeypatch.setattr(asyncio.futures, "wrap_future", wrap)
+    async with consumer(fake, handler=handler):
+        connection = await fake.subscribed()
+        connection.deliver(b"bad")
+        await until(lambda: connection.said(b"REQ"))
+        assert len(connection.said(b"TOUCH")) == 1
 
 
 async def test_an_object_with_an_async_call_is_an_async_handler(fake: FakeNsqd) -> None:

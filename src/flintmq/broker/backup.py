@@ -118,10 +118,11 @@ def _nothing(_done: int, _of: int) -> None:
 def make(data_path: Path, target: Path, progress: Progress = _nothing) -> Manifest:
     """Copy the data path to the new folder ``target``. BackupError says why not."""
     data_path, target = data_path.absolute(), target.absolute()
-    if target.resolve().is_relative_to(data_path.resolve()):
-        raise BackupError(f"{target} is inside the data path: a backup belongs elsewhere")
-    if target.exists() and (not target.is_dir() or any(target.iterdir())):
-        raise BackupError(f"{target} is there already, and is not an empty folder")
+    with _translated(f"cannot write the backup to {target}"):
+        if target.resolve().is_relative_to(data_path.resolve()):
+            raise BackupError(f"{target} is inside the data path: a backup belongs elsewhere")
+        if target.exists() and (not target.is_dir() or any(target.iterdir())):
+            raise BackupError(f"{target} is there already, and is not an empty folder")
     node = _node_of(data_path)
     partial = target.with_name(target.name + ".partial")
     with _translated(f"cannot write the backup to {target}"), ExitStack() as stack:

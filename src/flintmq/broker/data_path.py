@@ -119,7 +119,13 @@ class DataPath:
         self.node = self._read_identity(root / "format.json")
 
     def _read_identity(self, path: Path) -> bytes:
-        fd = self._disk.open(path)
+        try:
+            fd = self._disk.open(path)
+        except FileNotFoundError as exc:
+            # Such as a clone of this project, in the folder where nsqd was started.
+            raise StartError(
+                f"{path.parent} is no data of a broker, as it has no {path.name}: choose another --data-path"
+            ) from exc
         try:
             about = msgspec.json.decode(self._disk.read(fd, 4096, 0), type=_About)
             node = bytes.fromhex(about.node)

@@ -51,12 +51,21 @@ def is_asynchronous(function: Callable[..., Any]) -> bool:
 async def result_of(returned: Any) -> Any:
     """Wait for the result of what a function returned. TypeError if it is a generator."""
     if isinstance(returned, concurrent.futures.Future):
-        return await asyncio.wrap_future(returned)
+        return await _from_thread(asyncio.wrap_future(returned))
     if inspect.isawaitable(returned):
         return await returned
     if inspect.isgenerator(returned) or inspect.isasyncgen(returned):
         raise TypeError("a generator was returned, whose code has not run")
     return returned
+
+
+async def _from_thread(waited: asyncio.Future[Any]) -> Any:
+    """Wait for a result that a thread gives. The event loop has run first whatever the thread had asked it to run."""
+    if waited.done() and not waited.cancelled():
+        # Since Python 3.14 a result that is there already is passed on at once, ahead of a message's touch().
+        waited.exception()  # So that an exception is not called unseen where this wait is cancelled.
+        await asyncio.sleep(0)
+    return await waited
 
 
 def _in_thread(function: Callable[..., Any], args: tuple[Any, ...]) -> Any:
@@ -176,7 +185,8 @@ class Calls:
         """Call a plain function in a thread; what it returns is not waited for."""
         if self._pool is None:
             self._pool = Threads(f"flintmq-{self._name}", self._threads)
-        return await asyncio.get_running_loop().run_in_executor(self._pool, _in_thread, function, args)
+        loop = asyncio.get_running_loop()
+        return await _from_thread(loop.run_in_executor(self._pool, _in_thread, function, args))
 
     def tell(self, what: str, function: Callable[..., Any] | None, *args: Any) -> None:
         """Call a function without waiting for it; what it raises is logged.
