@@ -13,7 +13,9 @@ import os
 import sys
 
 #: What workers import, but for the module of their own. Where a test keeps flintmq from them it is not there.
-_FOR_WORKERS = ("numpy", "pyarrow", "pyspark.worker", "flintmq.spark.source")
+_FOR_ALL = ("numpy", "pyarrow", "flintmq.spark.source")
+#: What those of tasks import besides: pyarrow asks of each list whether it comes from pandas.
+_FOR_TASKS = ("pyarrow.compute", "pandas", "pyarrow.pandas_compat")
 
 
 def _pass_by_archives() -> None:
@@ -29,7 +31,7 @@ def _pass_by_archives() -> None:
 def _import_for_workers(module: str) -> None:
     # Its threads would be in the daemon alone.
     os.environ["OPENBLAS_NUM_THREADS"] = "1"
-    for name in (*_FOR_WORKERS, module):
+    for name in (*_FOR_ALL, module, *(_FOR_TASKS if module == "pyspark.worker" else ())):
         with contextlib.suppress(ImportError):
             importlib.import_module(name)
 
