@@ -53,14 +53,16 @@ def missing() -> str:
 
 #: Files that take longest. One worker runs all of a file: what begins last should not be one of these.
 LONG = (
-    "test_torture.py",
     "test_pipelines_broker.py",
+    "test_torture.py",
+    "test_backfill.py",
+    "test_spark_pages.py",
+    "test_source_clusters.py",
     "test_pipelines_failures.py",
     "test_pipelines_s3.py",
-    "test_source_clusters.py",
-    "test_spark_pages.py",
-    "test_source_spool.py",
+    "test_reporting.py",
     "test_sink_exactly_once.py",
+    "test_source_spool.py",
 )
 
 
