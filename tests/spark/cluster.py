@@ -16,6 +16,8 @@ from . import ready_classes
 
 #: Options of a JVM that lives for a minute: what its second compiler would gain is spent before it is gained.
 _QUICK = "-XX:TieredStopAtLevel=1 -XX:+UseSerialGC -XX:MaxDirectMemorySize=2g"
+#: A folder that is first on the path of Spark's Pythons, see the module in it.
+READY_PYTHON = Path(__file__).with_name("ready_python")
 #: A JVM on a busy machine takes its time.
 PATIENCE = 300.0
 
@@ -44,7 +46,7 @@ def environment(**more: str) -> dict[str, str]:
         "SPARK_LOCAL_IP": "127.0.0.1",
         "PYSPARK_PYTHON": sys.executable,
         "PYSPARK_DRIVER_PYTHON": sys.executable,
-        "PYTHONPATH": source,
+        "PYTHONPATH": os.pathsep.join([str(READY_PYTHON), source]),
         "SPARK_DAEMON_JAVA_OPTS": quick_java(),
         **more,
     }

@@ -1,4 +1,4 @@
-"""What the Spark tests share: one small session per module on ``local[2,4]``, and brokers in processes of their own.
+"""What the Spark tests share: a small Spark on ``local[2,4]``, a session per module, and brokers in other processes.
 
 Nothing here stands in for Spark or for a broker. Where pyspark or Java is missing the tests are skipped, and say so.
 """
@@ -25,7 +25,7 @@ from flintmq.errors import PipelineError
 from flintmq.spark import java
 
 from . import ready_classes
-from .cluster import quick_java
+from .cluster import READY_PYTHON, quick_java
 from .daemons import Lookupd, Node
 
 if TYPE_CHECKING:
@@ -53,14 +53,16 @@ def missing() -> str:
 
 #: Files that take longest. One worker runs all of a file: what begins last should not be one of these.
 LONG = (
-    "test_torture.py",
     "test_pipelines_broker.py",
+    "test_torture.py",
+    "test_backfill.py",
+    "test_spark_pages.py",
+    "test_source_clusters.py",
     "test_pipelines_failures.py",
     "test_pipelines_s3.py",
-    "test_source_clusters.py",
-    "test_spark_pages.py",
-    "test_source_spool.py",
+    "test_reporting.py",
     "test_sink_exactly_once.py",
+    "test_source_spool.py",
 )
 
 
@@ -95,7 +97,8 @@ def spark_environment(pytestconfig: pytest.Config) -> Iterator[None]:
         patch.setenv("PYSPARK_PYTHON", sys.executable)
         patch.setenv("PYSPARK_DRIVER_PYTHON", sys.executable)
         # Workers start elsewhere: a relative path would not lead them to the package.
-        patch.setenv("PYTHONPATH", os.pathsep.join(dict.fromkeys([str(SOURCE), *_absolute_python_path()])))
+        path = [str(READY_PYTHON), str(SOURCE), *_absolute_python_path()]
+        patch.setenv("PYTHONPATH", os.pathsep.join(dict.fromkeys(path)))
         patch.setenv("SPARK_LOCAL_IP", "127.0.0.1")
         patch.delenv("SPARK_HOME", raising=False)
         patch.setenv("SPARK_LAUNCHER_OPTS", quick_java())
@@ -182,14 +185,26 @@ def small_session(master: str, scratch: Path, **conf: str) -> SparkSession:
     return session
 
 
-@pytest.fixture(scope="module")
-def spark(spark_environment: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
+@pytest.fixture(scope="session")
+def running_spark(spark_environment: None, tmp_path_factory: pytest.TempPathFactory) -> Iterator[SparkSession]:
     """``local[2,4]``: two cores, and a task is tried four times."""
     session = small_session("local[2,4]", tmp_path_factory.mktemp("spark"))
     yield session
+    session.stop()
+
+
+@pytest.fixture(scope="module")
+def spark(running_spark: SparkSession) -> Iterator[SparkSession]:
+    """A session of its own for each module, with its own settings, views and sources, in the Spark that runs."""
+    from pyspark.sql import SparkSession
+
+    # The first one that is made now is what a builder returns.
+    SparkSession._instantiatedSession = None
+    session = running_spark.newSession()
+    yield session
     for query in session.streams.active:
         query.stop()
-    session.stop()
+    session.catalog.clearCache()
 
 
 @pytest.fixture(scope="module")

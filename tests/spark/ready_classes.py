@@ -22,6 +22,9 @@ from pyspark.sql import SparkSession, functions as F
 def batch(frame, number):
     frame.write.mode("append").parquet(folder + "/rows")
 
+def same(batches):
+    yield from batches
+
 with tempfile.TemporaryDirectory() as folder:
     builder = SparkSession.builder.master("local[2]").config("spark.sql.shuffle.partitions", "2")
     builder = builder.config("spark.ui.enabled", "false").config("spark.driver.bindAddress", "127.0.0.1")
@@ -29,7 +32,7 @@ with tempfile.TemporaryDirectory() as folder:
     rows = spark.createDataFrame([(number, b"body", str(number)) for number in range(100)], ["offset", "body", "topic"])
     rows.write.parquet(folder + "/table")
     table = spark.read.parquet(folder + "/table")
-    table.mapInArrow(iter, table.schema).groupBy("topic").agg(F.count("*"), F.max("offset")).collect()
+    table.mapInArrow(same, table.schema).groupBy("topic").agg(F.count("*"), F.max("offset")).collect()
     table.join(table.withColumnRenamed("body", "other"), ["offset", "topic"]).orderBy("offset").toPandas()
     stream = spark.readStream.schema(table.schema).parquet(folder + "/table")
     plain = stream.writeStream.format("parquet").option("path", folder + "/out")

@@ -9,6 +9,7 @@ alone, so that nobody else has it unless it is shipped (SHIP is 1) or on PYTHONP
 from __future__ import annotations
 
 import json
+import os
 import sys
 import time
 from pathlib import Path
@@ -25,6 +26,7 @@ def session(master: str, folder: Path) -> SparkSession:
     settings = {
         "spark.driver.memory": "1g",
         "spark.executor.memory": "512m",
+        "spark.executor.extraJavaOptions": os.environ["SPARK_SUBMIT_OPTS"],
         "spark.driver.bindAddress": "127.0.0.1",
         "spark.driver.host": "127.0.0.1",
         "spark.ui.enabled": "false",

@@ -702,7 +702,7 @@ def test_archive_behind_spark_connect_without_our_code_there(
             *("--conf", "spark.driver.memory=1g", "--conf", "spark.ui.enabled=false", "spark-internal"),
         ],
         tmp_path / "server.log",
-        PYTHONPATH="",
+        PYTHONPATH=str(spark_cluster.READY_PYTHON),
         PYSPARK_PYTHON=bare_python,
         PYSPARK_DRIVER_PYTHON=bare_python,
     )

@@ -20,6 +20,7 @@ from support.ports import held_port
 
 pytest.importorskip("pyspark")
 
+from .cluster import READY_PYTHON, quick_java
 from .conftest import SOURCE, wait_for
 
 SCENARIO = Path(__file__).with_name("scenario.py")
@@ -38,6 +39,8 @@ def environment(python=sys.executable, **more):
         "SPARK_LOCAL_IP": "127.0.0.1",
         "PYSPARK_PYTHON": python,
         "PYSPARK_DRIVER_PYTHON": sys.executable,
+        "PYTHONPATH": str(READY_PYTHON),
+        **dict.fromkeys(("SPARK_LAUNCHER_OPTS", "SPARK_SUBMIT_OPTS", "SPARK_DAEMON_JAVA_OPTS"), quick_java()),
         **more,
     }
 
@@ -46,7 +49,7 @@ def play(master, broker, topic, folder, *, ship, env=None):
     """The scenario in a driver of its own; what it found."""
     folder.mkdir(exist_ok=True)
     command = [sys.executable, str(SCENARIO), master, broker.tcp, topic, str(folder), str(SOURCE), "1" if ship else "0"]
-    env = env or environment(**({} if ship else {"PYTHONPATH": str(SOURCE)}))
+    env = env or environment(**({} if ship else {"PYTHONPATH": f"{READY_PYTHON}{os.pathsep}{SOURCE}"}))
     if master.startswith("sc://"):
         env = {key: value for key, value in env.items() if key != "SPARK_HOME"}
     done = subprocess.run(command, env=env, cwd=folder, capture_output=True, text=True, timeout=500)
@@ -141,6 +144,7 @@ def submit(url, node, lookupd, folder, env):
     node.publish("orders", [b"%d" % number for number in range(500)])
     words = [str(Path(env["SPARK_HOME"]) / "bin" / "spark-submit"), "--master", url, "--driver-memory", "700m"]
     conf = {"spark.archive.once": "yes", "spark.executor.memory": "700m", "spark.ui.enabled": "false"}
+    conf["spark.executor.extraJavaOptions"] = quick_java()
     words += [part for key, value in conf.items() for part in ("--conf", f"{key}={value}")]
     words += [str(SUBMITTED), "orders", str(folder / "archive"), str(folder / "checkpoint"), lookupd.http]
     done = subprocess.run(words, env={**env, "PYTHONPATH": str(SOURCE)}, capture_output=True, text=True, timeout=300)
