@@ -12,7 +12,7 @@ import pytest
 from conftest import StartBroker
 
 from flintmq.broker.daemon import Broker
-from support.fakes import Client, CountingDisk, FakeClock, quiet, until
+from support.fakes import Client, CountingDisk, FakeClock, quiet, replace_method, until
 
 HOUR = 3600.0
 SMALL = {"max_bytes_per_file": 20_000, "mem_queue_size": 0, "sync_timeout": 3_600_000_000_000}
@@ -109,7 +109,7 @@ def _break(target: Any, name: str, monkeypatch: pytest.MonkeyPatch) -> list[int]
         calls.append(1)
         raise OSError(errno.EIO, "Input/output error")
 
-    monkeypatch.setattr(target, name, fail)
+    replace_method(monkeypatch, target, name, fail)
     return calls
 
 

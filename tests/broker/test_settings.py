@@ -41,7 +41,7 @@ from flintmq.broker.storage.disk import Disk
 from flintmq.errors import OptionError, StartError
 from flintmq.lookup.daemon import Lookupd
 from flintmq.options import DURATION, HOUR, MILLISECOND, MINUTE, SECOND, NsqdOptions, NsqlookupdOptions, option_table
-from support.fakes import Client, CountingDisk, FakeClock, dpub, pass_time, pub, quiet, until
+from support.fakes import Client, CountingDisk, FakeClock, dpub, pass_time, pub, quiet, replace_method, until
 from support.http_client import Answer, HttpClient
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -883,7 +883,7 @@ async def test_publishes_that_wait_for_a_sync_are_answered_when_none_is_needed_a
     producer = Client(broker)
     await producer.publish("t", b"one")
     topic = broker.topics["t"]
-    monkeypatch.setattr(topic.log.syncer, "sync", lambda *_: None)
+    replace_method(monkeypatch, topic.log.syncer, "sync", lambda *_: None)
     producer.send(pub("t", b"two"))
     await quiet(broker)
     assert producer.responses == []

@@ -13,6 +13,8 @@ from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
+import pytest
+
 from flintmq.broker.daemon import Broker
 from flintmq.broker.delivery.channel import Channel
 from flintmq.broker.net.session import Session
@@ -91,6 +93,16 @@ class CountingDisk(Disk):
 
     def free(self, path: Any) -> int:
         return super().free(path) if self.free_bytes is None else self.free_bytes
+
+
+def replace_method(patch: pytest.MonkeyPatch, target: object, name: str, replacement: Callable[..., Any]) -> None:
+    """Replace a method of this one object, also where objects of its class have no attributes beside their slots."""
+    original = getattr(type(target), name)
+
+    def chosen(self: object, *args: Any, **options: Any) -> Any:
+        return replacement(*args, **options) if self is target else original(self, *args, **options)
+
+    patch.setattr(type(target), name, chosen)
 
 
 class CrampedDisk(CountingDisk):

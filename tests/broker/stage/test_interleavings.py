@@ -17,7 +17,7 @@ from conftest import StartBroker
 
 from flintmq.broker.daemon import Broker
 from flintmq.system import Buffer
-from support.fakes import SECOND, CountingDisk, FakeClock, until
+from support.fakes import SECOND, CountingDisk, FakeClock, replace_method, until
 from support.simdisk import SimDisk
 from support.stage_client import Refused, StageClient, stored
 
@@ -418,7 +418,7 @@ async def test_a_kill_while_it_is_applied_repeats_nothing(
             broker.later(broker.kill)
         return original(*arguments, **options)
 
-    monkeypatch.setattr(broker.topic("t"), "publish", publish)
+    replace_method(monkeypatch, broker.topic("t"), "publish", publish)
     with pytest.raises((OSError, EOFError)):
         await home.apply(0, sets["n1"])
     await nodes.start("n1")
