@@ -1853,7 +1853,7 @@ def _surroundings(run: Run) -> Iterator[None]:
 def _without_destructors() -> Iterator[None]:
     """Nothing is collected in the middle; what dead processes leave is collected at the end, and has nothing to say."""
     asyncio_logger = logging.getLogger("asyncio")
-    hook = sys.unraisablehook
+    hook, silent = sys.unraisablehook, logging.root.manager.disable
     was_enabled = gc.isenabled()
     asyncio_logger.disabled = True
     gc.disable()
@@ -1863,6 +1863,7 @@ def _without_destructors() -> Iterator[None]:
             warnings.simplefilter("ignore")
             yield
             sys.unraisablehook = lambda unraisable: None
+            logging.disable()
             gc.collect()
             # A destructor may bring something back, once.
             gc.collect()
@@ -1872,6 +1873,7 @@ def _without_destructors() -> Iterator[None]:
             gc.enable()
         asyncio_logger.disabled = False
         sys.unraisablehook = hook
+        logging.disable(silent)
 
 
 def run_script(seed: int, script: list[Step]) -> Outcome:
