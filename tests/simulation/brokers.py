@@ -1128,7 +1128,13 @@ class Run:
         topic, starts = self.ledger.topic(node.name, "hard"), node.starts
 
         def script() -> Generator[Request, tuple[int, bytes], None]:
+            begun = topic.redrives_begun if topic is not None else 0
             status, data = yield node, method, target, b""
+            if topic is not None and method == "POST":
+                topic.redrives_begun += 1
+            elif topic is not None and topic.redrives_begun != begun:
+                # It may be about the one before.
+                return
             if status == 200 and topic is not None and node.is_still(starts):
                 moved = json.loads(data)["moved"]
                 self.reached["redriven"] += moved > topic.redrive[0]

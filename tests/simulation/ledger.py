@@ -200,6 +200,8 @@ class TopicBook:
     redrive: tuple[int, float] = (0, 0.0)
     #: Redrives that were asked for and not answered.
     redrives_unheard: int = 0
+    #: Answers to requests that begin one.
+    redrives_begun: int = 0
     #: Who reads its log.
     reader: LogReader | None = None
 
