@@ -393,6 +393,17 @@ def test_settings_are_set_and_taken_back(run: Run, topic: str, node: sync.NodeCl
     assert node.channel_settings(topic, "c").set == {"max-attempts": 5}
 
 
+@pytest.mark.parametrize("change", ["ttl=5", "retain-age=3600", "key-age=1", "max-defer=1000"])
+def test_a_duration_without_a_unit_changes_nothing(run: Run, topic: str, node: sync.NodeClient, change: str) -> None:
+    """Over HTTP a number is milliseconds: a topic with `ttl=5` would lose its messages at once."""
+    key, _, value = change.partition("=")
+    status, out, err = run("settings", topic, "max-messages=9", change)
+    assert (status, out) == (1, "")
+    assert f'{key}: missing unit in duration "{value}", such as {value}ms or {value}s' in err
+    assert node.topic_settings(topic).set == {}
+    assert run("settings", topic, f"{key}=0")[0] == 0
+
+
 def test_settings_may_be_for_all_topics_of_a_kind(run: Run, topic: str) -> None:
     pattern = topic[:-1] + "*"
     assert run("settings", pattern, "ttl=2h")[0] == 0

@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from flintmq.durations import parse_duration
+from flintmq.errors import OptionError
 from flintmq.tools import node_flags, print_json, run_on_node
 
 if TYPE_CHECKING:
@@ -55,7 +57,31 @@ def _change(text: str) -> tuple[str, Any]:
     return key, int(value) if re.fullmatch("[0-9]{1,18}", value, re.ASCII) else value
 
 
+async def _check_units(node: NodeClient, topic: str, channel: str, changes: dict[str, Any]) -> None:
+    """OptionError if a duration has no unit: over HTTP that is milliseconds, which hardly anybody means."""
+    without_unit = [key for key, value in changes.items() if isinstance(value, int) and value]
+    if not without_unit:
+        return
+    now = await (node.channel_settings(topic, channel) if channel else node.topic_settings(topic))
+    for key in without_unit:
+        if _is_duration(now.settings.get(key)):
+            value = changes[key]
+            raise OptionError(f'{key}: missing unit in duration "{value}", such as {value}ms or {value}s')
+
+
+def _is_duration(value: object) -> bool:
+    """Is this the value of a setting that is a duration? They are shown with units, counts and sizes are numbers."""
+    if not isinstance(value, str):
+        return False
+    try:
+        parse_duration(value)
+    except ValueError:
+        return False
+    return True
+
+
 async def _settings(node: NodeClient, topic: str, channel: str, changes: dict[str, Any], as_json: bool) -> int:
+    await _check_units(node, topic, channel, changes)
     if changes and channel:
         result = await node.set_channel_settings(topic, channel, changes)
     elif changes:
