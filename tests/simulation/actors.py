@@ -204,7 +204,7 @@ class Consumer(_Nsq):
         #: It has said CLS; the second time is an error that ends the connection.
         self.leaving = 0
         self.received_count = 0
-        #: What it has asked about although another one held it, and when.
+        #: What it has asked about although another one may hold it, and when.
         self.meddled: dict[bytes, float] = {}
         wishes: dict[str, Any] = {"heartbeat_interval": heartbeat, "client_id": f"c{len(run.clients)}"}
         if timeout:
@@ -337,6 +337,9 @@ class Consumer(_Nsq):
         if self.over or id not in self.held:
             return
         body, at = self.held.pop(id)
+        if self.run.world.seconds - at >= self.timeout - LATENCY:
+            # Too late, unless it is on its way to this one again.
+            self.meddled[id] = self.run.world.seconds
         book = self.book
         if book is not None:
             book.held.pop(body, None)

@@ -995,8 +995,12 @@ class Run:
             done(certain)
             # Files that are kept for nobody go when the disk is nearly full.
             if certain and target.startswith("/channel/seek") and not node.was_full:
+                # A FIN that was sent before may come when the message is in flight again, to the same consumer.
+                late = {
+                    body for each in self.consumers() if each.book is book for body, _, _ in each._unconfirmed.values()
+                }
                 for body, at in before.items():
-                    if body in book.topic.acked and body not in during:
+                    if body in book.topic.acked and body not in during and body not in late:
                         book.owed[body] = at
 
         self._ask(node, "POST", target, b"", then)
