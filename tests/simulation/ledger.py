@@ -336,10 +336,8 @@ class Ledger:
         known = self._ids.setdefault((node, topic_name, body), id)
         if known != id:
             # The same body was stored twice. A redrive does that, also if what it sent back dies again; and a publish
-            # with a key that was repeated after its first message was lost with its topic or within its durability;
-            # so may a dead letter if the power takes the note that its copy was made.
-            excused = topic is None or topic.redriven
-            excused = excused or (origin is not None and origin.topic.redriven)
+            # with a key that was repeated after its first message was lost with its topic or within its durability.
+            excused = topic is None or topic.redriven or (origin is not None and origin.topic.redriven)
             if sent.key and topic is not None:
                 unsynced = node in self.powerless and topic.durability != "fsync"
                 excused = excused or sent.stored_anew or topic.generation > 0 or unsynced
