@@ -19,7 +19,8 @@ import trustme
 
 from flintmq.errors import HttpError, OptionError
 from flintmq.http import site as web
-from flintmq.http.server import Server, load
+from flintmq.http.imports import load
+from flintmq.http.server import Server
 from flintmq.http.site import ADMIN, CONSUME, OPEN, PUBLISH, READ, Answer, Request, Route, Site
 from flintmq.http.tls import server_tls
 from flintmq.http.tokens import Tokens
@@ -661,7 +662,7 @@ def test_files_that_are_no_good_are_named_as_the_reason(certificates: Certificat
 
 FAILING_IMPORT = """
 import asyncio, errno, sys
-from flintmq.http.server import load
+from flintmq.http.imports import load
 
 failing, opened = True, 0
 

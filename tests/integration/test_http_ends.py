@@ -14,8 +14,9 @@ import pytest
 
 from flintmq.broker.daemon import Broker
 from flintmq.broker.http.request_heads import read_head
-from flintmq.http import heads, server
-from flintmq.http.heads import LONGEST_HEAD, BadHead, RequestEnd, end_of_head, looked_at, tidy
+from flintmq.http import connection, heads
+from flintmq.http.connection import Headers
+from flintmq.http.heads import LONGEST_HEAD, BadHead, Body, end_of_head, looked_at, tidy
 from flintmq.lookup.daemon import Lookupd
 from support.http_client import HttpClient, request_of
 
@@ -44,7 +45,7 @@ async def address(request: pytest.FixtureRequest, tmp_path: Path) -> AsyncIterat
 async def test_an_answered_client_that_says_no_more_is_let_go_at_once(
     address: str, path: str, count: int, turns: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server, "HALF_OPEN_SECONDS", NEVER)
+    monkeypatch.setattr(connection, "HALF_OPEN_SECONDS", NEVER)
     async with HttpClient.connect(address) as client, asyncio.timeout(20):
         client.send(request_of("GET", path) * count)
         # The end comes before the request, in the middle of it, or after its answer.
@@ -58,7 +59,7 @@ async def test_an_answered_client_that_says_no_more_is_let_go_at_once(
 async def test_a_client_that_says_no_more_after_its_answer_is_let_go_at_once(
     address: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(server, "HALF_OPEN_SECONDS", NEVER)
+    monkeypatch.setattr(connection, "HALF_OPEN_SECONDS", NEVER)
     async with HttpClient.connect(address) as client, asyncio.timeout(20):
         for _ in range(3):
             assert (await client.get("/info")).status == 200
@@ -128,7 +129,7 @@ def test_a_head_of_many_lines_costs_as_much_as_its_bytes(name: str, end: bytes) 
             text = tidy(head[:body])
         except BadHead:
             return
-        RequestEnd(text)
+        Body(Headers(text.split(b"\r\n")[1:-2]), old=False)
         read_head(text)
 
     assert cheapest(work) < SECONDS

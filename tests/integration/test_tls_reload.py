@@ -220,7 +220,7 @@ async def test_silent_connections_count_and_are_closed(
                 assert b"limit of 2 connections" in received if listener == "nsqd http" else received == b""
     # And in time.
     monkeypatch.setattr("flintmq.lookup.daemon.MAGIC_SECONDS", 0.05)
-    monkeypatch.setattr("flintmq.http.server.SILENT_SECONDS", 0.05)
+    monkeypatch.setattr("flintmq.http.connection.SILENT_SECONDS", 0.05)
     monkeypatch.setattr("flintmq.broker.http.lane.SILENT_SECONDS", 0.05)
     monkeypatch.setattr("flintmq.broker.http.lane.SWEEP_SECONDS", 0.02)
     async with Broker(data_path=tmp_path, http_address="127.0.0.1:0") as broker, Lookupd() as lookupd:

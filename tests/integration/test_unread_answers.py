@@ -15,7 +15,7 @@ import msgspec
 import pytest
 
 from flintmq.broker.daemon import Broker
-from flintmq.http import server
+from flintmq.http.connection import Connection
 from flintmq.lookup.daemon import Lookupd, Session
 from flintmq.protocol.compression import Codec, Deflate, Snappy
 from flintmq.protocol.wire import FrameDecoder, encode_command
@@ -227,7 +227,7 @@ async def test_a_client_that_reads_no_http_answer_is_not_read_from(broker: Broke
 @pytest.mark.parametrize(("port", "words"), [("http", HTTP["GET /ping"]), ("tcp", b"PING\n")])
 async def test_the_same_at_nsqlookupd(port: str, words: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
     made: list[asyncio.Transport] = []
-    for kind in (Session, server._classes()[0]):
+    for kind in (Session, Connection):
         real = kind.connection_made
 
         def connection_made(self: Any, transport: Any, real: Any = real) -> None:

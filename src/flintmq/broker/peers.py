@@ -26,7 +26,7 @@ import msgspec
 
 from flintmq.addresses import join, port_of, split
 from flintmq.errors import OptionError, ProtocolError, file_reason
-from flintmq.http.server import load
+from flintmq.http.imports import load
 from flintmq.http.tokens import read_token
 from flintmq.protocol.wire import MAGIC_LOOKUP, NSQ_VERSION, encode_command, is_ephemeral, valid_name
 

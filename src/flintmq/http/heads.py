@@ -13,15 +13,18 @@ line ends of both kinds in one head. So is ``*``, but for OPTIONS.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 
 from flintmq.errors import FlintError
 
-__all__ = ["LONGEST_HEAD", "MOST_DIGITS", "BadHead", "RequestEnd", "end_of_head", "looked_at", "tidy"]
+__all__ = ["LONGEST_HEAD", "MOST_DIGITS", "BadHead", "Body", "end_of_head", "looked_at", "tidy"]
 
 #: Bytes of a request line with all its headers.
 LONGEST_HEAD = 64 << 10
 #: Digits of a Content-Length: more than any body can have, fewer than ``int`` refuses.
 MOST_DIGITS = 32
+#: What Go's server takes for a length.
+_LARGEST_LENGTH = (1 << 63) - 1
 #: Bytes of a method: there is none that is longer, and no reason to wait for its end.
 _LONGEST_METHOD = 32
 #: Lines of a head, the empty one at its end included: each costs far more than its bytes.
@@ -138,7 +141,7 @@ def tidy(head: bytes) -> bytes:
         if name == b"host":
             hosts.append(value)
         elif name == b"content-length":
-            if length or _DIGITS.fullmatch(value) is None:
+            if length or _DIGITS.fullmatch(value) is None or int(value) > _LARGEST_LENGTH:
                 unfit = unfit or BadHead()
             length = value
         elif name == b"transfer-encoding":
@@ -187,50 +190,74 @@ def _request_line(method: bytes, target: bytes, is_old: bool) -> bytes:
     return b"%s %s HTTP/1.%d" % (method, target, 0 if is_old else 1)
 
 
-class RequestEnd:
-    """Where the request of a tidy head ends. What follows is no business of whoever parses it."""
+#: Which line comes next in a body of chunks: a size, the end behind a chunk's bytes, a trailer.
+_SIZE, _DATA_END, _TRAILERS = range(3)
 
-    def __init__(self, head: bytes) -> None:
-        fields = dict(line.lower().partition(b":")[::2] for line in head.split(b"\r\n")[1:])
-        connection = fields.get(b"connection", b"")
-        is_old = head.partition(b"\r\n")[0].endswith(b"1.0")
-        #: Is it the last one of its connection?
-        self.closes = b"keep-alive" not in connection if is_old else b"close" in connection
-        self.is_chunked = b"transfer-encoding" in fields
-        #: Bytes of the body, or of a chunk with its line end, that are still to come.
-        self._left = int(fields.get(b"content-length", 0))
-        #: The line of a chunk's size, or of a trailer, as far as it has arrived.
-        self._line = b""
-        self._in_trailers = False
+
+class Body:
+    """The body of the request with these headers: what of it has arrived, and where it ends."""
+
+    def __init__(self, headers: Mapping[str, str], *, old: bool) -> None:
+        connection = headers.get("connection", "").lower()
+        #: Is it the last request of its connection?
+        self.closes = "keep-alive" not in connection if old else "close" in connection
+        self.is_chunked = "transfer-encoding" in headers
+        #: As the client says, if it does.
+        self.length = int(headers["content-length"]) if "content-length" in headers else None
+        #: What its handler has not taken yet.
+        self.arrived = bytearray()
+        self.has_begun = False
+        # Bytes of the body, or of a chunk, that are still to come; the lines of trailers that may follow.
+        self._left = self.length or 0
+        self._state = _SIZE
+        self._lines_left = MOST_LINES
         self.is_over = not self.is_chunked and not self._left
 
-    def take(self, data: bytes) -> int:
-        """Return how many of the bytes that come next belong to the request: all of them, until it is over."""
+    @classmethod
+    def empty(cls) -> Body:
+        return cls({}, old=False)
+
+    def take(self, data: bytearray, stop: int) -> int:
+        """Take what belongs to the body from ``data[:stop]``; return how many bytes that are. BadHead: a bad chunk."""
+        self.has_begun = True
         at = 0
-        while at < len(data) and not self.is_over:
+        while at < stop and not self.is_over:
             if self._left:
-                step = min(self._left, len(data) - at)
+                step = min(self._left, stop - at)
+                self.arrived += memoryview(data)[at : at + step]
                 at += step
                 self._left -= step
                 self.is_over = not self.is_chunked and not self._left
                 continue
-            newline = data.find(b"\n", at)
+            newline = data.find(b"\n", at, stop)
             if newline < 0:
-                # The parser refuses one that is too long.
-                self._line = (self._line + data[at:])[:_LONGEST_CHUNK_LINE]
-                return len(data)
-            line = (self._line + data[at:newline]).removesuffix(b"\r")
-            self._line = b""
+                if stop - at > _LONGEST_CHUNK_LINE:
+                    raise BadHead
+                break
+            line = bytes(data[at : newline + 1])
             at = newline + 1
-            if self._in_trailers:
-                self.is_over = not line
-            else:
-                size = line.partition(b";")[0].strip(b" \t")
-                if _CHUNK_SIZE.fullmatch(size) is None:
-                    # No chunk: whatever follows is for the parser to refuse.
-                    self._left = 1 << 62
-                elif number := int(size, 16):
-                    self._left = number + 2
-                else:
-                    self._in_trailers = True
+            if not line.endswith(b"\r\n"):
+                # Others may take a line feed alone for the end of the line, and some do not.
+                raise BadHead
+            self._take_line(line[:-2])
         return at
+
+    def _take_line(self, line: bytes) -> None:
+        if self._state == _DATA_END:
+            if line:
+                raise BadHead
+            self._state = _SIZE
+        elif self._state == _SIZE:
+            size = line.partition(b";")[0]
+            if _CHUNK_SIZE.fullmatch(size) is None or _CONTROL.search(line) is not None:
+                raise BadHead
+            self._left = int(size, 16)
+            self._state = _DATA_END if self._left else _TRAILERS
+        else:
+            self._lines_left -= 1
+            name, colon, value = line.partition(b":")
+            if line and (not colon or _NAME.fullmatch(name) is None or _CONTROL.search(value) is not None):
+                raise BadHead
+            if not self._lines_left:
+                raise BadHead("431 Request Header Fields Too Large")
+            self.is_over = not line

@@ -44,12 +44,14 @@ __all__ = [
     "Request",
     "Route",
     "Site",
+    "date_now",
     "envelope",
     "json_bytes",
     "log_request",
     "metric_head",
     "parse_query",
     "render",
+    "render_head",
     "split_target",
 ]
 
@@ -152,19 +154,49 @@ def envelope(result: Any, *, plain: bool = False) -> Answer:
     return Answer(json_bytes(result), JSON, headers=headers)
 
 
-def render(answer: Answer, date: str, *, old: bool = False) -> bytes:
-    """Return an answer as the bytes that go out, for those who speak HTTP without aiohttp: the same as it sends.
+_DAYS = ("Mon", "Tue", "Wed", "Thu", "Fri", "Sat", "Sun")
+_MONTHS = ("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec")
+#: Statuses whose answers have no body, nor its length.
+_BODYLESS = (204, 304)
 
-    ``old`` is for a client that speaks HTTP/1.0: it closes unless it is told not to.
+
+def date_now() -> str:
+    """Return the time as HTTP wants it: in English, whatever the locale."""
+    now = time.gmtime()
+    return time.strftime(f"{_DAYS[now.tm_wday]}, %d {_MONTHS[now.tm_mon - 1]} %Y %H:%M:%S GMT", now)
+
+
+def render(answer: Answer, date: str, *, old: bool = False, bare: bool = False) -> bytes:
+    """Return a whole answer as the bytes that go out.
+
+    ``old`` is for a client that speaks HTTP/1.0: it closes unless it is told not to. ``bare`` leaves out the body, as
+    after HEAD.
     """
+    body = b"" if answer.status in _BODYLESS else answer.body
+    # Where there is no body and could be none, there is no length either.
+    framed = body or not (bare or answer.status in _BODYLESS)
+    head = _head(answer, f"Content-Length: {len(body)}" if framed else "", date, old)
+    return head if bare else head + body
+
+
+def render_head(answer: Answer, date: str, *, old: bool, chunked: bool) -> bytes:
+    """Return the head of an answer that comes in pieces; one that is not ``chunked`` says its length itself."""
+    return _head(answer, "Transfer-Encoding: chunked" if chunked else "", date, old)
+
+
+def _head(answer: Answer, framing: str, date: str, old: bool) -> bytes:
     lines = [f"HTTP/1.{0 if old else 1} {answer.status} {HTTPStatus(answer.status).phrase}"]
     lines += (f"{name}: {value}" for name, value in answer.headers.items())
     if answer.content_type:
         lines.append(f"Content-Type: {answer.content_type}")
-    lines += (f"Content-Length: {len(answer.body)}", f"Date: {date}")
-    if answer.close != old:
+    if framing:
+        lines.append(framing)
+    lines.append(f"Date: {date}")
+    if answer.close != old and "Connection" not in answer.headers:
         lines.append("Connection: keep-alive" if old else "Connection: close")
-    return "\r\n".join([*lines, "", ""]).encode("latin-1") + answer.body
+    if any("\r" in line or "\n" in line for line in lines):
+        raise ValueError(f"a header of an answer has a line end: {lines}")
+    return "\r\n".join([*lines, "", ""]).encode("utf-8", "surrogateescape")
 
 
 # --- Requests ---------------------------------------------------------------------------------------------------------

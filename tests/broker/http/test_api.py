@@ -7,8 +7,6 @@ run on all of them.
 from __future__ import annotations
 
 import asyncio
-import errno
-import importlib
 import logging
 import re
 import ssl
@@ -25,7 +23,6 @@ from conftest import StartBroker
 from flintmq.broker.daemon import Broker
 from flintmq.broker.delivery.commit import SLICED_FROM, Commit
 from flintmq.broker.delivery.topic import Topic
-from flintmq.broker.http import api as api_module
 from flintmq.broker.http import debug
 from flintmq.broker.http import lane as http_lane
 from flintmq.broker.http import publish as http_publish
@@ -890,7 +887,7 @@ async def test_a_unix_socket_goes_with_the_broker(start_broker: StartBroker, tmp
     assert not path.exists()
 
 
-async def test_requests_that_come_while_the_general_server_is_made_all_get_there(
+async def test_first_requests_at_once_are_all_answered(
     start_broker: StartBroker, caplog: pytest.LogCaptureFixture
 ) -> None:
     caplog.set_level(logging.INFO)
@@ -929,138 +926,6 @@ def test_every_way_works_on_uvloop(tmp_path: Path, certificates: tuple[dict[str,
         ):
             runner.run(scenario(**address))
     assert raised == []
-
-
-@pytest.mark.parametrize("tls", [False, True])
-@pytest.mark.parametrize("how", ["stop", "kill"])
-async def test_a_stop_while_the_general_server_is_made(
-    start_broker: StartBroker,
-    certificates: tuple[dict[str, str], ssl.SSLContext],
-    how: str,
-    tls: bool,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    released = threading.Event()
-
-    async def slow_load(name: str) -> None:
-        await asyncio.get_running_loop().run_in_executor(None, released.wait, PATIENCE)
-        importlib.import_module(name)
-
-    monkeypatch.setattr(api_module, "load", slow_load)
-    options, trust = certificates
-    address = {"https_address": "127.0.0.1:0", **options} if tls else {"http_address": "127.0.0.1:0"}
-    broker = await start_broker(**address)
-    async with HttpClient.connect(broker.http_address or broker.https_address, trust if tls else None) as client:
-        client.send(request_of("GET", "/info"))
-        [general] = broker.listeners.api._general  # type: ignore[union-attr]
-        await until(lambda: general._waiting)
-        if how == "kill":
-            broker.kill()
-            assert await client.ended() == b""
-            released.set()
-            await general._starting  # type: ignore[misc]
-        else:
-            stopping = asyncio.create_task(broker.stop())
-            await asyncio.sleep(0)
-            released.set()
-            # Who has asked is still answered.
-            assert (await client.answer()).status == 200
-            await stopping
-
-
-def failing_load(monkeypatch: pytest.MonkeyPatch) -> list[Exception]:
-    """Let imports of the general server fail for the reasons in a list, the last one first, then succeed."""
-    reasons: list[Exception] = []
-
-    async def load(name: str) -> None:
-        await asyncio.sleep(0)
-        if reasons:
-            raise reasons.pop()
-        importlib.import_module(name)
-
-    monkeypatch.setattr(api_module, "load", load)
-    # Only a request leads to an attempt.
-    monkeypatch.setattr(api_module, "PREPARE_SECONDS", 3600.0)
-    return reasons
-
-
-@pytest.mark.parametrize("tls", [False, True])
-async def test_a_general_server_that_cannot_be_imported_is_tried_again(
-    start_broker: StartBroker,
-    certificates: tuple[dict[str, str], ssl.SSLContext],
-    tls: bool,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
-    monkeypatch.setattr(api_module, "AGAIN_SECONDS", 0.0)
-    reasons = failing_load(monkeypatch)
-    reasons += [ImportError("no such library"), OSError(errno.EIO, "broken"), OSError(errno.EMFILE, "too many files")]
-    options, trust = certificates
-    address = {"https_address": "127.0.0.1:0", **options} if tls else {"http_address": "127.0.0.1:0"}
-    broker = await start_broker(**address)
-    where = broker.http_address or broker.https_address
-
-    async def ask(target: str) -> tuple[int, bytes]:
-        async with HttpClient.connect(where, trust if tls else None) as client:
-            answer = await client.get(target)
-            if answer.status == 503:
-                assert answer.headers["connection"] == "close"
-                assert await client.ended() == b""
-            return answer.status, answer.body
-
-    while reasons:
-        refused = (503, b'{"message":"UNAVAILABLE"}')
-        assert await asyncio.gather(ask("/info"), ask("/stats"), ask("/ping")) == [refused, refused, (200, b"OK")]
-    assert await ask("/info") != refused
-    assert [one for one, _ in await asyncio.gather(ask("/info"), ask("/stats"), ask("/ping"))] == [200] * 3
-    assert caplog.text.count("until the server can be imported") == 1
-    assert broker.listeners.api is not None
-    await until(lambda: broker.listeners.api is not None and broker.listeners.api.connection_count() == 0)
-
-
-async def test_requests_do_not_lead_to_one_import_after_the_other(
-    start_broker: StartBroker, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(api_module, "AGAIN_SECONDS", 3600.0)
-    reasons = failing_load(monkeypatch)
-    reasons += [OSError(errno.EMFILE, "too many files")] * 10
-    broker = await start_broker(http_address="127.0.0.1:0")
-    for _ in range(10):
-        async with HttpClient.connect(broker.http_address) as client:
-            assert (await client.get("/info")).status == 503
-    assert len(reasons) == 9
-
-
-@pytest.mark.parametrize("moment", ["before", "during"])
-async def test_a_stop_without_the_general_server_keeps_every_message(
-    start_broker: StartBroker, moment: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Messages in memory are written by the last steps of a stop."""
-    released = asyncio.Event()
-
-    async def load(name: str) -> None:
-        if moment == "during":
-            await released.wait()
-        raise OSError(errno.EMFILE, "too many files")
-
-    monkeypatch.setattr(api_module, "load", load)
-    broker = await start_broker(http_address="127.0.0.1:0", durability="memory")
-    async with HttpClient.connect(broker.http_address) as client, HttpClient.connect(broker.http_address) as other:
-        for number in range(7):
-            assert (await client.post(f"/pub?topic=t{number % 3}", b"x")).status == 200
-        other.send(request_of("GET", "/stats"))
-        [general] = broker.listeners.api._general  # type: ignore[union-attr]
-        if moment == "during":
-            await until(lambda: general._waiting)
-        else:
-            assert (await other.answer()).status == 503
-        stopping = asyncio.create_task(broker.stop())
-        await asyncio.sleep(0)
-        released.set()
-        async with asyncio.timeout(PATIENCE):
-            await stopping
-    broker = await start_broker(durability="memory")
-    assert {name: topic.depth for name, topic in broker.topics.items()} == {"t0": 3, "t1": 2, "t2": 2}
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,6 @@ from flintmq.broker.daemon import Broker
 from flintmq.broker.http import lane as http_lane
 from flintmq.broker.http import publish
 from flintmq.broker.http.publish import LONGEST_REMEMBERED
-from support.fakes import until
 from support.http_client import HttpClient, request_of
 
 DATE = re.compile(rb"Date: [^\r]+")
@@ -116,15 +115,6 @@ async def test_a_ping_is_logged_as_by_the_general_server(broker: Broker, caplog:
             await client.get("/ping?a=b")
             name = "{}:{}".format(*client.writer.get_extra_info("sockname"))
     assert any(record.getMessage().startswith(f"200 GET /ping?a=b ({name}) ") for record in caplog.records)
-
-
-# --- The general server -----------------------------------------------------------------------------------------------
-
-
-async def test_the_general_server_is_made_before_anybody_asks_for_it(broker: Broker) -> None:
-    api = broker.listeners.api
-    assert api is not None
-    await until(lambda: all(general._server is not None for general in api._general))
 
 
 async def test_a_long_query_is_not_remembered(broker: Broker) -> None:

@@ -13,7 +13,7 @@ import pytest
 
 from flintmq.broker.daemon import Broker
 from flintmq.broker.net import commands
-from flintmq.http import server as http_server
+from flintmq.http import connection as http_connection
 from flintmq.http.arguments import MOST_ARGUMENTS
 from flintmq.protocol.compression import Deflate, Snappy
 from flintmq.protocol.wire import FRAME_ERROR, encode_mpub
@@ -116,7 +116,7 @@ async def test_small_chunks_are_parsed_in_turns(
     broker: Broker, monkeypatch: pytest.MonkeyPatch, target: str, size: int
 ) -> None:
     """On the general server: others have their turns while it goes through one read."""
-    monkeypatch.setattr(http_server, "SECONDS_AT_ONCE", 0.0)
+    monkeypatch.setattr(http_connection, "SECONDS_AT_ONCE", 0.0)
     count = 5_000
     async with HttpClient.connect(broker.http_address) as client, asyncio.timeout(60):
         # From here on it is the general server that answers.
@@ -132,7 +132,7 @@ async def test_small_chunks_are_parsed_in_turns(
 
         method = "PUT" if "config" in target else "POST"
         chunks = b"%x\r\n%s\r\n" % (size, b"x" * size) * count
-        (connection,) = broker.listeners.api._general[0]._server._server.connections  # type: ignore[union-attr]
+        (connection,) = broker.listeners.api._general[0].server.connections  # type: ignore[union-attr]
         tick()
         head = request_of(method, target, None, "Transfer-Encoding: chunked")
         connection.data_received(head + chunks + b"0\r\n\r\n")
@@ -140,7 +140,7 @@ async def test_small_chunks_are_parsed_in_turns(
         answer = await client.answer()
         is_over = True
         assert answer.status == (200 if method == "POST" else 400)
-    assert ticks - began >= len(chunks) // http_server.FEED_BYTES - 2
+    assert ticks - began >= len(chunks) // http_connection.FEED_BYTES - 2
     if method == "POST":
         assert broker.topics["t"].message_count == 1
 
@@ -148,7 +148,7 @@ async def test_small_chunks_are_parsed_in_turns(
 async def test_a_request_in_small_chunks_is_whole_although_its_client_sends_no_more(
     broker: Broker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(http_server, "SECONDS_AT_ONCE", 0.0)
+    monkeypatch.setattr(http_connection, "SECONDS_AT_ONCE", 0.0)
     async with HttpClient.connect(broker.http_address) as client, asyncio.timeout(60):
         await client.get("/info")
         client.send(request_of("POST", "/pub?topic=t", None, "Transfer-Encoding: chunked"))

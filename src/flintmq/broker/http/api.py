@@ -34,7 +34,7 @@ from flintmq.broker.observe.prometheus import scrape
 from flintmq.broker.observe.statsd import statsd_prefix
 from flintmq.errors import UNREADABLE, HttpError, LimitError, OptionError, PublishError
 from flintmq.http.browsers import Names, is_loopback
-from flintmq.http.server import Server, load
+from flintmq.http.server import Server
 from flintmq.http.site import ADMIN, JSON, OPEN, PUBLISH, READ, Answer, Request, Route, Site, envelope
 from flintmq.http.tls import TlsListener, server_tls
 from flintmq.http.tokens import Tokens
@@ -53,12 +53,6 @@ logger = logging.getLogger(__name__)
 #: What is read from a socket that the general server serves.
 RECEIVE_BYTES = 64 << 10
 HANDSHAKE_SECONDS = 10.0
-#: Seconds after which the general server is made, although nobody has asked for it yet: the start comes first.
-PREPARE_SECONDS = 0.1
-#: Seconds after a failed attempt to make it in which there is no other one: requests are refused at once.
-AGAIN_SECONDS = 1.0
-#: Seconds that a stop waits for it, so that those who asked are answered.
-START_SECONDS = 10.0
 
 
 class Api:
@@ -142,7 +136,7 @@ class Api:
         """Return how many connections there are: of the lanes, of the general servers, and in their TLS handshake."""
         return (
             sum(len(lane.connections) for lane in self._lanes)
-            + sum(one.connection_count() for one in self._general)
+            + sum(general.server.connection_count() for general in self._general)
             + sum(one.connection_count() for one in self._listeners if isinstance(one, TlsListener))
         )
 
@@ -151,7 +145,7 @@ class Api:
         self._close_lanes()
         for general in self._general:
             try:
-                general.drop()
+                general.server.abort()
             except Exception:
                 logger.exception("HTTP: a general server could not drop its connections")
 
@@ -160,7 +154,7 @@ class Api:
         self._close_lanes()
         for general in self._general:
             try:
-                await general.close()
+                await general.server.close()
             except Exception:
                 logger.exception("HTTP: a general server could not be closed")
 
@@ -444,101 +438,30 @@ def _shown_port(address: str) -> int:
 # --- Handing over -----------------------------------------------------------------------------------------------------
 
 
-#: The answer while the general server cannot be made.
-UNAVAILABLE = envelope(HttpError(503, "UNAVAILABLE"))
-
-
 class _GeneralServer:
-    """The server that takes over connections from the lane of one listener.
-
-    What it imports takes a third of a second. So it is made soon after the start, and at once if a connection comes
-    before that. The import may fail, for want of a descriptor perhaps: then those who wait are refused, and a later
-    request leads to the next attempt.
-    """
+    """The server that takes over connections from the lane of one listener."""
 
     def __init__(self, broker: Broker, site: Site, names: Names, refused: Answer | None) -> None:
         self._broker = broker
-        self._site = site
-        self._names = names
-        self._refusal = refused
-        self._server: Server | None = None
-        self._starting: asyncio.Task[None] | None = None
-        self._waiting: list[tuple[HttpConnection, bytes]] = []
-        self._closed = False
-        #: Has the last attempt failed, and when may the next one be made?
-        self._failed = False
-        self._again_at = 0.0
-        self._loop = asyncio.get_running_loop()
-        self._timer = self._loop.call_later(PREPARE_SECONDS, self._prepare)
-
-    def _prepare(self) -> None:
-        self._timer.cancel()
-        if self._starting is None and not self._closed:
-            self._starting = self._loop.create_task(self._start())
-
-    def take(self, connection: HttpConnection, data: bytes) -> None:
-        """The connection is aiohttp's from here on; it gets what was read from it so far."""
-        if self._server is not None:
-            self._hand_over(self._server, connection, data)
-            return
-        if self._starting is None and self._loop.time() < self._again_at:
-            connection.take_back(UNAVAILABLE)
-            return
-        connection.transport.pause_reading()
-        self._waiting.append((connection, data))
-        self._prepare()
-
-    async def _start(self) -> None:
-        try:
-            await load("aiohttp.web")
-            if not self._closed:
-                self._server = self._make()
-        except Exception as exc:
-            self._refuse(exc)
-            return
-        if self._failed:
-            self._failed = False
-            logger.info("HTTP: requests are answered again")
-        waiting, self._waiting = self._waiting, []
-        for connection, data in waiting:
-            try:
-                if self._server is not None:
-                    self._hand_over(self._server, connection, data)
-            except Exception:
-                logger.exception("HTTP: a connection could not be handed over, it is closed")
-                connection.transport.abort()
-
-    def _refuse(self, why: Exception) -> None:
-        """The server could not be made: answer those who wait for it, and let a later request try again."""
-        if not self._failed:
-            self._failed = True
-            logger.error("HTTP: only publishes and /ping are answered, until the server can be imported - %r", why)
-        self._starting = None
-        self._again_at = self._loop.time() + AGAIN_SECONDS
-        waiting, self._waiting = self._waiting, []
-        for connection, _ in waiting:
-            if not connection.transport.is_closing():
-                connection.take_back(UNAVAILABLE)
-
-    def _make(self) -> Server:
-        options = self._broker.options
-        return Server(
-            self._site,
+        options = broker.options
+        self.server = Server(
+            site,
             idle=IDLE_SECONDS,
             head=options.http_header_timeout / 1e9,
             body=options.http_body_timeout / 1e9,
-            refusal=self._refusal,
-            names=self._names,
+            refusal=refused,
+            names=names,
         )
 
-    def _hand_over(self, server: Server, connection: HttpConnection, data: bytes) -> None:
+    def take(self, connection: HttpConnection, data: bytes) -> None:
+        """Serve the connection from here on; ``data`` is what was read from it and not answered."""
         transport = connection.transport
         connections = self._broker.connections
         if transport.is_closing():
             if connections is not None:
                 connections.release(connection)
             return
-        protocol = server.protocol(None if connections is None else partial(connections.release, connection))
+        protocol = self.server.protocol(None if connections is None else partial(connections.release, connection))
         if isinstance(transport, SocketTransport):
             transport.protocol = _Handed(protocol, transport.sock)
         else:
@@ -548,30 +471,9 @@ class _GeneralServer:
         transport.resume_reading()
         protocol.data_received(data)
 
-    def connection_count(self) -> int:
-        return len(self._waiting) + (0 if self._server is None else self._server.connection_count())
-
-    def drop(self) -> None:
-        self._closed = True
-        self._timer.cancel()
-        for connection, _ in self._waiting:
-            connection.transport.abort()
-        self._waiting.clear()
-        if self._server is not None:
-            self._server.abort()
-
-    async def close(self) -> None:
-        self._timer.cancel()
-        if self._starting is not None and self._waiting:
-            # Those who asked are still answered.
-            await asyncio.wait([self._starting], timeout=START_SECONDS)
-        if self._server is not None:
-            await self._server.close()
-        self.drop()
-
 
 class _Handed:
-    """aiohttp's protocol, as a plain socket of the Poller sees it."""
+    """The protocol of a connection, as a plain socket of the Poller sees it."""
 
     lane = None
 

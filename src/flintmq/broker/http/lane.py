@@ -33,7 +33,7 @@ from flintmq.errors import HttpError, PublishError
 from flintmq.http.admission import address_of
 from flintmq.http.browsers import Names
 from flintmq.http.heads import LONGEST_HEAD, BadHead, end_of_head, looked_at, tidy
-from flintmq.http.site import CONTINUE, LINGER_SECONDS, PUBLISH, Answer, envelope, log_request, render
+from flintmq.http.site import CONTINUE, LINGER_SECONDS, PUBLISH, Answer, date_now, envelope, log_request, render
 from flintmq.kernel import send_each
 
 if TYPE_CHECKING:
@@ -65,9 +65,6 @@ REQUESTS_AT_ONCE = 64
 SECONDS_AT_ONCE = 0.001
 #: Chunks of one body after which the clock is looked at.
 LOOK_EVERY = 64
-
-_DAYS = ("Mon", "Tue", "Wed", "Thu", "Fri", "Sat", "Sun")
-_MONTHS = ("Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec")
 
 
 # --- Connections ------------------------------------------------------------------------------------------------------
@@ -132,16 +129,11 @@ class HttpLane:
             except Exception:
                 logger.exception("a connection's deadlines could not be checked")
 
-    def date(self) -> str:
-        """As HTTP wants it: in English, whatever the locale."""
-        now = time.gmtime()
-        return time.strftime(f"{_DAYS[now.tm_wday]}, %d {_MONTHS[now.tm_mon - 1]} %Y %H:%M:%S GMT", now)
-
     def ok(self) -> bytes:
         now = int(time.time())
         if now != self._ok_at:
             self._ok_at = now
-            self._ok = render(OK, self.date())
+            self._ok = render(OK, date_now())
         return self._ok
 
     def known(self, data: bytes) -> Head | None:
@@ -357,7 +349,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         reason = connections.admit(self, address_of(self.transport.get_extra_info("peername")))
         if reason:
             # It gets the reason, but no time to read it: descriptors are what is short.
-            self.transport.write(render(replace(envelope(HttpError(503, reason)), close=True), self.lane.date()))
+            self.transport.write(render(replace(envelope(HttpError(503, reason)), close=True), date_now()))
             self.close()
             if not self.transport.can_write_eof():
                 # A TLS connection waits for the peer's goodbye, which may not come.
@@ -524,7 +516,7 @@ class HttpConnection(asyncio.BufferedProtocol):
         self._requests += 1
         self._since = 0.0
         log_request(answer.status, "GET", head.target, text_of(self.transport.get_extra_info("peername")), started)
-        text = render(replace(answer, close=not head.keep_alive), self.lane.date(), old=head.old)
+        text = render(replace(answer, close=not head.keep_alive), date_now(), old=head.old)
         if head.keep_alive:
             self.transport.write(text)
         else:
@@ -672,11 +664,6 @@ class HttpConnection(asyncio.BufferedProtocol):
         self.lane.connections.pop(self, None)
         self.lane.hand_over(self, head + memoryview(data)[body:stop])
 
-    def take_back(self, answer: Answer) -> None:
-        """Give the only answer there is to a request that the general server cannot take, and end the connection."""
-        self.lane.connections[self] = None
-        self._end(answer)
-
     # --- Output ----------------------------------------------------------------------------------------------------
 
     def committed(self) -> None:
@@ -712,14 +699,14 @@ class HttpConnection(asyncio.BufferedProtocol):
             self._end(answer)
         else:
             # The whole request was read, so the connection can go on, whatever came of it.
-            self.transport.write(render(replace(answer, close=False), self.lane.date()))
+            self.transport.write(render(replace(answer, close=False), date_now()))
 
     def _end(self, answer: Answer) -> None:
         """The last answer. The peer gets a moment to read it.
 
         Closing at once with unread input in the socket would reset the connection and could cost the peer the answer.
         """
-        self._end_with(render(replace(answer, close=True), self.lane.date()))
+        self._end_with(render(replace(answer, close=True), date_now()))
 
     def _end_with(self, answer: bytes) -> None:
         self._closing = True

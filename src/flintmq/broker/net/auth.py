@@ -24,7 +24,7 @@ from flintmq import addresses
 from flintmq.broker.net.guesses import Guesses
 from flintmq.broker.net.patterns import Pattern, PatternError
 from flintmq.errors import AuthError
-from flintmq.http.server import load
+from flintmq.http.imports import load
 from flintmq.http.site import json_bytes
 from flintmq.options import NsqdOptions
 
