@@ -240,6 +240,7 @@ def test_no_bytes_are_an_unexpected_error(before: bytes, garbage: bytes, cut: in
                 wire.close()
             for _ in range(10):
                 await asyncio.sleep(0)
+            assert wire.closed or wire.ended or not end, "who says no more is let go"
             if before:
                 assert wire.parsed()[0][0] == 200
 
@@ -293,6 +294,23 @@ async def test_a_body_that_is_cut_off_is_an_error_at_once(chunks: list[int]) -> 
         await asyncio.sleep(0)
         assert wire.connection.eof_received()
         assert await wire.answers(1) == [(500, b'{"message":"INTERNAL_ERROR"}')]
+
+
+@pytest.mark.parametrize("behind", [b"", b"GET /ig", request("/ignore"), request("/ignore") + b"GET"])
+async def test_a_client_that_says_no_more_is_let_go_after_its_answers(behind: bytes) -> None:
+    async with connected() as wire:
+        wire.connection.data_received(request("/slow", b"abc") + behind)
+        await asyncio.sleep(0)
+        assert wire.connection.eof_received()
+        assert wire.parsed() == []
+        go_on.set()
+        assert await wire.answers(1 + behind.count(b"/ignore")) == [(200, b"3")] + [(200, b"ignored")] * (
+            behind.count(b"/ignore")
+        )
+        # At once, and not after HALF_OPEN_SECONDS.
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert wire.closed
 
 
 async def test_what_nobody_wants_of_a_body_is_read_for_a_moment(monkeypatch: pytest.MonkeyPatch) -> None:

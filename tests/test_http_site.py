@@ -716,3 +716,19 @@ async def test_a_module_and_its_package_can_be_loaded_at_the_same_time(
     monkeypatch.syspath_prepend(tmp_path)
     await asyncio.gather(load("two_at_once"), load("two_at_once.web"))
     assert sys.modules["two_at_once.web"].found is True
+
+
+async def test_modules_of_a_package_that_failed_are_known_to_it_after_the_next_attempt(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    package = tmp_path / "second_time_lucky"
+    package.mkdir()
+    (package / "__init__.py").write_text("import second_time_lucky.whole\nimport second_time_lucky.part\n")
+    (package / "whole.py").write_text("name = 'whole'\n")
+    (package / "part.py").write_text("import pathlib\npathlib.Path(__file__).with_name('there').read_bytes()\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(OSError, match="there"):
+        await load("second_time_lucky")
+    (package / "there").touch()
+    await load("second_time_lucky")
+    assert sys.modules["second_time_lucky"].whole.name == "whole"

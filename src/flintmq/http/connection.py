@@ -210,11 +210,16 @@ class Connection(asyncio.Protocol):
                 self.transport.pause_reading()
                 self._feeding = self._loop.call_soon(self._feed)
                 return
-        if self._ended:
-            # What is missing of a body will not come.
+        transport = self.transport
+        if transport is None:
+            return
+        if not self._ended:
+            transport.resume_reading()
+        elif self.task is None:
+            # What is missing of a request will not come.
+            transport.close()
+        else:
             self._wake()
-        elif self.transport is not None:
-            self.transport.resume_reading()
 
     def _take_head(self) -> bool:
         """Begin the next request if its head is all there. BadHead if it is none."""
@@ -440,16 +445,9 @@ class Connection(asyncio.Protocol):
         self._body = Body.empty()
         if self._input:
             if self._feeding is None:
-                self._feeding = self._loop.call_soon(self._feed_on)
+                self._feeding = self._loop.call_soon(self._feed)
         elif self._ended:
             transport.close()
         else:
             self._allow(self._server.idle_seconds)
             transport.resume_reading()
-
-    def _feed_on(self) -> None:
-        """Parse the request behind the one that was answered."""
-        self._feed()
-        if self._ended and self.task is None and self._feeding is None and self.transport is not None:
-            # The client has sent a part of a request, and nothing more will come.
-            self.transport.close()
