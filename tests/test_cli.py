@@ -334,6 +334,16 @@ def test_nsqlookupd_speaks_nsq_s_words_and_a_signal_ends_it_cleanly(number, even
         assert b"TCP: closing " in stderr and b"Traceback" not in stderr
 
 
+@pytest.mark.parametrize("program", ["nsqd", "nsqlookupd"])
+def test_an_empty_tcp_address_is_refused(tmp_path, program):
+    data = [f"--data-path={tmp_path}"] if program == "nsqd" else []
+    result = run(program, "--tcp-address=", "--http-address=127.0.0.1:0", *data)
+    assert result.returncode == 1
+    text = rf'failed to instantiate {program} - listen \(\) failed - "" is not an address .*write host:port.*\n'
+    assert re.search(FATAL + text, result.stderr.decode())
+    assert b"Traceback" not in result.stderr
+
+
 def test_nsqlookupd_on_a_busy_port_ends_with_a_fatal_line():
     with socket.create_server(("127.0.0.1", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"

@@ -42,14 +42,14 @@ PLAUSIBLE = [
     Change(
         "sync_covers_what_was_written_meanwhile",
         f"{_STORAGE}/syncer.py",
-        "self._synced(pinned, size, None if rest else mark, error)",
-        "self._synced(pinned, size, None if rest else log.whole, error)",
+        "log.made_durable(sync.mark)",
+        "log.made_durable(log.whole)",
     ),
     Change(
         "sync_of_some_files_counts_for_all",
         f"{_STORAGE}/syncer.py",
-        "self._synced(pinned, size, None if rest else mark, error)",
-        "self._synced(pinned, size, mark, error)",
+        "elif not sync.left or log.closed or disk.closing:",
+        "elif sync.left.clear() or True:",
     ),
     Change(
         "sync_leaves_out_the_folder",

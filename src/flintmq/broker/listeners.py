@@ -90,8 +90,7 @@ class Listeners:
             from flintmq.broker.http.api import Api
 
             self.api = Api(broker)
-        sock, https, http = self._bind_all([options.tcp_address, secure, options.http_address])
-        assert sock is not None
+        sock, https, http = self._bind_all(options.tcp_address, secure, options.http_address)
         self.tcp = addresses.text_of(sock.getsockname())
         if self.poller is not None:
             self.poller.listen(sock, new_session)
@@ -139,19 +138,23 @@ class Listeners:
             address,
         )
 
-    def _bind_all(self, wanted: list[str]) -> list[socket.socket | None]:
-        """Return a listening socket for each address, None for an empty one. With an error none is left."""
+    def _bind_all(
+        self, tcp: str, https: str, http: str
+    ) -> tuple[socket.socket, socket.socket | None, socket.socket | None]:
+        """Return a listening socket for each address, None for an empty one of HTTP. With an error none is left."""
         mode = int(self._broker.options.unix_socket_mode, 8)
+        listen = self._broker.disk.system.listen
+        first = listen(tcp, mode=mode)
         found: list[socket.socket | None] = []
         try:
-            for address in wanted:
-                found.append(self._broker.disk.system.listen(address, mode=mode) if address else None)  # noqa: PERF401
+            for address in (https, http):
+                found.append(listen(address, mode=mode) if address else None)  # noqa: PERF401
         except BaseException:
-            for sock in found:
+            for sock in (first, *found):
                 if sock is not None:
                     sock.close()
             raise
-        return found
+        return first, found[0], found[1]
 
     def _connection_count(self) -> int:
         questions = 0 if self._broker.auth is None else self._broker.auth.under_way

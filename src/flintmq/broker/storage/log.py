@@ -915,6 +915,12 @@ class Log:
         else:
             self.syncer.when_durable(seq, then)
 
+    def holds(self, segment: Segment) -> bool:
+        """Is the segment still one of this log's?"""
+        segments = self.segments
+        i = bisect_left(segments, segment.base, key=lambda other: other.base)
+        return i < len(segments) and segments[i] is segment
+
     def pin(self, segment: Segment) -> int:
         """A thread is going to use the segment's file: it stays until ``unpin``. StorageError if it is too late."""
         if self.closed or self._disk.closing:
@@ -928,7 +934,7 @@ class Log:
         segment.pins -= 1
         if segment.pins:
             return
-        if self.closed or segment not in self.segments:
+        if self.closed or not self.holds(segment):
             self._store.close_file(segment, deleted=True)
         elif self._store.crowded or (segment.sealed and segment is not self._active and not keep_open):
             self._store.close_file(segment)

@@ -98,6 +98,8 @@ class Store:
         # Files open at once, unless more are in use.
         self._most_files, _ = shares_of_descriptors()
         self._most_syncs = max(2, self._most_files // 2)
+        #: Does a commit wait a moment for more publishers? On a single CPU that would only keep them from running.
+        self.gathers = disk.system.cpus() > 1
         self._reserve: list[int] = []
         self._reserve_folder: Path | None = None
         # Blocks that can be used again, memory for new ones.
