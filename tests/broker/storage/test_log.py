@@ -1267,3 +1267,34 @@ async def test_a_file_that_cannot_be_opened_for_a_while_costs_no_message(
     await consumer.subscribe("t", "c", 100)
     await until(lambda: broker.topics["t"].channels["c"].depth == 0)
     assert sorted(consumer.bodies) == sorted(numbered(50, 1_000))
+
+
+@pytest.mark.parametrize("fault", [None, OSError(errno.EIO, "input/output error")])
+def test_a_block_that_is_being_read_is_asked_for_once(fault: OSError | None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A consumer that finishes messages meanwhile asks again and again, and each read costs a plan."""
+    rig = Rig(inline=False)
+    rig.publish(*numbered(50, 1_000))
+    rig.log.sync_now()
+    rig.forget()
+    reader = rig.log.reader
+    plans = []
+    part = reader._part
+    monkeypatch.setattr(type(reader), "_part", lambda _, *place: plans.append(place) or part(*place))
+    with monkeypatch.context() as patch:
+        if fault is not None:
+            patch.setattr(rig.disk, "read", lambda *_: (_ for _ in ()).throw(fault))
+        for _ in range(5):
+            assert rig.log.block(BASE, "a channel") is None
+        assert len(plans) == 1
+        assert rig.log.block(BASE + 1, "a channel") is None, "elsewhere: that is another question"
+        assert rig.log.block(BASE, "another channel") is None
+        assert len(plans) == 3
+        rig.run()
+    while rig.delayed:
+        rig.delayed.pop()()
+        if rig.log.block(BASE, "a channel") is None:
+            rig.run()
+    block = rig.log.block(BASE, "a channel")
+    assert block is not None and block.base == BASE
+    rig.log.leave("a channel")
+    assert "a channel" not in reader._asked

@@ -1011,7 +1011,7 @@ class Log:
 
     def leave(self, cursor: object) -> None:
         """The cursor reads no further."""
-        self._store.cold.leave(cursor)
+        self.reader.leave(cursor)
 
     def frame(self, seq: int) -> bytearray | None:
         """A copy of one frame, or None while it is being read back."""

@@ -96,6 +96,8 @@ class Reader:
         # was tried in vain.
         self._reading: dict[_Key, dict[object, int]] = {}
         self._failures: dict[_Key, int] = {}
+        # What each cursor asked for last, and the read that it waits for as long as that is in ``_reading``.
+        self._asked: dict[object, tuple[int, _Key, dict[object, int]]] = {}
         # Extra bytes by segment and chunk: up to which seq they are known, and those of each record.
         self._extras: OrderedDict[tuple[Segment, int], tuple[int, list[ExtraRow]]] = OrderedDict()
         #: Seqs that could not be read.
@@ -167,6 +169,10 @@ class Reader:
             if block.base <= seq < block.base + block.count:
                 last.used = True
                 return block
+        asked = self._asked.get(cursor)
+        if asked is not None and asked[0] == seq and self._reading.get(asked[1]) is asked[2]:
+            # A consumer that finishes messages meanwhile asks each time.
+            return None
         segment, chunk = self.place(seq)
         found = cold.find(segment, seq)
         if found is not None:
@@ -175,8 +181,16 @@ class Reader:
             self._read_ahead(segment, chunk, cursor)
             return found.block
         cold.wait(cursor)
-        self._want_block(segment, chunk, seq, cursor)
+        key = self._want_block(segment, chunk, seq, cursor)
+        wanted = self._reading.get(key)
+        if wanted is not None:
+            self._asked[cursor] = (seq, key, wanted)
         return None
+
+    def leave(self, cursor: object) -> None:
+        """The cursor needs nothing more."""
+        self._asked.pop(cursor, None)
+        self._cold.leave(cursor)
 
     def extra(self, seq: int) -> bytes | None:
         """Return the extra bytes of the record that ``seq`` is in. None, DamageError: as with ``block``."""
@@ -205,7 +219,8 @@ class Reader:
                 if cold.find(segments[i], segments[i].base) is None:
                     self._want_block(segments[i], 0, segments[i].base, cursor)
 
-    def _want_block(self, segment: Segment, chunk: int, seq: int, cursor: object) -> None:
+    def _want_block(self, segment: Segment, chunk: int, seq: int, cursor: object) -> _Key:
+        """Read the block that holds ``seq``, unless it is being read; return what names the read."""
         # What a thread is still writing is not there yet, and is not damaged.
         written = self._log.written
         cold, disk = self._cold, self._disk
@@ -233,7 +248,9 @@ class Reader:
                 cold.mark(segment, chunk, marks)
             self._note_damage(segment, damage, written)
 
-        self._want(("block", segment, chunk, part.offset), (part.first, part.after), read, take, cursor, seq)
+        key: _Key = ("block", segment, chunk, part.offset)
+        self._want(key, (part.first, part.after), read, take, cursor, seq)
+        return key
 
     def _part(self, segment: Segment, chunk: int, seq: int) -> _Part:
         """Plan what to read for ``seq``: the chunk, or a part of it where each cursor can keep no more than that."""
