@@ -439,6 +439,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         warm_up=min(600.0, seconds / 6),
     )
     runs: list[Soak] = []
+    finished: list[Soak] = []
 
     async def work(folder: Path, progressed: Callable[[Report], None]) -> Report:
         run = Soak(plan, folder, progressed)
@@ -451,7 +452,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             run.interrupt()
 
         loop.add_signal_handler(signal.SIGINT, interrupt)
-        return await run.run()
+        report = await run.run()
+        finished.append(run)
+        return report
 
     status = conduct(
         arguments,
@@ -461,15 +464,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         total=round(plan.seconds),
         described=lambda report: (round(report.seconds), _state(runs[0])),
     )
-    if not runs or status == 130:
-        return 130
-    run = runs[0]
-    if arguments.results:
-        with arguments.results.open("a") as file:
-            file.write(result_line(run, plan) + "\n")
-    if arguments.chart and run.samples:
-        arguments.chart.write_text(chart(run.samples))
-    return 130 if run.report.interrupted else status
+    for run in finished:
+        if arguments.results:
+            with arguments.results.open("a") as file:
+                file.write(result_line(run, plan) + "\n")
+        if arguments.chart and run.samples:
+            arguments.chart.write_text(chart(run.samples))
+    return status
 
 
 def _state(run: Soak) -> str:
