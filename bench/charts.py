@@ -1,13 +1,13 @@
 """Charts as SVG, and where they and their tables go in the README.
 
-Two forms: panels of bars, and lines over logarithmic axes. An SVG brings its own background and follows the reader's
-choice of light or dark. No library is needed.
+Three forms: panels of bars, lines over logarithmic axes, and plots over time. An SVG brings its own background and
+follows the reader's choice of light or dark. No library is needed.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from html import escape
 from pathlib import Path
@@ -33,6 +33,7 @@ LABELS, BARS, VALUES = 110, 190, 80
 BAR_STEP, PANEL_HEAD, PANEL_GAP, COLUMNS = 20, 44, 24, 2
 LINE_WIDTH, LINE_HEIGHT = 520, 300
 LEFT, RIGHT, TOP, BOTTOM = 64, 20, 56, 48
+PLOT_WIDTH, PLOT_HEIGHT, PLOT_HEAD, PLOT_GAP = 720, 130, 48, 16
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,22 @@ class Line:
     label: str
     #: x, median, lowest, highest.
     points: Sequence[tuple[float, float, float, float]]
+
+
+@dataclass(frozen=True)
+class Trace:
+    label: str
+    #: Time and value.
+    points: Sequence[tuple[float, float]]
+
+
+@dataclass(frozen=True)
+class Plot:
+    title: str
+    unit: str
+    #: Two at most can be told apart; the first stands out.
+    traces: Sequence[Trace]
+    logarithmic: bool = False
 
 
 def number(value: float) -> str:
@@ -153,6 +170,68 @@ def lines(title: str, x_title: str, y_title: str, series: Sequence[Line]) -> str
         left += 30 + 7 * len(line.label)
     parts.append(_text(LINE_WIDTH - RIGHT, 40, y_title, "soft", "end"))
     return _document(f"{title}: {y_title} by {x_title}", LINE_WIDTH, LINE_HEIGHT, parts)
+
+
+def over_time(title: str, x_title: str, plots: Sequence[Plot]) -> str:
+    """Draw plots below each other that share an axis of time, which begins at 0."""
+    end = max((x for plot in plots for trace in plot.traces for x, _ in trace.points), default=0.0) or 1.0
+    x_ticks = _linear_ticks(end)
+
+    def at_x(value: float) -> float:
+        return LEFT + value / end * (PLOT_WIDTH - LEFT - RIGHT)
+
+    parts = [_text(LEFT, 20, title, "title")]
+    top = 24.0
+    for plot in plots:
+        top += PLOT_HEAD
+        parts += _plot(plot, top, x_ticks, at_x)
+        top += PLOT_HEIGHT + PLOT_GAP
+    parts += [_text(at_x(tick), top, _short(tick) if tick else "0", "soft", "middle") for tick in x_ticks]
+    parts.append(_text((LEFT + PLOT_WIDTH - RIGHT) / 2, top + 22, x_title, "soft", "middle"))
+    return _document(f"{title}: {', '.join(plot.title for plot in plots)}", PLOT_WIDTH, top + 34, parts)
+
+
+def _plot(plot: Plot, top: float, x_ticks: Sequence[float], at_x: Callable[[float], float]) -> list[str]:
+    values = [value for trace in plot.traces for _, value in trace.points if value > 0] or [1.0]
+    if plot.logarithmic:
+        low, high = _decades(min(values), max(values))
+        ticks = _ticks(low, high)
+    else:
+        ticks = _linear_ticks(max(values))
+        low, high = 0.0, max(ticks[-1], max(values))
+
+    def at_y(value: float) -> float:
+        place = math.log10(max(value, 10**low)) if plot.logarithmic else value
+        return top + PLOT_HEIGHT * (high - place) / (high - low)
+
+    parts = [_text(LEFT, top - 12, f"{plot.title}, {plot.unit}")]
+    for tick in ticks:
+        y = at_y(tick)
+        parts.append(f'<line class="grid" x1="{LEFT}" x2="{PLOT_WIDTH - RIGHT}" y1="{y:.1f}" y2="{y:.1f}"/>')
+        parts.append(_text(LEFT - 6, y + 4, _short(tick) if tick else "0", "soft", "end"))
+    bottom = top + PLOT_HEIGHT
+    parts += [
+        f'<line class="axis" x1="{at_x(tick):.1f}" x2="{at_x(tick):.1f}" y1="{bottom:.1f}" y2="{bottom + 4:.1f}"/>'
+        for tick in x_ticks
+    ]
+    right: float = PLOT_WIDTH - RIGHT
+    for index, trace in reversed(list(enumerate(plot.traces))):
+        kind = "b" if index else "a"
+        points = " ".join(f"{at_x(x):.1f},{at_y(value):.1f}" for x, value in trace.points)
+        parts.append(f'<polyline class="line {kind}" points="{points}"/>')
+        parts.append(_text(right, top - 12, trace.label, anchor="end"))
+        right -= 14 + 7 * len(trace.label)
+        parts.append(_dot(kind, right, top - 16))
+        right -= 20
+    return parts
+
+
+def _linear_ticks(highest: float) -> list[float]:
+    """Return about five round numbers from 0 on; the last one is not above the highest value."""
+    rough = highest / 4
+    size = 10.0 ** math.floor(math.log10(rough))
+    step = next(factor * size for factor in (1, 2, 5, 10) if factor * size >= rough * 0.75)
+    return [step * index for index in range(int(highest / step + 1e-9) + 1)]
 
 
 def _x_range(xs: Sequence[float]) -> tuple[float, float]:

@@ -8,16 +8,24 @@
  *   hpub     pub over HTTP: POST /pub
  *   sub      subscribe, finish every message, and note when 95 % of the expected ones had arrived
  *   latency  publish at a fixed rate with the time in the body, and consume it in the same process
- *   idle     open connections, and only answer heartbeats
+ *   idle     open connections, with --subscribed also subscribe, and only answer heartbeats
  *   connect  connect, IDENTIFY, wait for the answer and close, again and again on each of the connections
+ *   flow     publish numbered messages and consume them in the same process; keep account of every number, and report
+ *            rates and latencies every --every seconds
  *
  * With --topics N, pub and mpub publish round robin to N topics, <topic>-000000 and so on, and the consumers of sub are
  * spread over them. With --window W, pub and mpub keep W requests under way on each connection instead of one.
  *
- * Standard output carries JSON lines: sub and idle print {"event":"ready"} once every connection stands, and every mode
- * ends with {"event":"done", ...}. All times are CLOCK_MONOTONIC in seconds, so those of two processes can be compared.
+ * flow publishes to --topic on --connections, in batches if --batch is above 1, and consumes --channel on --consumers.
+ * --rate is in messages a second; 0 publishes as fast as --window allows. It is never more than --ahead messages ahead of
+ * its consumers: at a fixed rate it leaves out what is due then, and reports it as skipped. With --lag N one more
+ * consumer, of the channel <channel>-lagging, stays between N / 2 and N messages behind. At the end flow stops to
+ * publish, and waits until every number has arrived, --grace seconds at most.
+ *
+ * Standard output carries JSON lines: sub, idle and flow print {"event":"ready"} once every connection stands, and every
+ * mode ends with {"event":"done", ...}. All times are CLOCK_MONOTONIC in seconds, so those of two processes can be compared.
  * An error frame, a status other than 200, a closed connection or a missing answer ends the program with a message and status 1.
- * SIGTERM ends sub and idle early; they still report.
+ * SIGTERM ends sub, idle and flow early; they still report.
  */
 #define _GNU_SOURCE
 #include <arpa/inet.h>
@@ -42,7 +50,7 @@
 #include <time.h>
 #include <unistd.h>
 
-enum mode { MODE_MPUB, MODE_PUB, MODE_SUB, MODE_LATENCY, MODE_IDLE, MODE_HMPUB, MODE_HPUB, MODE_CONNECT };
+enum mode { MODE_MPUB, MODE_PUB, MODE_SUB, MODE_LATENCY, MODE_IDLE, MODE_HMPUB, MODE_HPUB, MODE_CONNECT, MODE_FLOW };
 enum frame_type { FRAME_RESPONSE = 0, FRAME_ERROR = 1, FRAME_MESSAGE = 2 };
 
 /* A message frame: size (4), type (4), timestamp (8), attempts (2), id (16), body. */
@@ -52,12 +60,26 @@ enum { FIN_SIZE = 4 + ID_SIZE + 1 };
 
 enum { ANSWER_TIMEOUT = 10, PUBLISH_GRACE = 60, LATENCY_GRACE = 10, MARK_PERCENT = 95, MAX_EVENTS = 64 };
 
+/* flow: a body begins with the time of sending (8) and the number (8). */
+enum { NUMBER_OFFSET = 8, FLOW_HEAD = 16 };
+/* The numbers that one channel has received: those below low, and from there on those of a window of bits. */
+enum { WINDOW = 1 << 22 };
+struct ledger {
+    uint64_t received, again, low;
+    uint64_t seen[WINDOW / 64];
+};
+
 struct connection {
     int fd;
     bool watching_writes;
     uint64_t messages;
     /* The topic of its next request, and the answers that came since the last one. */
     int next_topic, answers;
+    /* The id of its last first attempt: ids of a topic grow. */
+    unsigned char last_id[ID_SIZE];
+    /* flow: what this consumer enters its messages into; NULL for a publisher, which counts its requests under way. */
+    struct ledger *ledger;
+    int under_way;
     /* Received and not yet parsed. */
     unsigned char *in;
     size_t in_len;
@@ -69,16 +91,19 @@ struct connection {
 static struct {
     enum mode mode;
     const char *topic, *channel, *identify;
-    bool numbered_channels;
-    int port, connections, batch, size, rdy, rate, topics, window;
+    bool numbered_channels, subscribed;
+    int port, connections, consumers, batch, size, rdy, rate, topics, window;
     uint64_t messages; /* 0: no limit but the time */
-    double seconds;
+    uint64_t ahead, lag;
+    double seconds, every, grace;
 } options = {.topic = "bench", .channel = "bench", .identify = "{\"feature_negotiation\":true}", .connections = 1,
-             .batch = 200, .size = 200, .rdy = 2500, .rate = 1000, .topics = 1, .window = 1, .seconds = 5};
+             .batch = 200, .size = 200, .rdy = 2500, .rate = 1000, .topics = 1, .window = 1, .consumers = 1,
+             .ahead = 100000, .seconds = 5, .every = 1, .grace = 120};
 
 static struct connection *connections;
 static size_t in_cap;
 static int epoll_fd, timer_fd = -1;
+static uint64_t heartbeats;
 static volatile sig_atomic_t asked_to_stop;
 
 /* Publishing: the request is the same every time, or one for each topic, all of the same length, in a row. */
@@ -89,7 +114,7 @@ static int outstanding;
 
 /* Consuming. */
 static unsigned char *fins;
-static uint64_t received, redelivered, marked_messages;
+static uint64_t received, redelivered, disordered, marked_messages;
 static double first_at, marked_at;
 static int closing; /* connections that have not answered CLS yet */
 static bool closed_for_good;
@@ -97,12 +122,21 @@ static bool closed_for_good;
 /* Latency. */
 static uint64_t *latencies;
 
+/* Flow: by channel what arrived; late FINs; the latencies since the last report, by buckets. */
+static struct ledger ledgers[2];
+static uint64_t late_fins, skipped, requests_due, latency_max;
+static bool lagging_is_ready, draining;
+/* Sixteen buckets for each power of two of nanoseconds. */
+enum { BUCKET_BITS = 4, PER_POWER = 1 << BUCKET_BITS, BUCKETS = (64 - BUCKET_BITS + 1) * PER_POWER };
+static uint64_t buckets[BUCKETS];
+
 /* The first bytes of every connection that is not HTTP. */
 static unsigned char *hello;
 static size_t hello_len;
 
 static double started_at, finished_at, cpu_at_start;
 
+static void turn_within(int milliseconds);
 static void die(const char *format, ...) __attribute__((noreturn, format(printf, 1, 2)));
 
 static void die(const char *format, ...)
@@ -138,7 +172,7 @@ static bool over_http(void)
 
 static bool in_batches(void)
 {
-    return options.mode == MODE_MPUB || options.mode == MODE_HMPUB;
+    return options.mode == MODE_MPUB || options.mode == MODE_HMPUB || (options.mode == MODE_FLOW && options.batch > 1);
 }
 
 static double now(void)
@@ -151,6 +185,14 @@ static double own_cpu(void)
     struct rusage u;
     getrusage(RUSAGE_SELF, &u);
     return (double)(u.ru_utime.tv_sec + u.ru_stime.tv_sec) + (double)(u.ru_utime.tv_usec + u.ru_stime.tv_usec) * 1e-6;
+}
+
+/* All of them: of flow also its consumers. */
+static int connection_count(void)
+{
+    if (options.mode == MODE_LATENCY)
+        return 2;
+    return options.connections + (options.mode == MODE_FLOW ? options.consumers + (options.lag > 0) : 0);
 }
 
 static void put32(unsigned char *p, uint32_t value)
@@ -318,7 +360,9 @@ static void subscribe(struct connection *c, int number)
 {
     char line[256];
     const char *topic = topic_name(number % options.topics);
-    if (options.numbered_channels)
+    if (c->ledger == &ledgers[1])
+        snprintf(line, sizeof line, "SUB %s %s-lagging\n", topic, options.channel);
+    else if (options.numbered_channels)
         snprintf(line, sizeof line, "SUB %s %s-%d\n", topic, options.channel, number);
     else
         snprintf(line, sizeof line, "SUB %s %s\n", topic, options.channel);
@@ -338,6 +382,17 @@ static void hand_to_loop(struct connection *c)
         die("epoll_ctl: %s", strerror(errno));
 }
 
+static bool subscribes(int number)
+{
+    switch (options.mode) {
+    case MODE_SUB: return true;
+    case MODE_IDLE: return options.subscribed;
+    case MODE_LATENCY: return number == 0;
+    case MODE_FLOW: return connections[number].ledger != NULL;
+    default: return false;
+    }
+}
+
 static void open_all(int count)
 {
     for (int i = 0; i < count; i++) {
@@ -351,9 +406,12 @@ static void open_all(int count)
             }
             die("connection %d: %s", i + 1, why);
         }
-        if (options.mode == MODE_SUB || (options.mode == MODE_LATENCY && i == 0))
+        if (subscribes(i))
             subscribe(&connections[i], i);
         hand_to_loop(&connections[i]);
+        /* The first of many want their heartbeats answered while the last ones connect. */
+        if (i % MAX_EVENTS == 0)
+            turn_within(0);
     }
 }
 
@@ -379,7 +437,7 @@ static void build_http_request(size_t batch, size_t body)
 /* Returns where the request for this topic ends. */
 static unsigned char *build_topic_request(unsigned char *p, int number, size_t batch, size_t body)
 {
-    if (options.mode == MODE_MPUB) {
+    if (in_batches()) {
         p += sprintf((char *)p, "MPUB %s\n", topic_name(number));
         put32(p, (uint32_t)(4 + batch * (4 + body)));
         put32(p + 4, (uint32_t)batch);
@@ -448,9 +506,8 @@ static void publish_due(void)
     }
 }
 
-static void start_timer(void)
+static void start_timer(long interval)
 {
-    long interval = 1000000000L / options.rate;
     struct timespec step = {.tv_sec = interval / 1000000000L, .tv_nsec = interval % 1000000000L};
     struct itimerspec timer = {.it_interval = step, .it_value = step};
     struct epoll_event event = {.events = EPOLLIN, .data.ptr = NULL};
@@ -483,14 +540,22 @@ static void on_response(struct connection *c, const unsigned char *data, size_t 
 {
     if (is_heartbeat(data, len)) {
         send_text(c, "NOP\n");
+        heartbeats++;
         return;
     }
     if (len == 10 && memcmp(data, "CLOSE_WAIT", 10) == 0) {
         closing--;
         return;
     }
-    if (options.mode == MODE_MPUB || options.mode == MODE_PUB || options.mode == MODE_CONNECT)
+    if (options.mode == MODE_MPUB || options.mode == MODE_PUB || options.mode == MODE_CONNECT
+        || (options.mode == MODE_FLOW && c->ledger == NULL))
         on_published(c);
+}
+
+/* A message that timed out here is not ours any more: it comes again. */
+static bool is_late_fin(const unsigned char *data, size_t len)
+{
+    return options.mode == MODE_FLOW && len >= 12 && memcmp(data, "E_FIN_FAILED", 12) == 0;
 }
 
 /* One request is under way per connection, so one answer is all that can be in the buffer. */
@@ -520,10 +585,57 @@ static void on_message_body(const unsigned char *body, size_t len)
     latencies[received] = now_ns() - stamp;
 }
 
+static bool is_seen(const struct ledger *l, uint64_t number)
+{
+    return l->seen[number % WINDOW / 64] >> number % 64 & 1;
+}
+
+/* Returns whether this number has come for the first time. */
+static bool enter(struct ledger *l, uint64_t number)
+{
+    if (number >= sent)
+        die("message %llu was not published", (unsigned long long)number);
+    if (number >= l->low + WINDOW)
+        die("message %llu is missing, and %llu has come", (unsigned long long)l->low, (unsigned long long)number);
+    if (number < l->low || is_seen(l, number)) {
+        l->again++;
+        return false;
+    }
+    l->received++;
+    l->seen[number % WINDOW / 64] |= 1ull << number % 64;
+    for (; is_seen(l, l->low); l->low++)
+        l->seen[l->low % WINDOW / 64] &= ~(1ull << l->low % 64);
+    return true;
+}
+
+static int bucket_of(uint64_t ns)
+{
+    if (ns < PER_POWER)
+        return (int)ns;
+    int power = 63 - __builtin_clzll(ns);
+    return (power - BUCKET_BITS + 1) * PER_POWER + (int)(ns >> (power - BUCKET_BITS) & (PER_POWER - 1));
+}
+
+static void on_numbered_body(struct connection *c, const unsigned char *body, size_t len, uint64_t arrived)
+{
+    uint64_t stamp, message;
+    if (len != (size_t)options.size)
+        die("a message that was not published");
+    memcpy(&stamp, body, sizeof stamp);
+    memcpy(&message, body + NUMBER_OFFSET, sizeof message);
+    /* The lagging channel tells nothing about latency. */
+    if (!enter(c->ledger, message) || c->ledger != &ledgers[0])
+        return;
+    uint64_t latency = arrived > stamp ? arrived - stamp : 0;
+    buckets[bucket_of(latency)]++;
+    latency_max = latency > latency_max ? latency : latency_max;
+}
+
 /* Parse every whole frame in the buffer; all FINs of one read go out in one write. */
 static void handle_frames(struct connection *c)
 {
     size_t at = 0, fins_len = 0;
+    uint64_t arrived = options.mode == MODE_FLOW ? now_ns() : 0;
     while (c->in_len - at >= FRAME_HEADER) {
         const unsigned char *frame = c->in + at;
         size_t total = 4 + (size_t)get32(frame);
@@ -536,6 +648,10 @@ static void handle_frames(struct connection *c)
             on_response(c, frame + FRAME_HEADER, total - FRAME_HEADER);
             break;
         case FRAME_ERROR:
+            if (is_late_fin(frame + FRAME_HEADER, total - FRAME_HEADER)) {
+                late_fins++;
+                break;
+            }
             die("the server answered: %.*s", (int)(total - FRAME_HEADER), (const char *)(frame + FRAME_HEADER));
         case FRAME_MESSAGE:
             if (total < BODY_OFFSET)
@@ -544,9 +660,15 @@ static void handle_frames(struct connection *c)
                 break;
             if (options.mode == MODE_LATENCY)
                 on_message_body(frame + BODY_OFFSET, total - BODY_OFFSET);
+            if (options.mode == MODE_FLOW)
+                on_numbered_body(c, frame + BODY_OFFSET, total - BODY_OFFSET, arrived);
             received++;
-            if (frame[ATTEMPTS_OFFSET] != 0 || frame[ATTEMPTS_OFFSET + 1] > 1)
+            if (frame[ATTEMPTS_OFFSET] != 0 || frame[ATTEMPTS_OFFSET + 1] > 1) {
                 redelivered++;
+            } else {
+                disordered += memcmp(frame + ID_OFFSET, c->last_id, ID_SIZE) <= 0;
+                memcpy(c->last_id, frame + ID_OFFSET, ID_SIZE);
+            }
             c->messages++;
             memcpy(fins + fins_len, "FIN ", 4);
             memcpy(fins + fins_len + 4, frame + ID_OFFSET, ID_SIZE);
@@ -626,24 +748,89 @@ static void receive(struct connection *c)
         handle_frames(c);
     if (c->answers == 0)
         return;
-    if (options.mode == MODE_CONNECT)
+    if (options.mode == MODE_CONNECT) {
         connect_again(c);
-    else
+    } else if (options.mode == MODE_FLOW) {
+        c->under_way -= c->answers;
+        c->answers = 0;
+    } else {
         go_on_publishing(c);
+    }
+}
+
+/* ---- flow: publishing ---- */
+
+static bool flow_has_room(void)
+{
+    if (sent - ledgers[0].received >= options.ahead)
+        return false;
+    return options.lag == 0 || sent - ledgers[1].received < 2 * options.lag;
+}
+
+static void flow_publish(struct connection *c)
+{
+    size_t step = 4 + (size_t)options.size, count = (size_t)request_messages();
+    unsigned char *body = request + request_len - count * step + 4;
+    uint64_t stamp = now_ns();
+    for (size_t i = 0; i < count; i++, body += step, sent++) {
+        memcpy(body, &stamp, sizeof stamp);
+        memcpy(body + NUMBER_OFFSET, &sent, sizeof sent);
+    }
+    send_bytes(c, request, request_len);
+    c->under_way++;
+    outstanding++;
+}
+
+/* At a fixed rate: what the clock says is due. */
+static void flow_due(void)
+{
+    uint64_t expirations, due;
+    if (read(timer_fd, &expirations, sizeof expirations) != (ssize_t)sizeof expirations || draining)
+        return;
+    due = (uint64_t)((now() - started_at) * options.rate / (double)request_messages());
+    for (; requests_due < due; requests_due++) {
+        if (flow_has_room())
+            flow_publish(&connections[requests_due % (uint64_t)options.connections]);
+        else
+            skipped += request_messages();
+    }
+}
+
+/* As fast as it goes. */
+static void flow_fill(void)
+{
+    for (int i = 0; i < options.connections; i++)
+        while (connections[i].under_way < options.window && flow_has_room())
+            flow_publish(&connections[i]);
+}
+
+static void flow_steer_lagging(void)
+{
+    char line[32];
+    uint64_t behind = sent - ledgers[1].received;
+    bool ready = draining || behind > (lagging_is_ready ? options.lag / 2 : options.lag);
+    if (options.lag == 0 || ready == lagging_is_ready)
+        return;
+    lagging_is_ready = ready;
+    snprintf(line, sizeof line, "RDY %d\n", ready ? options.rdy : 0);
+    send_text(&connections[connection_count() - 1], line);
 }
 
 /* ---- the loop ---- */
 
-static void turn(void)
+static void turn_within(int milliseconds)
 {
     struct epoll_event events[MAX_EVENTS];
-    int n = epoll_wait(epoll_fd, events, MAX_EVENTS, 50);
+    int n = epoll_wait(epoll_fd, events, MAX_EVENTS, milliseconds);
     if (n < 0 && errno != EINTR)
         die("epoll_wait: %s", strerror(errno));
     for (int i = 0; i < n; i++) {
         struct connection *c = events[i].data.ptr;
         if (c == NULL) {
-            publish_due();
+            if (options.mode == MODE_FLOW)
+                flow_due();
+            else
+                publish_due();
             continue;
         }
         if (events[i].events & EPOLLOUT)
@@ -653,14 +840,22 @@ static void turn(void)
     }
 }
 
+static void turn(void)
+{
+    turn_within(50);
+}
+
 /* CLS is answered after every command before it, so its answer says that all our FINs were handled. */
 static void close_consumers(void)
 {
     double limit = now() + ANSWER_TIMEOUT;
     closed_for_good = true;
-    closing = options.connections;
-    for (int i = 0; i < options.connections; i++)
+    for (int i = 0; i < connection_count(); i++) {
+        if (!subscribes(i))
+            continue;
         send_text(&connections[i], "CLS\n");
+        closing++;
+    }
     while (closing > 0) {
         if (now() > limit)
             die("CLS was not answered");
@@ -670,7 +865,8 @@ static void close_consumers(void)
 
 static void announce_ready(void)
 {
-    printf("{\"event\":\"ready\",\"connections\":%d}\n", options.connections);
+    /* Of idle connections perhaps fewer than were asked for. */
+    printf("{\"event\":\"ready\",\"connections\":%d}\n", connection_count());
     fflush(stdout);
 }
 
@@ -682,10 +878,15 @@ static void begin(void)
 }
 
 /* The part of the report that every mode has; the caller closes the object. */
+static void report_common_as(const char *event, uint64_t messages)
+{
+    printf("{\"event\":\"%s\",\"connections\":%d,\"messages\":%llu,\"started\":%.6f,\"finished\":%.6f,\"cpu\":%.6f", event,
+           connection_count(), (unsigned long long)messages, started_at, finished_at, own_cpu() - cpu_at_start);
+}
+
 static void report_common(uint64_t messages)
 {
-    printf("{\"event\":\"done\",\"connections\":%d,\"messages\":%llu,\"started\":%.6f,\"finished\":%.6f,\"cpu\":%.6f",
-           options.connections, (unsigned long long)messages, started_at, finished_at, own_cpu() - cpu_at_start);
+    report_common_as("done", messages);
 }
 
 static void run_publish(void)
@@ -742,9 +943,11 @@ static void run_sub(void)
         least = connections[i].messages < least ? connections[i].messages : least;
         most = connections[i].messages > most ? connections[i].messages : most;
     }
-    printf(",\"redelivered\":%llu,\"first\":%.6f,\"marked\":%.6f,\"marked_messages\":%llu,\"least\":%llu,\"most\":%llu",
+    printf(",\"redelivered\":%llu,\"first\":%.6f,\"marked\":%.6f,\"marked_messages\":%llu,\"least\":%llu,\"most\":%llu"
+           ",\"disordered\":%llu",
            (unsigned long long)redelivered, first_at, marked_at, (unsigned long long)marked_messages,
-           (unsigned long long)least, (unsigned long long)most);
+           (unsigned long long)least, (unsigned long long)most,
+           (unsigned long long)disordered);
     close_consumers();
     puts("}");
 }
@@ -778,7 +981,7 @@ static void run_latency(void)
     snprintf(line, sizeof line, "RDY %d\n", options.rdy);
     send_text(&connections[0], line);
     begin();
-    start_timer();
+    start_timer(1000000000L / options.rate);
     while (received < options.messages) {
         if (now() > started_at + options.seconds + LATENCY_GRACE)
             die("%llu of %llu messages arrived", (unsigned long long)received, (unsigned long long)options.messages);
@@ -790,6 +993,77 @@ static void run_latency(void)
            quantile(1.0));
 }
 
+/* Totals so far, and the latencies since the last report. */
+static void report_flow(const char *event)
+{
+    const char *separator = "";
+    report_common_as(event, ledgers[0].received);
+    printf(",\"published\":%llu,\"answered\":%llu,\"skipped\":%llu,\"lagging\":%llu,\"again\":%llu,\"late\":%llu,\"max\":%.9f",
+           (unsigned long long)sent, (unsigned long long)answered, (unsigned long long)skipped,
+           (unsigned long long)ledgers[1].received, (unsigned long long)(ledgers[0].again + ledgers[1].again),
+           (unsigned long long)late_fins, (double)latency_max * 1e-9);
+    printf(",\"buckets\":[");
+    for (int i = 0; i < BUCKETS; i++) {
+        if (buckets[i] == 0)
+            continue;
+        printf("%s[%d,%llu]", separator, i, (unsigned long long)buckets[i]);
+        separator = ",";
+    }
+    puts("]}");
+    fflush(stdout);
+    memset(buckets, 0, sizeof buckets);
+    latency_max = 0;
+}
+
+static bool flow_is_drained(void)
+{
+    return outstanding == 0 && ledgers[0].received == sent && (options.lag == 0 || ledgers[1].received == sent);
+}
+
+static void flow_turn(double *report_at)
+{
+    flow_steer_lagging();
+    turn();
+    finished_at = now();
+    if (finished_at < *report_at)
+        return;
+    *report_at += options.every;
+    report_flow("interval");
+}
+
+static void run_flow(void)
+{
+    char line[32];
+    double report_at, limit;
+    for (int i = options.connections; i < connection_count(); i++)
+        connections[i].ledger = &ledgers[i >= options.connections + options.consumers];
+    build_request();
+    open_all(connection_count());
+    snprintf(line, sizeof line, "RDY %d\n", options.rdy);
+    for (int i = 0; i < options.consumers; i++)
+        send_text(&connections[options.connections + i], line);
+    announce_ready();
+    begin();
+    if (options.rate > 0) {
+        /* Not more often than each millisecond: what is due goes out together. */
+        long interval = (long)(1e9 * (double)request_messages() / options.rate);
+        start_timer(interval > 1000000 ? interval : 1000000);
+    }
+    report_at = started_at + options.every;
+    while (!asked_to_stop && now() < started_at + options.seconds) {
+        if (options.rate == 0)
+            flow_fill();
+        flow_turn(&report_at);
+    }
+    draining = true;
+    limit = now() + options.grace;
+    while (!flow_is_drained() && now() < limit)
+        flow_turn(&report_at);
+    finished_at = now();
+    close_consumers();
+    report_flow("done");
+}
+
 static void run_idle(void)
 {
     open_all(options.connections);
@@ -799,7 +1073,7 @@ static void run_idle(void)
         turn();
     finished_at = now();
     report_common(0);
-    puts("}");
+    printf(",\"heartbeats\":%llu}\n", (unsigned long long)heartbeats);
 }
 
 /* ---- the command line ---- */
@@ -816,7 +1090,8 @@ static long number(const char *name, const char *text, long lowest, long highest
 
 static enum mode mode_named(const char *name)
 {
-    static const char *const names[] = {"mpub", "pub", "sub", "latency", "idle", "hmpub", "hpub", "connect"};
+    static const char *const names[] = {"mpub", "pub", "sub", "latency", "idle", "hmpub", "hpub", "connect",
+                                        "flow"};
     for (size_t i = 0; i < sizeof names / sizeof *names; i++)
         if (strcmp(name, names[i]) == 0)
             return (enum mode)i;
@@ -833,7 +1108,10 @@ static void parse_options(int argc, char **argv)
         {"rate", required_argument, NULL, 'R'},       {"messages", required_argument, NULL, 'n'},
         {"seconds", required_argument, NULL, 'd'},    {"numbered-channels", no_argument, NULL, 'N'},
         {"topics", required_argument, NULL, 'T'},     {"window", required_argument, NULL, 'w'},
-        {"identify", required_argument, NULL, 'i'},
+        {"identify", required_argument, NULL, 'i'},   {"subscribed", no_argument, NULL, 'S'},
+        {"consumers", required_argument, NULL, 'k'},  {"ahead", required_argument, NULL, 'a'},
+        {"lag", required_argument, NULL, 'l'},        {"every", required_argument, NULL, 'e'},
+        {"grace", required_argument, NULL, 'g'},
         {NULL, 0, NULL, 0}};
     bool mode_given = false;
     int option;
@@ -848,12 +1126,18 @@ static void parse_options(int argc, char **argv)
         case 'b': options.batch = (int)number("batch", optarg, 1, 10000); break;
         case 's': options.size = (int)number("size", optarg, 1, 1 << 20); break;
         case 'r': options.rdy = (int)number("rdy", optarg, 1, 1000000); break;
-        case 'R': options.rate = (int)number("rate", optarg, 1, 1000000); break;
+        case 'R': options.rate = (int)number("rate", optarg, 0, 10000000); break;
         case 'n': options.messages = (uint64_t)number("messages", optarg, 0, 1L << 40); break;
         case 'd': options.seconds = (double)number("seconds", optarg, 1, 86400); break;
         case 'T': options.topics = (int)number("topics", optarg, 1, 1000000); break;
         case 'w': options.window = (int)number("window", optarg, 1, 100000); break;
         case 'i': options.identify = optarg; break;
+        case 'S': options.subscribed = true; break;
+        case 'k': options.consumers = (int)number("consumers", optarg, 1, 1000000); break;
+        case 'a': options.ahead = (uint64_t)number("ahead", optarg, 1, 1L << 40); break;
+        case 'l': options.lag = (uint64_t)number("lag", optarg, 0, 1L << 40); break;
+        case 'e': options.every = (double)number("every", optarg, 1, 86400); break;
+        case 'g': options.grace = (double)number("grace", optarg, 1, 86400); break;
         default: exit(2);
         }
     }
@@ -865,6 +1149,12 @@ static void parse_options(int argc, char **argv)
         die("--messages must be a multiple of --batch");
     if (options.mode == MODE_LATENCY && options.size < (int)sizeof(uint64_t))
         die("--size must be at least %zu for latency: the time is in the body", sizeof(uint64_t));
+    if (options.mode == MODE_FLOW && options.size < FLOW_HEAD)
+        die("--size must be at least %d for flow: time and number are in the body", FLOW_HEAD);
+    if (options.mode != MODE_FLOW && options.rate == 0)
+        die("--rate must be greater than 0");
+    if (options.mode == MODE_FLOW && (options.topics > 1 || options.numbered_channels || options.messages > 0))
+        die("--topics, --numbered-channels and --messages are not for flow");
     if ((over_http() || options.mode == MODE_LATENCY) && (options.topics > 1 || options.window > 1))
         die("--topics and --window are for pub, mpub and sub");
 }
@@ -884,7 +1174,7 @@ int main(int argc, char **argv)
         in_cap = 2 * (size_t)options.size;
     build_hello();
     epoll_fd = epoll_create1(EPOLL_CLOEXEC);
-    connections = calloc(options.mode == MODE_LATENCY ? 2 : (size_t)options.connections, sizeof *connections);
+    connections = calloc((size_t)connection_count(), sizeof *connections);
     if (epoll_fd < 0 || connections == NULL)
         die("start: %s", strerror(errno));
     /* A FIN is shorter than the smallest message frame, so the FINs of one full buffer always fit. */
@@ -899,6 +1189,7 @@ int main(int argc, char **argv)
     case MODE_LATENCY: run_latency(); break;
     case MODE_IDLE: run_idle(); break;
     case MODE_CONNECT: run_connect(); break;
+    case MODE_FLOW: run_flow(); break;
     }
     return 0;
 }

@@ -18,7 +18,7 @@ import msgspec
 
 from .errors import BenchError, StartError
 
-Mode = Literal["mpub", "pub", "sub", "latency", "idle", "hmpub", "hpub", "connect"]
+Mode = Literal["mpub", "pub", "sub", "latency", "idle", "hmpub", "hpub", "connect", "flow"]
 
 SOURCE = Path(__file__).with_name("load.c")
 COMPILER_FLAGS = ("-O2", "-std=gnu11", "-Wall", "-Wextra")
@@ -34,9 +34,10 @@ class Report(msgspec.Struct, frozen=True):
     started: float = 0.0
     finished: float = 0.0
     cpu: float = 0.0
-    # sub: how many were not a first attempt; the first message; when 95 % had arrived, and how many those were;
-    # the spread over its connections.
+    # sub: how many were not a first attempt; how many first attempts had an id that is not above the last one of their
+    # connection; the first message; when 95 % had arrived, and how many those were; the spread over its connections.
     redelivered: int = 0
+    disordered: int = 0
     first: float = 0.0
     marked: float = 0.0
     marked_messages: int = 0

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2]))
-from bench.charts import Bar, Line, Panel, bars, lines, replace_section
+from bench.charts import Bar, Line, Panel, Plot, Trace, bars, lines, over_time, replace_section
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -52,6 +52,26 @@ def test_zero_has_a_place_left_of_the_smallest() -> None:
     [line] = root.iter(f"{SVG}polyline")
     first, second = (float(pair.split(",")[0]) for pair in line.get("points", "").split())
     assert first < second
+
+
+@pytest.mark.parametrize("logarithmic", [False, True])
+def test_plots_over_time_share_an_axis_that_begins_at_0(logarithmic: bool) -> None:
+    rising, flat = Trace("p99", [(10.0, 1.0), (80.0, 100.0)]), Trace("p50", [(10.0, 0.0), (80.0, 1.0)])
+    svg = over_time("soak", "minutes", [Plot("latency", "ms", [rising, flat], logarithmic)] * 2)
+    root = ElementTree.fromstring(svg)
+    drawn = [line.get("points", "") for line in root.iter(f"{SVG}polyline")]
+    assert len(drawn) == 4
+    # The first line is drawn last, above the others.
+    first, last = (tuple(map(float, pair.split(","))) for pair in drawn[1].split())
+    left, right = 64.0, 700.0
+    assert (first[0], last[0]) == (pytest.approx(left + (right - left) / 8), pytest.approx(right))
+    assert last[1] < first[1]
+    assert {"0", "20", "80", "minutes", "p99", "latency, ms"} <= set(texts(svg))
+
+
+def test_plots_of_nothing_are_still_a_picture() -> None:
+    svg = over_time("soak", "minutes", [Plot("memory", "MB", [Trace("resident", [])])])
+    assert "memory, MB" in texts(svg)
 
 
 def test_a_section_is_replaced_between_its_markers_alone(tmp_path: Path) -> None:

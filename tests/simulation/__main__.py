@@ -13,7 +13,6 @@ from __future__ import annotations
 
 import argparse
 import json
-import platform
 import sys
 import time
 from collections import Counter
@@ -22,7 +21,7 @@ from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from support.revision import ENGINE, revision
+from support.revision import ENGINE, machine, revision
 
 from .brokers import EXPECTED, Outcome, Step, run_script, run_seed, shrink
 
@@ -38,10 +37,6 @@ def say(line: str) -> None:
 def tell(outcome: Outcome) -> None:
     for line in outcome.violations[:8]:
         say(f"  {line}")
-
-
-def machine() -> str:
-    return f"{platform.system()} {platform.release()}, {platform.machine()}, Python {platform.python_version()}"
 
 
 class Figures:

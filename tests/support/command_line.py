@@ -1,7 +1,8 @@
 """The command line of a torture: the flags that all have, its folder, its progress, its report.
 
 A torture module makes its parser with ``torture_parser``, adds flags of its own, and gives the work to ``conduct``. The
-exit status is 0 if the report passed, 1 if not (the broker's files are kept then), 130 after ctrl-C.
+exit status is 0 if the report passed, 1 if not (the broker's files are kept then), 130 after ctrl-C. A torture
+that handles ctrl-C itself says so by ``interrupted`` in its report, which is printed then.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ def conduct(
     if title:
         console.print(title)
     folder = Path(tempfile.mkdtemp(prefix=f"flintmq-{name}-", dir=arguments.data_path))
-    passed = False
+    passed = interrupted = False
     try:
         columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
         with Progress(*columns, console=console, disable=total is None) as progress:
@@ -82,15 +83,18 @@ def conduct(
 
             report = asyncio.run(work(folder, progressed))
         passed = report.passed
+        interrupted = getattr(report, "interrupted", False)
     except KeyboardInterrupt:
         keep = False
         return 130
     finally:
-        if passed or not keep:
+        if passed or interrupted or not keep:
             shutil.rmtree(folder)
         else:
             console.print(f"the broker's files are kept in {folder}")
     print_report({**asdict(report), "passed": passed}, arguments.json)  # type: ignore[call-overload]
+    if interrupted:
+        return 130
     return 0 if passed else 1
 
 

@@ -1,0 +1,77 @@
+"""How much a running broker holds and uses, as the system sees it."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import resource
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+from bench.daemons import PAGE_SIZE, cpu_clock
+
+from support.http_client import HttpClient
+
+from .broker import BrokerProcess
+
+__all__ = ["Gauge", "depth_of", "disk_bytes", "raise_file_limit", "stats_of"]
+
+
+class Gauge:
+    """Reads of ``/proc``. It holds nothing of the past."""
+
+    def __init__(self, broker: BrokerProcess) -> None:
+        self._folder = f"/proc/{broker.pid}"
+        self._cpu = cpu_clock(broker.pid)
+
+    def memory(self) -> int:
+        """Return the resident bytes."""
+        return int(Path(self._folder, "statm").read_text().split()[1]) * PAGE_SIZE
+
+    def descriptors(self) -> int:
+        return len(os.listdir(f"{self._folder}/fd"))
+
+    def threads(self) -> int:
+        return len(os.listdir(f"{self._folder}/task"))
+
+    def cpu_seconds(self) -> float:
+        return time.clock_gettime(self._cpu)
+
+    def bytes_read(self) -> int:
+        """Return the bytes of its reads of files so far, whether a device or the page cache had them."""
+        return int(dict(line.split(": ") for line in Path(self._folder, "io").read_text().splitlines())["rchar"])
+
+
+def disk_bytes(folder: Path) -> int:
+    """Return the bytes of disk under a folder that a broker works in."""
+    return sum(size * 512 for size in _blocks(folder))
+
+
+def _blocks(folder: Path) -> Iterator[int]:
+    # The broker deletes files meanwhile.
+    for path, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(FileNotFoundError):
+                yield os.stat(os.path.join(path, name)).st_blocks
+
+
+async def stats_of(broker: BrokerProcess, *, clients: bool = False) -> list[dict[str, object]]:
+    """Return the topics of /stats."""
+    async with HttpClient.connect(broker.http_address) as http:
+        return (await http.get(f"/stats?format=json&include_clients={str(clients).lower()}")).json["topics"]
+
+
+def depth_of(topics: list[dict[str, object]]) -> int:
+    """Return how many messages wait: in topics for want of a channel, and in channels."""
+    return sum(topic["depth"] + sum(channel["depth"] for channel in topic["channels"]) for topic in topics)
+
+
+def raise_file_limit(wanted: int) -> str:
+    """Let this process and the ones that it starts open so many files; return why not, or nothing."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if hard != resource.RLIM_INFINITY and hard < wanted:
+        return f"{wanted:,} descriptors are needed, and the hard limit is {hard:,}"
+    if soft != resource.RLIM_INFINITY and soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    return ""
