@@ -20,7 +20,7 @@ It is as strict as the docs, but for these:
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -349,8 +349,10 @@ class Ledger:
         if topic is None:
             return
         if topic.ttl and sent.acknowledged is not None and not consumer.disturbed and node not in self.set_back:
-            # The age goes by the date, and is looked at once more before each delivery.
-            if now + self.steps.get(node, 0.0) > sent.acknowledged + sent.step + topic.ttl + LATENCY:
+            # The age goes by the date, and is looked at once more before each delivery; what was on its way when the date
+            # changed had not expired.
+            on_its_way = now < self.stepped.get(node, -1.0) + LATENCY
+            if not on_its_way and now + self.steps.get(node, 0.0) > sent.acknowledged + sent.step + topic.ttl + LATENCY:
                 world.violated(f"expired: {where} delivers after its time: {body[:60]!r}")
         if topic.paused_at is not None and sent.topic == topic_name and sent.at > topic.paused_at:
             world.violated(f"paused: {where} delivers what was published after its topic was paused: {body[:60]!r}")
@@ -456,6 +458,16 @@ class Ledger:
 
     def check_batches(self) -> None:
         """At the end: a batch is stored as a whole or not at all."""
+        for book, batch, came in self.parts_of_batches():
+            sent = batch[0]
+            self.world.violated(
+                f"batch: {sent.node} {sent.topic}/{book.name} has {came} of {len(batch)} messages of one batch, for "
+                f"example not {next(s.body for s in batch if s.body not in book.ever)[:60]!r}"
+            )
+
+    def parts_of_batches(self) -> Iterator[tuple[Book, list[Sent], int]]:
+        """Batches of which a channel has delivered a part, and how many messages that is."""
+        self.checked_batches = 0
         for sent in self.sent.values():
             topic = self.topics.get((sent.node, sent.topic))
             if topic is None or len(sent.batch) < 2 or sent is not sent.batch[0] or sent.key:
@@ -474,10 +486,7 @@ class Ledger:
                 came = sum(other.body in book.ever for other in sent.batch)
                 self.checked_batches += 1
                 if came not in (0, len(sent.batch)):
-                    self.world.violated(
-                        f"batch: {sent.node} {topic.name}/{book.name} has {came} of {len(sent.batch)} messages of one "
-                        f"batch, for example not {next(s.body for s in sent.batch if s.body not in book.ever)[:60]!r}"
-                    )
+                    yield book, sent.batch, came
 
     # --- Crashes -----------------------------------------------------------------------------------------------------
 
