@@ -349,8 +349,8 @@ class Ledger:
         if topic is None:
             return
         if topic.ttl and sent.acknowledged is not None and not consumer.disturbed and node not in self.set_back:
-            # The age goes by the date, and is looked at once more before each delivery; what was on its way when the date
-            # changed had not expired.
+            # The age goes by the date, and is looked at once more before each delivery. What was on its way when the
+            # date changed had not expired.
             on_its_way = now < self.stepped.get(node, -1.0) + LATENCY
             if not on_its_way and now + self.steps.get(node, 0.0) > sent.acknowledged + sent.step + topic.ttl + LATENCY:
                 world.violated(f"expired: {where} delivers after its time: {body[:60]!r}")
