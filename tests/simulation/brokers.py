@@ -1846,6 +1846,7 @@ def _surroundings(run: Run) -> Iterator[None]:
     patch.setattr(journal_module.Journal, "_reached", journal_looked_at)
     _make_defective(patch, run)
     _limits(patch, random.Random(f"limits {run.seed}"))
+    patch.setattr(syncer_module, "FILES_AT_ONCE", random.Random(f"files {run.seed}").choice([1, 1, 2, 3, 32]))
     try:
         yield
     finally:

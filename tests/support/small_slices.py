@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 
 from flintmq.broker.delivery import channel, give_back, in_flight, seek, slices, snapshot, topic
-from flintmq.broker.storage import journal
+from flintmq.broker.storage import journal, syncer
 
 #: Where each number of entries that are handled in one go is kept.
 SIZES = (
@@ -20,6 +20,7 @@ SIZES = (
     (channel, "DROP_AT_ONCE"),
     (channel, "EXPIRE_AT_ONCE"),
     (journal, "_SLICE"),
+    (syncer, "FILES_AT_ONCE"),
 )
 
 

@@ -162,6 +162,20 @@ def test_a_stop_in_the_middle_of_a_sync_syncs_the_files_that_are_left(taken: int
     assert len(rig.reopened(after, durable=BASE + 3 * FILES_AT_ONCE + 1).bodies()) == 3 * FILES_AT_ONCE + 1
 
 
+@pytest.mark.parametrize("taken", [1, 2, 3, 4, 5])
+def test_a_stop_that_waits_for_its_threads_syncs_the_files_that_are_left(taken: int) -> None:
+    """No work is taken any more when the answer of the thread comes, and the files are synced after that."""
+    rig = rig_of_files(3 * FILES_AT_ONCE)
+    rig.log.sync()
+    for _, _ in zip(range(taken), steps(rig), strict=False):
+        pass
+    rig.disk.refuse_work()
+    rig.run()
+    rig.stop()
+    after = rig.disk.after_power_loss("none")
+    assert len(rig.reopened(after, durable=rig.log.durable).bodies()) == 3 * FILES_AT_ONCE
+
+
 @pytest.mark.parametrize("taken", [0, 1, 3])
 def test_files_that_cannot_be_opened_are_synced_later(taken: int, monkeypatch: pytest.MonkeyPatch) -> None:
     rig = rig_of_files(3 * FILES_AT_ONCE)

@@ -284,10 +284,13 @@ class Syncer:
             self._put_back(sync)
             self._try_later(error)
             return
+        if sync.left and error is None and not log.closed:
+            # The broker stops: it syncs what is left when no thread works any more.
+            self._put_back(sync)
+            return
         self._now = None
-        if log.closed or (sync.left and error is None):
-            # The topic was deleted meanwhile, and its folder with it: whatever went wrong, nobody minds. Or the broker
-            # stops, and has seen to the files that are left.
+        if log.closed:
+            # The topic was deleted meanwhile, and its folder with it: whatever went wrong, nobody minds.
             store.synced(sync.bytes)
             return
         if error is not None:
