@@ -152,7 +152,8 @@ class Opening:
             # Messages that were finished before they were ever written leave no trace but the end.
             topic.log.resume_at(state.end)
         topic.restore_keys()
-        topic.ceiling = state.ceiling
+        # What was written before its reservation was on the device is here all the same, and is seen from now on.
+        topic.ceiling = max(state.ceiling, topic.log.end)
         topic.paused = state.paused
         topic.readers.restore(state.readers)
         if topic.log.durability != "memory" and topic.readers.first >= state.durable:

@@ -21,6 +21,7 @@ import msgspec
 import pytest
 from conftest import StartBroker
 
+from flintmq.broker.delivery.topic import Topic
 from flintmq.broker.storage import log as log_module
 from flintmq.broker.storage import reader as reader_module
 from flintmq.broker.storage import store as store_module
@@ -859,6 +860,46 @@ async def test_what_a_sync_covered_is_answered_although_more_was_written_meanwhi
     assert second.responses == []
     await settled(broker)
     assert second.responses == [b"OK"]
+
+
+async def test_an_id_of_a_message_whose_reservation_was_lost_is_not_given_again(
+    start_broker: StartBroker, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was written, the power failed before the journal had said that its seq may be used, and it was there."""
+    disk = SimDisk(tmp_path)
+    broker = await start_broker(disk=disk)
+    client = Client(broker)
+    client.send(b"SUB t c\n")
+    await settled(broker)
+    broker.kill()
+    disk = disk.after_kill()
+    with monkeypatch.context() as patch:
+        broker = await start_broker(disk=disk)
+        patch.setattr(Topic, "_reserve", lambda topic: None)
+        client = Client(broker)
+        client.send(pub("t", b"one"))
+        await settled(broker)
+        assert client.responses == [], "its seq may not be used yet"
+        broker.kill()
+    ids = []
+    for body in (b"one", b"two"):
+        disk = disk.after_kill()
+        broker = await start_broker(disk=disk)
+        if body == b"two":
+            Client(broker).send(pub("t", body))
+        consumer = Client(broker)
+        consumer.send(b"SUB t c\nRDY 1\n")
+        await settled(broker)
+        assert consumer.bodies == [body]
+        ids.append(consumer.messages[0].id)
+        consumer.send(b"FIN " + ids[-1] + b"\n")
+        await settled(broker)
+        for _ in range(3):
+            broker.upkeep.sync()
+            await settled(broker)
+        assert body == b"two" or not disk.paths(broker.topics["t"].folder, ".seg"), "nobody needs the file"
+        broker.kill()
+    assert ids[0] < ids[1]
 
 
 async def test_stale_folders_are_removed_at_the_start(start_broker: StartBroker, tmp_path: Path) -> None:
