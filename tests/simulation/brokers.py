@@ -948,10 +948,14 @@ class Run:
     def pause_topic(self, rng: random.Random) -> None:
         node, topic = self._node(rng), self._topic(rng)
         starts, book = node.starts, self.ledger.topic(node.name, topic)
-        known = 0 if book is None else book.unpauses.known
+        # A topic that is being deleted may be the one that is paused.
+        known = 0 if book is None or self.world.seconds < node.deleted_until else book.unpauses.known
+        generation = None if book is None else book.generation
 
         def then(status: int) -> None:
-            if status == 200 and node.is_still(starts) and known and book is not None and book.unpauses.known == known:
+            if book is None or book.generation != generation or not known or book.unpauses.known != known:
+                return
+            if status == 200 and node.is_still(starts):
                 book.paused_at = self.world.seconds
                 self.reached["topic paused"] += 1
 
