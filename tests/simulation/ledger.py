@@ -121,6 +121,8 @@ class Book:
     #: Everything that was ever delivered, and when for the first time; 0 if its process was dead when it arrived.
     ever: dict[bytes, float] = field(default_factory=dict)
     held: dict[bytes, Delivery] = field(default_factory=dict)
+    #: They were delivered as dead letters.
+    dead: set[bytes] = field(default_factory=set)
     #: A FIN was sent for them.
     finished: set[bytes] = field(default_factory=set)
     #: (when, and when that was asked for) of what was requeued for later.
@@ -299,7 +301,8 @@ class Ledger:
         for book in topic.books.values():
             # Not if it was emptied or sent elsewhere since: nobody can say which of them came first.
             if book.since <= sent.at and book.changed_at < sent.at and book.during is None:
-                if sent.body not in book.finished:
+                # An answer may be late: it was delivered as a dead letter meanwhile.
+                if sent.body not in book.finished and sent.body not in book.dead:
                     book.owed[sent.body] = now
 
     def refuse(self, sent: Sent) -> None:
@@ -358,6 +361,7 @@ class Ledger:
             world.violated(f"paused: {where} delivers what was published after its topic was paused: {body[:60]!r}")
         if origin is not None:
             origin.owed.pop(body, None)
+            origin.dead.add(body)
             origin.ever.setdefault(body, 0.0 if consumer.last_words else now)
             self.dead_letters += 1
         book = topic.books.get(channel)
