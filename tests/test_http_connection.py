@@ -36,6 +36,7 @@ class Wire(asyncio.Transport):
         self.closed = False
         #: Tells the connection to stop writing once it has written anything.
         self.is_slow = False
+        self.unsent = 0
         connection.connection_made(self)
 
     def get_extra_info(self, name: str, default: Any = None) -> Any:
@@ -45,7 +46,16 @@ class Wire(asyncio.Transport):
         assert not self.ended, "nothing is written behind the end"
         self.written += data
         if self.is_slow:
+            self.unsent += len(data)
             self.connection.pause_writing()
+
+    def get_write_buffer_size(self) -> int:
+        return self.unsent
+
+    def take(self) -> None:
+        """The client has read all there is, and wants more."""
+        self.unsent = 0
+        self.connection.resume_writing()
 
     def can_write_eof(self) -> bool:
         return True
@@ -283,8 +293,73 @@ async def test_a_client_that_takes_no_answer_is_not_read_from() -> None:
             await asyncio.sleep(0)
         assert (len(wire.parsed()), wire.reading) == (1, False)
         wire.is_slow = False
-        wire.connection.resume_writing()
+        wire.take()
         assert await wire.answers(50) == [(200, b"ignored")] * 50
+
+
+@pytest.mark.parametrize("target", ["/echo", "/ignore"])
+@pytest.mark.parametrize(
+    "chunk", [b"zz\r\n", b"1\nx\r\n", b"1\r\nxx\r\n", b"0\r\nno trailer\r\n\r\n", b"0\r\nX: a\n\n"]
+)
+@pytest.mark.parametrize("at_once", [False, True])
+async def test_a_request_whose_body_is_none_gets_one_answer_and_it_is_its_own(
+    target: str, chunk: bytes, at_once: bool
+) -> None:
+    head = f"POST {target} HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n".encode()
+    async with connected() as wire:
+        text = head + chunk + request("/ignore") + b"\r\n\r\n"
+        for piece in (text,) if at_once else (head, chunk, text[len(head + chunk) :]):
+            wire.connection.data_received(piece)
+            if not at_once:
+                await asyncio.sleep(0)
+        answer = (500, b'{"message":"INTERNAL_ERROR"}') if target == "/echo" else (200, b"ignored")
+        assert await wire.answers(1) == [answer]
+        await until(lambda: wire.closed or wire.ended)
+        assert wire.parsed() == [answer]
+
+
+async def test_a_bad_chunk_does_not_write_into_an_answer_in_pieces() -> None:
+    async with connected() as wire:
+        await wire.send(b"GET /pieces HTTP/1.1\r\nHost: x\r\nTransfer-Encoding: chunked\r\n\r\n")
+        await until(lambda: b"piece" in wire.written)
+        wire.connection.data_received(b"zz\r\n")
+        for _ in range(5):
+            await asyncio.sleep(0)
+        assert wire.written.count(b"HTTP/1.") == 1
+
+
+@pytest.mark.parametrize("chunks", [[], [3]])
+async def test_a_client_that_was_not_told_to_send_its_body_is_told_that_this_is_the_end(chunks: list[int]) -> None:
+    async with connected() as wire:
+        text = request("/ignore", b"0123456789", chunks, "Expect: 100-continue")
+        await wire.send(text[: text.index(b"\r\n\r\n") + 4])
+        assert await wire.answers(1) == [(200, b"ignored")]
+        assert b"Connection: close" in wire.written and wire.ended
+
+
+async def test_a_half_closed_client_that_goes_on_reading_is_served(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "HALF_OPEN_SECONDS", 0.02)
+    async with connected() as wire:
+        await wire.send(request("/pieces"))
+        assert wire.connection.eof_received()
+        for _ in range(10):
+            before = len(wire.written)
+            await asyncio.sleep(0.01)
+            assert len(wire.written) > before and not wire.closed
+        wire.is_slow = True
+        await until(lambda: wire.closed)
+
+
+async def test_a_slow_reader_has_time_as_long_as_it_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "TAKE_SECONDS", 0.02)
+    async with connected() as wire:
+        wire.is_slow = True
+        await wire.send(request("/pieces"))
+        for _ in range(10):
+            await asyncio.sleep(0.01)
+            wire.unsent -= 1
+            assert not wire.closed
+        await until(lambda: wire.closed)
 
 
 @pytest.mark.parametrize("chunks", [[], [3]])
@@ -338,7 +413,7 @@ async def test_an_answer_in_pieces_ends_with_its_client() -> None:
 
 
 async def test_an_answer_that_is_not_taken_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "PIECE_SECONDS", 0.05)
+    monkeypatch.setattr(module, "TAKE_SECONDS", 0.05)
     before = Endless.closed
     async with connected() as wire:
         wire.is_slow = True

@@ -178,14 +178,14 @@ async def test_the_chunks_of_a_body_are_read_in_shares(
     broker: Broker, monkeypatch: pytest.MonkeyPatch, target: str
 ) -> None:
     read = 0
-    real = lane._chunk_size
+    real = lane.chunk_size
 
     def counted(line: bytes) -> int:
         nonlocal read
         read += 1
         return real(line)
 
-    monkeypatch.setattr(lane, "_chunk_size", counted)
+    monkeypatch.setattr(lane, "chunk_size", counted)
     # Every look at the clock ends a share.
     monkeypatch.setattr(lane, "SECONDS_AT_ONCE", 0.0)
     count = 30_001

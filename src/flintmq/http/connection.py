@@ -38,8 +38,8 @@ FEED_BYTES = 2048
 SECONDS_AT_ONCE = 0.001
 #: Bytes of a body that wait for its handler before the client is not read from.
 BODY_AHEAD = 128 << 10
-#: What an answer in pieces may take: so long for each piece, and as much again for each MiB of it.
-PIECE_SECONDS = 60.0
+#: A client that has taken nothing of its answer for this long is gone.
+TAKE_SECONDS = 60.0
 
 
 class Headers(Mapping[str, str]):
@@ -84,9 +84,9 @@ class Connection(asyncio.Protocol):
         self._feeding: asyncio.Handle | None = None
         #: The request that is under way.
         self.task: asyncio.Task[None] | None = None
-        # Its body, whether its answer was sent, and whether it is of HTTP/1.0.
+        # Its body, whether that is none, and whether it is of HTTP/1.0.
         self._body = Body.empty()
-        self._answered = False
+        self._is_broken = False
         self._old = False
         # What its handler waits for: more of the body, or room for more of the answer.
         self._awaited: asyncio.Future[None] | None = None
@@ -96,6 +96,9 @@ class Connection(asyncio.Protocol):
         self._ended = False
         self._is_last = False
         self._refused = False
+        # Bytes that were written, and how many of them the client's socket had taken at the last look.
+        self._written = 0
+        self._seen = 0
         # The step that the client must take in time.
         self._timer: asyncio.TimerHandle | None = None
         self._in_head = False
@@ -147,7 +150,7 @@ class Connection(asyncio.Protocol):
         if self.task is None and self._feeding is None:
             # All requests are answered, and none can come.
             return False
-        self._allow(HALF_OPEN_SECONDS)
+        self._allow(HALF_OPEN_SECONDS, self._end_half)
         return True
 
     def abort(self) -> None:
@@ -168,10 +171,22 @@ class Connection(asyncio.Protocol):
 
     # --- Time ------------------------------------------------------------------------------------------------------
 
-    def _allow(self, seconds: float) -> None:
+    def _allow(self, seconds: float, then: Callable[[], None] | None = None) -> None:
         """Close the connection unless the client takes its next step within so many seconds."""
         self._end_timer()
-        self._timer = self._loop.call_later(seconds, self.abort)
+        self._timer = self._loop.call_later(seconds, then or self.abort)
+
+    def _end_half(self) -> None:
+        """The client has sent all it will some time ago: close, unless it has been given something since."""
+        if self._progress() == self._seen:
+            self.abort()
+        else:
+            self._seen = self._progress()
+            self._allow(HALF_OPEN_SECONDS, self._end_half)
+
+    def _progress(self) -> int:
+        """How many bytes the client's socket has taken."""
+        return self._written - (self.transport.get_write_buffer_size() if self.transport is not None else 0)
 
     def _end_timer(self) -> None:
         if self._timer is not None:
@@ -190,7 +205,7 @@ class Connection(asyncio.Protocol):
         self._feeding = None
         deadline = self._loop.time() + SECONDS_AT_ONCE
         while self._input and self.transport is not None:
-            if self._refused or (self._is_last and (self.task is None or self._body.is_over)):
+            if self._refused or self._is_broken or (self._is_last and (self.task is None or self._body.is_over)):
                 self._input.clear()
                 break
             try:
@@ -204,7 +219,13 @@ class Connection(asyncio.Protocol):
                 elif not self._take_body():
                     break
             except BadHead as exc:
-                self._refuse(exc.answer)
+                if self.task is None:
+                    self._refuse(exc.answer)
+                else:
+                    # Its handler is told if it reads on; the answer is its own, and the last one.
+                    self._is_last = self._is_broken = True
+                    self._input.clear()
+                    self._wake()
                 break
             if self._input and self._loop.time() >= deadline:
                 self.transport.pause_reading()
@@ -244,7 +265,7 @@ class Connection(asyncio.Protocol):
         headers = Headers(lines)
         self._body = Body(headers, old=self._old)
         self._is_last = self._is_last or self._body.closes
-        self._answered = False
+        self._is_broken = False
         self.task = self._loop.create_task(self._serve(method, target, headers))
         return True
 
@@ -270,8 +291,10 @@ class Connection(asyncio.Protocol):
         """Return what has arrived of the body, empty at its end. ConnectionError if the rest does not come."""
         body = self._body
         while not body.arrived and not body.is_over:
-            if self.transport is None or self._refused:
+            if self.transport is None:
                 raise ConnectionError("the client is gone")
+            if self._is_broken:
+                raise ConnectionError("the body is none")
             if self._ended and self._feeding is None:
                 raise ConnectionError("the client has sent a part of the body")
             self._awaited = self._loop.create_future()
@@ -289,9 +312,7 @@ class Connection(asyncio.Protocol):
         """Give the only answer that there is to bytes that are no request."""
         self._refused = True
         self._input.clear()
-        self._wake()
-        if not self._answered or self.task is None:
-            self._write(answer)
+        self._write(answer)
         self._close_in_order()
 
     def _close_in_order(self) -> None:
@@ -312,7 +333,7 @@ class Connection(asyncio.Protocol):
         """Answer one request, and let the next one come."""
         try:
             answer = await self._answer_to(method, target, headers)
-            if self._refused or self.transport is None:
+            if self.transport is None:
                 if answer.pieces is not None:
                     await answer.pieces.aclose()
                 return
@@ -322,7 +343,6 @@ class Connection(asyncio.Protocol):
                 await self._stream(answer, answer.pieces, target)
             else:
                 self._write(render(answer, date_now(), old=self._old, bare=method == "HEAD"))
-            self._answered = True
             await self._drained()
             await self._read_rest()
         except ConnectionError:
@@ -372,7 +392,7 @@ class Connection(asyncio.Protocol):
         request = Request(method, target, path, query, headers, remote, read, length, server.body_seconds)
         answer = await server.site.answer(request)
         # Nobody said that the body may come: whether it does is not known.
-        if expectation and length:
+        if expectation and not self._body.is_over:
             answer = replace(answer, close=True)
         return answer
 
@@ -387,19 +407,15 @@ class Connection(asyncio.Protocol):
                 return
             self._write(render_head(answer, date_now(), old=self._old, chunked=chunked))
             async for piece in pieces:
-                async with asyncio.timeout(PIECE_SECONDS * (1 + len(piece) / (1 << 20))):
-                    if self.transport is None:
-                        raise ConnectionError("the client is gone")
-                    if chunked and len(piece):
-                        self.transport.writelines((b"%x\r\n" % len(piece), piece, b"\r\n"))
-                    else:
-                        self.transport.write(piece)
-                    await self._drained()
+                if chunked and len(piece):
+                    self._write(b"%x\r\n" % len(piece), piece, b"\r\n")
+                else:
+                    self._write(piece)
+                await self._drained()
+                if self.transport is None:
+                    raise ConnectionError("the client is gone")
             if chunked:
                 self._write(b"0\r\n\r\n")
-        except TimeoutError as exc:
-            # What it has not taken would be kept for it for ever.
-            raise ConnectionError("the client takes no more") from exc
         except ConnectionError:
             raise
         except Exception as exc:
@@ -408,16 +424,23 @@ class Connection(asyncio.Protocol):
         finally:
             await pieces.aclose()
 
-    def _write(self, data: bytes) -> None:
+    def _write(self, *parts: bytes | memoryview) -> None:
         if self.transport is not None:
-            self.transport.write(data)
+            self._written += sum(map(len, parts))
+            self.transport.writelines(parts)
 
     async def _drained(self) -> None:
-        """Wait until the client has taken enough of what was written."""
+        """Wait until the client has taken enough of what was written. ConnectionError if it takes nothing any more."""
         while self._full and self.transport is not None:
+            taken = self._progress()
             self._room = self._loop.create_future()
             try:
-                await self._room
+                async with asyncio.timeout(TAKE_SECONDS):
+                    await self._room
+            except TimeoutError as exc:
+                # What it has not taken would be kept for it for ever.
+                if self._progress() == taken:
+                    raise ConnectionError("the client takes no more") from exc
             finally:
                 self._room = None
 
@@ -436,7 +459,7 @@ class Connection(asyncio.Protocol):
     def _go_on(self) -> None:
         """A request was answered: to the next one, or the end."""
         transport = self.transport
-        if transport is None or self._refused:
+        if transport is None:
             return
         if self._is_last:
             self._end_timer()

@@ -17,7 +17,17 @@ from collections.abc import Mapping
 
 from flintmq.errors import FlintError
 
-__all__ = ["LONGEST_HEAD", "MOST_DIGITS", "BadHead", "Body", "end_of_head", "looked_at", "tidy"]
+__all__ = [
+    "LONGEST_HEAD",
+    "MOST_DIGITS",
+    "BadHead",
+    "Body",
+    "check_trailer",
+    "chunk_size",
+    "end_of_head",
+    "looked_at",
+    "tidy",
+]
 
 #: Bytes of a request line with all its headers.
 LONGEST_HEAD = 64 << 10
@@ -45,7 +55,7 @@ _HOST = re.compile(rb"[0-9A-Za-z!$%&()*+,\-.:;='\[\]_~]*")
 _BEYOND_ASCII = re.compile(rb"[\x80-\xff]")
 _BAD_ESCAPE = re.compile(rb"%(?![0-9A-Fa-f]{2})")
 _ORIGIN = re.compile(rb"[A-Za-z][A-Za-z0-9+.\-]*://")
-_CHUNK_SIZE = re.compile(rb"[0-9A-Fa-f]{1,8}")
+_CHUNK_SIZE = re.compile(rb"[0-9A-Fa-f]{1,15}")
 _LONGEST_CHUNK_LINE = 4096
 _DIGITS = re.compile(rb"[0-9]{1,%d}" % MOST_DIGITS)
 #: Methods that reach the routes under their own name. Others have no route, but may be unknown to a parser.
@@ -198,9 +208,9 @@ class Body:
     """The body of the request with these headers: what of it has arrived, and where it ends."""
 
     def __init__(self, headers: Mapping[str, str], *, old: bool) -> None:
-        connection = headers.get("connection", "").lower()
+        wishes = {wish.strip(" \t") for wish in headers.get("connection", "").lower().split(",")}
         #: Is it the last request of its connection?
-        self.closes = "keep-alive" not in connection if old else "close" in connection
+        self.closes = "keep-alive" not in wishes if old else "close" in wishes
         self.is_chunked = "transfer-encoding" in headers
         #: As the client says, if it does.
         self.length = int(headers["content-length"]) if "content-length" in headers else None
@@ -248,16 +258,28 @@ class Body:
                 raise BadHead
             self._state = _SIZE
         elif self._state == _SIZE:
-            size = line.partition(b";")[0]
-            if _CHUNK_SIZE.fullmatch(size) is None or _CONTROL.search(line) is not None:
-                raise BadHead
-            self._left = int(size, 16)
+            self._left = chunk_size(line)
             self._state = _DATA_END if self._left else _TRAILERS
         else:
             self._lines_left -= 1
-            name, colon, value = line.partition(b":")
-            if line and (not colon or _NAME.fullmatch(name) is None or _CONTROL.search(value) is not None):
-                raise BadHead
             if not self._lines_left:
                 raise BadHead("431 Request Header Fields Too Large")
+            if line:
+                check_trailer(line)
             self.is_over = not line
+
+
+def chunk_size(line: bytes) -> int:
+    """Return the size in a chunk's first line, which is given without its end. BadHead if there is none."""
+    size = line.partition(b";")[0].rstrip(b" \t")
+    # Others may take a line feed, or a carriage return, alone for the end of the line.
+    if _CHUNK_SIZE.fullmatch(size) is None or _CONTROL.search(line) is not None:
+        raise BadHead
+    return int(size, 16)
+
+
+def check_trailer(line: bytes) -> None:
+    """BadHead if this is no header; it means nothing behind a body."""
+    name, colon, value = line.partition(b":")
+    if not colon or _NAME.fullmatch(name) is None or _CONTROL.search(value) is not None:
+        raise BadHead

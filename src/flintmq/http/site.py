@@ -428,7 +428,13 @@ def _redirect(method: str, path: str, query: str) -> Answer:
     location = quote(path, safe="/:@!$&'()*+,;=-._~", errors="surrogateescape") + (f"?{query}" if query else "")
     if method != "GET":
         return Answer(status=307, headers={"Location": location})
-    shown = location.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;").replace('"', "&#34;")
+    shown = (
+        location.replace("&", "&amp;")
+        .replace("<", "&lt;")
+        .replace(">", "&gt;")
+        .replace('"', "&#34;")
+        .replace("'", "&#39;")
+    )
     body = f'<a href="{shown}">Moved Permanently</a>.\n\n'.encode("utf-8", "surrogateescape")
     return Answer(body, "text/html; charset=utf-8", 301, {"Location": location})
 

@@ -117,6 +117,38 @@ async def test_a_ping_is_logged_as_by_the_general_server(broker: Broker, caplog:
     assert any(record.getMessage().startswith(f"200 GET /ping?a=b ({name}) ") for record in caplog.records)
 
 
+@pytest.mark.parametrize("way", ["lane", "general"])
+@pytest.mark.parametrize(
+    ("end", "is_taken"),
+    [
+        (b"0\r\n\r\n", True),
+        (b"0\r\nX: a\r\n\r\n", True),
+        (b"0 ;x=y\r\nX: a\r\nY:\r\n\r\n", True),
+        (b"0\r\nX: a\n\n", False),
+        (b"0\r\nno header\r\n\r\n", False),
+        (b"0\r\n X: folded\r\n\r\n", False),
+        (b" 0\r\n\r\n", False),
+        (b"0\rx\r\n\r\n", False),
+    ],
+)
+async def test_a_body_in_chunks_ends_at_the_same_place_for_everybody(
+    broker: Broker, way: str, end: bytes, is_taken: bool
+) -> None:
+    """A message behind it that looks like a request is a message."""
+    inner = b"POST /topic/create?topic=evil HTTP/1.1\r\nHost: localhost\r\n\r\n"
+    publish = b"POST /pub?topic=first HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n1\r\na\r\n"
+    async with HttpClient.connect(broker.http_address) as client:
+        if way == "general":
+            await client.get("/info")
+        client.send(publish + end + request_of("POST", "/pub?topic=second", inner))
+        assert (await client.answer()).status == (200 if is_taken else 500)
+        if is_taken:
+            assert (await client.answer()).status == 200
+        else:
+            assert await client.ended() == b""
+    assert set(broker.topics) == ({"first", "second"} if is_taken else set())
+
+
 async def test_a_long_query_is_not_remembered(broker: Broker) -> None:
     assert broker.listeners.api is not None
     remembered = broker.listeners.api._publishing._orders

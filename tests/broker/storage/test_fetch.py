@@ -720,7 +720,7 @@ async def test_a_slow_reader_holds_little_memory_and_no_one_else(
 async def test_a_reader_that_takes_nothing_is_cut_off(
     start_broker: StartBroker, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("flintmq.http.connection.PIECE_SECONDS", 0.2)
+    monkeypatch.setattr("flintmq.http.connection.TAKE_SECONDS", 0.2)
     broker = await start_broker(**{**SMALL, "max_bytes_per_file": 5 << 20})
     written = await filled(broker, 4_000, 5_000)
     async with HttpClient.connect(broker.http_address) as http:

@@ -14,14 +14,13 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import re
 import socket
 import time
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from struct import Struct
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, TypeVar, cast
 
 from flintmq.addresses import text_of
 from flintmq.broker.delivery.commit import Commit
@@ -32,7 +31,7 @@ from flintmq.broker.net.sockets import SocketTransport
 from flintmq.errors import HttpError, PublishError
 from flintmq.http.admission import address_of
 from flintmq.http.browsers import Names
-from flintmq.http.heads import LONGEST_HEAD, BadHead, end_of_head, looked_at, tidy
+from flintmq.http.heads import LONGEST_HEAD, BadHead, check_trailer, chunk_size, end_of_head, looked_at, tidy
 from flintmq.http.site import CONTINUE, LINGER_SECONDS, PUBLISH, Answer, date_now, envelope, log_request, render
 from flintmq.kernel import send_each
 
@@ -42,10 +41,11 @@ if TYPE_CHECKING:
 
 __all__ = ["HttpConnection", "HttpLane"]
 
+T = TypeVar("T")
+
 logger = logging.getLogger(__name__)
 
 _sized = Struct(">I").pack
-_HEXADECIMAL = re.compile(rb"[0-9A-Fa-f]+")
 
 #: Request heads that are remembered, and bytes of the longest of them.
 REMEMBERED = 1024
@@ -549,7 +549,7 @@ class HttpConnection(asyncio.BufferedProtocol):
                 if stop - at >= LONGEST_CHUNK_LINE:
                     raise HttpError(500, "INTERNAL_ERROR")
                 return -1
-            size = _chunk_size(bytes(memoryview(data)[at:line]))
+            size = self._checked(chunk_size, bytes(memoryview(data)[at:line]))
             if size == 0:
                 break
             if len(self._chunks) - 4 + size > limit:
@@ -576,11 +576,20 @@ class HttpConnection(asyncio.BufferedProtocol):
             if stop - line > LONGEST_HEAD:
                 raise HttpError(500, "INTERNAL_ERROR")
             return -1
+        for trailer in bytes(memoryview(data)[line + 2 : end]).split(b"\r\n") if end > line else ():
+            self._checked(check_trailer, trailer)
         if not self._publish(head, self._chunks, 4, len(self._chunks)):
             return -1
         self._head = self._chunks = None
         self._since = 0.0
         return end + 4
+
+    def _checked(self, read: Callable[[bytes], T], line: bytes) -> T:
+        """Read a line of a body in chunks. If it is none, the body may end elsewhere for others: it is refused."""
+        try:
+            return read(line)
+        except BadHead as exc:
+            raise HttpError(500, "INTERNAL_ERROR") from exc
 
     def _publish(self, head: Head, data: bytearray, pos: int, stop: int) -> bool:
         """The request is all there. False if it has to wait."""
@@ -718,11 +727,3 @@ class HttpConnection(asyncio.BufferedProtocol):
             self._linger = self.lane.loop.call_later(LINGER_SECONDS, transport.abort)
         else:
             transport.close()
-
-
-def _chunk_size(line: bytes) -> int:
-    digits = line.partition(b";")[0].strip(b" \t")
-    # Others may take a line feed, or a carriage return, alone for the end of the line.
-    if not 0 < len(digits) <= 8 or _HEXADECIMAL.fullmatch(digits) is None or b"\n" in line or b"\r" in line:
-        raise HttpError(500, "INTERNAL_ERROR")
-    return int(digits, 16)

@@ -26,8 +26,9 @@ if TYPE_CHECKING:
 
 __all__ = ["routes"]
 
-#: The largest body of a call that is no chunk: a hundred thousand winners.
-CALL_BYTES = 16 << 20
+#: The largest body of a call that is no chunk, and the most winners that it may name.
+CALL_BYTES = 4 << 20
+MOST_WINNERS = 100_000
 #: The largest print of a decision, and its largest list of nodes: the last 64 of each producer are kept in memory.
 PRINT_BYTES = 64 << 10
 NODES_BYTES = 256 << 10
@@ -281,6 +282,8 @@ def _check_numbers(*numbers: int) -> None:
 
 
 def _check_winners(winners: list[tuple[str, int, int]]) -> None:
+    if len(winners) > MOST_WINNERS:
+        raise HttpError(400, f"INVALID_BODY: more than {MOST_WINNERS} winners")
     names = set()
     for name, chunks, rows in winners:
         _check_attempt(name)
