@@ -1487,3 +1487,29 @@ def test_records_get_another_salt_or_are_refused(kernel: Any, file: tuple[bytes,
     if whole:
         assert list(read_records(copy, salt, 0, 0, True)) == found
         assert kernel.resalted(copy, salt, SALT) == data
+
+
+def test_threads_share_one_arena_in_the_compiled_form_of_a_daemon() -> None:
+    """What a thread reads is given back by another one: in arenas of their own that leaves holes."""
+    program = """
+import threading, sys
+from flintmq import kernel
+print(kernel.use_one_arena() if sys.argv[1] == "1" else False)
+kept = [None] * 4
+def fill(i):
+    kept[i] = [bytes(100_000) for _ in range(4)]
+threads = [threading.Thread(target=fill, args=(i,)) for i in range(4)]
+for each in threads: each.start()
+for each in threads: each.join()
+arenas = [line for line in open("/proc/self/maps") if line.split("-")[0].endswith("000000") and line.startswith("7f")
+          and "rw-p 00000000 00:00 0" in line and int(line.split("-")[0], 16) % (64 << 20) == 0]
+print(len(arenas))
+"""
+    found = []
+    for wanted in "01":
+        command = [sys.executable, "-c", program, wanted]
+        done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=60)
+        found.append(done.stdout.split())
+    if found[1][0] == "False":
+        pytest.skip("interpreted, or no glibc")
+    assert int(found[0][1]) > 0 == int(found[1][1])

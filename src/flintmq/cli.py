@@ -614,7 +614,10 @@ async def _serve(
     """Run a broker until a signal asks for its end, perhaps already has, or until it cannot go on."""
     with no_collection():
         from flintmq.broker.daemon import Broker
+        from flintmq.kernel import use_one_arena
 
+    # Before the first thread. An embedded broker leaves the process as it is.
+    use_one_arena()
     # Before the start, which may have much to recover: a signal must never cut that short.
     broker = Broker(options)
     asked_to_stop, asked_to_drain, started = asked_to_stop or asyncio.Event(), asyncio.Event(), asyncio.Event()

@@ -99,6 +99,7 @@ from flintmq.kernel.lane import (
     populate,
     replace_calls,
     send_each,
+    use_one_arena,
 )
 from flintmq.kernel.layout import FRAME_OVERHEAD
 from flintmq.kernel.records import RecordParser, gather, resalted, whole_groups
@@ -141,5 +142,6 @@ __all__ = [
     "sum_records",
     "total_size",
     "uninterrupted",
+    "use_one_arena",
     "whole_groups",
 ]

@@ -15,3 +15,6 @@ cdef extern from "calls.h" nogil:
 
 cdef extern from "sys/mman.h" nogil:
     int madvise(void* p, size_t n, int advice)
+
+cdef extern from "arena.h" nogil:
+    int flintmq_one_arena()

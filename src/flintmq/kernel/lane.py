@@ -18,7 +18,15 @@ import cython
 if cython.compiled:
     from cython.cimports.cpython.buffer import PyBUF_READ, PyBUF_WRITE
     from cython.cimports.cpython.memoryview import PyMemoryView_FromMemory
-    from cython.cimports.flintmq.kernel.calls import MSG_DONTWAIT, MSG_NOSIGNAL, calls, iovec, libc_calls, madvise
+    from cython.cimports.flintmq.kernel.calls import (
+        MSG_DONTWAIT,
+        MSG_NOSIGNAL,
+        calls,
+        flintmq_one_arena,
+        iovec,
+        libc_calls,
+        madvise,
+    )
     from cython.cimports.flintmq.kernel.checksum import flintmq_crc32c
     from cython.cimports.flintmq.kernel.layout import (
         ATTEMPTS_AT,
@@ -179,6 +187,17 @@ else:
                 return -EIO
 
     calls = Calls()
+
+
+def use_one_arena() -> bool:
+    """Let all threads of this process allocate from one arena; False if that cannot be had.
+
+    What a thread reads from a file is given back by another one. With an arena for each thread that leaves holes, and a
+    daemon grows by tens of megabytes an hour.
+    """
+    if cython.compiled:
+        return flintmq_one_arena() != 0
+    return False
 
 
 def replace_calls(table: object) -> object:
