@@ -465,7 +465,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     bodies.decode_arguments(parser)
     common.table_arguments(parser)
-    common.broker_arguments(parser)
+    common.broker_arguments(parser, reads=True)
     common.spark_arguments(parser)
 
 
@@ -493,10 +493,10 @@ def run(arguments: argparse.Namespace) -> int:
             raise PipelineError(f"there is no archive at {other.place}")
         source = ArchiveSource(other, topics)
     else:
-        options = {**dict(arguments.option), **common.network_options(arguments)}
+        named = argparse.Namespace(**{**vars(arguments), "topics": topics, "channel": None, "start": None})
+        options = common.topics_of(named).options
         common.check_whole(options, "an archive is to have")
         source = LogSource(topics, options)
-        named = argparse.Namespace(**{**vars(arguments), "topics": topics, "channel": None, "start": "earliest"})
         status = common.check_topics(named, batch=True)
     if decode and not bodies.needs_spark(arguments):
         decode = bodies.decoder_of(arguments, topics, arguments.schema, arguments.message, arguments.subject)

@@ -19,7 +19,7 @@ import json
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -27,9 +27,11 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from flintmq.errors import ConnectError, PipelineError
 from flintmq.spark.pipelines import common
 from flintmq.spark.pipelines.archive import Target, read_files, table_files, target_of
+from flintmq.spark.pipelines.given import DEFAULT_START
 from flintmq.spark.pipelines.replay_notes import Chunk, Notes
 from flintmq.spark.pipelines.screen import Display, Silent
 from flintmq.spark.shipped.files import DataFile, Place, partition_of
+from flintmq.spark.shipped.options import read_sink_options
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame, SparkSession
@@ -356,12 +358,12 @@ def _joined(chunks: Sequence[Chunk]) -> Chunk:
 def _all_stage(spark: SparkSession, network: Mapping[str, str]) -> bool:
     """Can all brokers that rows may go to stage them?"""
     from flintmq.spark.shipped.net import Cluster
-    from flintmq.spark.shipped.options import read_sink_options
 
-    if common.is_remote(spark):
-        # The brokers are those of the server's network.
+    sink = read_sink_options(network)
+    if common.is_remote(spark) or sink.idempotent == "false":
+        # Behind Spark Connect the brokers are those of the server's network.
         return False
-    cluster = Cluster(read_sink_options(network).network)
+    cluster = Cluster(sink.network)
     try:
         found = cluster.survey()
     except ConnectError:
@@ -575,8 +577,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    if not arguments.archive and not arguments.topics:
+    if not arguments.archive and not arguments.topics and "subscribePattern" not in common.topics_of(arguments).options:
         raise PipelineError("say what to replay: topics, or --archive DIR")
+    network = common.sink_options(arguments)
+    read_sink_options(network)
     if arguments.rate < 0 or not math.isfinite(arguments.rate):
         raise PipelineError("--rate is a number above 0")
     size = ORDERED_CHUNK_MESSAGES if arguments.ordered else CHUNK_MESSAGES
@@ -592,12 +596,8 @@ def run(arguments: argparse.Namespace) -> int:
             archive_reader(target),
         )
     else:
-        source = common.topics_of(arguments)
-        options = {"subscribe": ",".join(source.names), **source.options, **dict(_times(arguments))}
-        if "startingTimestamp" in options:
-            options.pop("startingOffsets", None)
+        options = _log_options(arguments)
         plan, read = lambda: log_chunks(options, size=size), log_reader(options)
-    elsewhere = arguments.to_nsqd or arguments.to_lookupd or arguments.to_option
     checkpoint, terms = common.place_of(arguments, arguments.checkpoint), terms_of(arguments)
     # Before Spark starts.
     common.check_places(arguments, "checkpoint")
@@ -611,7 +611,7 @@ def run(arguments: argparse.Namespace) -> int:
         plan,
         read,
         arguments.to,
-        common.network_options(arguments, prefix="to_" if elsewhere else ""),
+        network,
         checkpoint,
         where=arguments.where,
         rate=arguments.rate,
@@ -628,13 +628,13 @@ def terms_of(arguments: argparse.Namespace) -> dict[str, Any]:
 
     The addresses of brokers may change while a replay is stopped, and are left out.
     """
-    pattern = dict(arguments.option).get("subscribePattern")
+    pattern = None if arguments.archive else common.topics_of(arguments).options.get("subscribePattern")
     return {
         "archive": str(common.place_of(arguments, arguments.archive)) if arguments.archive else None,
         "table": [arguments.catalog, arguments.table] if arguments.archive else None,
         "topics": sorted(set(arguments.topics)),
-        "pattern": None if arguments.archive else pattern,
-        "from": None if arguments.archive else arguments.start,
+        "pattern": pattern,
+        "from": None if arguments.archive else arguments.start or DEFAULT_START,
         "since": _in_utc(arguments.since),
         "until": _in_utc(arguments.until),
     }
@@ -644,8 +644,17 @@ def _in_utc(when: datetime.datetime | None) -> str | None:
     return None if when is None else when.astimezone(datetime.UTC).isoformat()
 
 
-def _times(arguments: argparse.Namespace) -> Iterator[tuple[str, str]]:
+def _log_options(arguments: argparse.Namespace) -> dict[str, str]:
+    """Return the options of the source of a replay out of logs."""
+    options = common.topics_of(arguments).all_options
+    named = arguments.start or any(key.lower().startswith("starting") for key, _ in arguments.option)
     if arguments.since:
-        yield "startingTimestamp", arguments.since.isoformat()
+        if named:
+            raise PipelineError("--since and --from, or an option that says where to start, exclude each other")
+        options.pop("startingOffsets", None)
+        options["startingTimestamp"] = arguments.since.isoformat()
     if arguments.until:
-        yield "endingTimestamp", arguments.until.isoformat()
+        if not {"endingOffsets", "endingTimestamp"}.isdisjoint(options):
+            raise PipelineError("--until and an option that says where to end exclude each other")
+        options["endingTimestamp"] = arguments.until.isoformat()
+    return options
