@@ -140,19 +140,16 @@ def test_a_replay_whose_notes_are_files_of_a_store_goes_on(place: Place):
     assert (later.name, later.done, later.under_way) == ("n", 3, 1)
 
 
-def test_an_iceberg_table_on_a_store_is_exact_for_its_readers(place: Place, bucket: Bucket, tmp_path: Path):
-    """Its catalog is a database; what its readers need to open the store are options of the catalog."""
+@pytest.mark.parametrize("kind", ["sql", "rest"])
+def test_an_iceberg_table_on_a_store_is_exact_for_its_readers(place: Place, bucket: Bucket, tmp_path: Path, kind: str):
+    """Its catalog is a database, or a server; what its readers need to open the store are options of the catalog."""
     for module in ("pyiceberg", "sqlalchemy"):
         pytest.importorskip(module, reason=f"{module} is not installed: pip install 'flintmq[lake]'")
-    options = {
-        "type": "sql",
-        "uri": f"sqlite:///{tmp_path}/catalog.db",
-        "warehouse": f"{bucket.uri}/warehouse",
-        "s3.endpoint": bucket.endpoint,
-        "s3.access-key-id": bucket.options["AWS_ACCESS_KEY_ID"],
-        "s3.secret-access-key": bucket.options["AWS_SECRET_ACCESS_KEY"],
-        "s3.region": "us-east-1",
-    }
+    if kind == "rest":
+        options = bucket.catalog_options("warehouse-of-sales")
+    else:
+        options = {"type": "sql", "uri": f"sqlite:///{tmp_path}/catalog.db", "warehouse": f"{bucket.uri}/warehouse"}
+        options |= bucket.reader_options
 
     def opened() -> IcebergTable:
         table = open_table(place, "iceberg", catalog_options=options, table="sales.orders")

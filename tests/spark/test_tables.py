@@ -35,6 +35,7 @@ from flintmq.spark.pipelines import common, replay, tables  # noqa: E402
 from flintmq.spark.pipelines.tables import Table, open_table  # noqa: E402
 from flintmq.spark.shipped import files  # noqa: E402
 from flintmq.spark.shipped.files import DataFile, FileReader, FileWriter, Place  # noqa: E402
+from support.ports import held_port  # noqa: E402
 
 #: The beginning of an hour, ns.
 HOUR = 1_794_794_400_000_000_000
@@ -998,6 +999,25 @@ def test_catalog_options_and_names_are_passed_on(tmp_path: Path):
 
     assert load_catalog("lake", **options).load_table("sales.orders").scan().to_arrow().num_rows == PER_BATCH
     assert not bring(target.open(), 0)
+
+
+@pytest.mark.parametrize(("kind", "module"), [("glue", "boto3"), ("hive", "hive_metastore")])
+def test_a_catalog_whose_parts_are_missing_names_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, module: str
+):
+    pytest.importorskip("pyiceberg")
+    monkeypatch.setitem(sys.modules, module, None)
+    monkeypatch.delitem(sys.modules, f"pyiceberg.catalog.{kind}", raising=False)
+    with pytest.raises(PipelineError, match=rf"(?i)catalog cannot be opened: .*{kind} .*pyiceberg\[{kind}\]"):
+        open_table(Place.of(tmp_path / "t"), catalog_options={"type": kind, "uri": "thrift://127.0.0.1:1"})
+
+
+def test_a_catalog_that_does_not_answer_is_told_in_a_line(tmp_path: Path):
+    pytest.importorskip("pyiceberg")
+    options = {"type": "rest", "uri": f"http://127.0.0.1:{held_port()}"}
+    with pytest.raises(PipelineError, match=r"the Iceberg catalog cannot be opened: .*refused") as caught:
+        open_table(Place.of(tmp_path / "t"), catalog_options=options)
+    assert "\n" not in str(caught.value)
 
 
 def test_an_iceberg_table_that_is_only_looked_for_is_not_made(tmp_path: Path):
