@@ -327,6 +327,8 @@ def backfill(
             part = f"part {done.done + 1:,} of {done.spans:,}"
             display.show(f"{one}, {part}, so far {done.missing:,} missing, {done.added:,} added")
             filling.fill(one, done)
+        if done.done < done.spans:
+            asked.check()
     done.seconds = time.monotonic() - started
     return done
 

@@ -15,12 +15,11 @@ import datetime
 import json
 import logging
 import re
-import signal
 import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,7 +29,8 @@ from flintmq.options import parse_duration
 from flintmq.spark.decoding import name_clashes
 from flintmq.spark.pipelines import reports
 from flintmq.spark.pipelines.given import check_network_only, network_options, sink_options, source_options
-from flintmq.spark.pipelines.screen import Display, Screen, Silent, end_quietly, say, words_of_java
+from flintmq.spark.pipelines.screen import Display, Screen, Silent, say, words_of_java
+from flintmq.spark.pipelines.stopping import asked_to_stop, end_quietly, is_program
 from flintmq.spark.registration import is_elsewhere, is_remote, shipping
 from flintmq.spark.shipped.files import Place
 from flintmq.spark.shipped.reasons import reason
@@ -90,6 +90,8 @@ Source = Callable[["SparkSession"], "DataFrame"]
 _POLL_SECONDS = 0.5
 # A batch that is under way when we are told to stop gets this long to end. Nothing is lost if it does not.
 _LAST_BATCH_SECONDS = 60.0
+# One that is cut short gets this long to be told so.
+_SHORT_SECONDS = 0.7
 # A new Python gets ten seconds to call Spark back, and no setting changes that: a query that fails of it is started
 # again, so often at most.
 _NO_CALL_BACK = "failed to connect back"
@@ -415,9 +417,10 @@ def open_session(arguments: argparse.Namespace, app: str) -> SparkSession:
         say(f"Hadoop's jars are taken from Maven where they are not there yet: about {size} MB")
         for key, names in (("spark.jars.packages", packages), ("spark.jars.excludes", excluded)):
             conf[key] = ",".join([*names, *filter(None, [conf.get(key)])])
+    end_quietly()
     with Screen() as screen, words_of_java():
         spark = session(app, master=arguments.master, remote=arguments.remote, report=screen.report, **conf)
-    end_quietly()
+    end_quietly()  # Spark has put a handler of its own there
     if where := getattr(arguments, "metrics_address", None):
         say(f"metrics are at http://{reports.serve(spark, where)}/metrics")
     if not getattr(arguments, "no_report", True) and not is_remote(spark):
@@ -528,7 +531,8 @@ class Summary:
 def run_stream(writer: DataStreamWriter, pipeline: str, *, once: bool, every: float, quiet: bool = True) -> Summary:
     """Run a stream, a batch every so many seconds or all there is once, and show how it goes.
 
-    SIGINT and SIGTERM end it after its batch.
+    SIGTERM ends it after its batch. So does ctrl-C; pressed again, and on a command line soon after, it raises
+    KeyboardInterrupt, as it does where `once` is not done.
 
     PipelineError says why it failed.
     """
@@ -536,7 +540,7 @@ def run_stream(writer: DataStreamWriter, pipeline: str, *, once: bool, every: fl
     starts = 1
     while True:
         try:
-            return _follow(_start(writer), pipeline, quiet)
+            return _follow(_start(writer), pipeline, once, quiet)
         except PipelineError as exc:
             if _NO_CALL_BACK not in str(exc) or starts == _MOST_STARTS:
                 raise
@@ -551,7 +555,7 @@ def _start(writer: DataStreamWriter) -> StreamingQuery:
         raise PipelineError(explain(exc)) from exc
 
 
-def _follow(query: StreamingQuery, pipeline: str, quiet: bool) -> Summary:
+def _follow(query: StreamingQuery, pipeline: str, once: bool, quiet: bool) -> Summary:
     from flintmq.spark.registration import given_up
 
     summary = Summary(pipeline)
@@ -582,8 +586,16 @@ def _follow(query: StreamingQuery, pipeline: str, quiet: bool) -> Summary:
                     display.show(text)
                 if asked.is_set():
                     _stop(query)
+                    if once:
+                        asked.check()
+                        raise PipelineError("a signal ended it before all messages were read: the next run continues")
                     break
             look()
+        except KeyboardInterrupt:
+            _cut_short(query)
+            raise
+        except PipelineError:
+            raise
         except Exception as exc:
             with contextlib.suppress(Exception):
                 query.stop()
@@ -597,6 +609,19 @@ def _stop(query: StreamingQuery) -> None:
     while query.status["isTriggerActive"] and time.monotonic() < give_up:
         time.sleep(0.1)
     query.stop()
+
+
+def _cut_short(query: StreamingQuery) -> None:
+    """Stop a query at once. Its batch is not done, and the next run repeats it."""
+    ending = threading.Thread(target=_stop_quietly, args=(query,), daemon=True)
+    ending.start()
+    # The Java of a command line ends with it, and a Connect server goes on.
+    ending.join(_SHORT_SECONDS if is_program() else None)
+
+
+def _stop_quietly(query: StreamingQuery) -> None:
+    with contextlib.suppress(Exception):
+        query.stop()
 
 
 def _progress_line(progress: Any, summary: Summary) -> str:
@@ -618,21 +643,6 @@ def _lag(progress: Any) -> int | None:
 
     behind = lag(progress)
     return sum(behind.values()) if behind else None
-
-
-@contextlib.contextmanager
-def asked_to_stop() -> Iterator[threading.Event]:
-    """Set when a signal asks for the end. Outside of the main thread there are no signals to hear."""
-    asked = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield asked
-        return
-    before = {number: signal.signal(number, lambda *_: asked.set()) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield asked
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def explain(exc: BaseException) -> str:

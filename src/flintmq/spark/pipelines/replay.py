@@ -339,6 +339,8 @@ def _replay(
             display.show(
                 f"{summary.rows:,} published, {summary.rows / seconds:,.0f}/s, {remaining:,} of {total:,} to go"
             )
+        if notes.done < len(chunks):
+            asked.check()
     summary.seconds = time.monotonic() - started
     summary.lag = sum(chunk.rows for chunk in chunks[notes.done :])
     summary.details = {"chunks": len(chunks), "done": notes.done, **pace.details()}
@@ -620,7 +622,7 @@ def run(arguments: argparse.Namespace) -> int:
         quiet=False,
     )
     common.print_summary(summary, as_json=arguments.json)
-    return status
+    return 1 if summary.lag else status
 
 
 def terms_of(arguments: argparse.Namespace) -> dict[str, Any]:
