@@ -25,6 +25,7 @@ from flintmq.spark.pipelines.audit import audit
 from flintmq.spark.pipelines.replay_notes import Notes
 from flintmq.spark.pipelines.tables import DeltaTable, IcebergTable, open_table
 from flintmq.spark.shipped.files import Place
+from support.peers import PEERS
 
 from . import cluster as spark_cluster
 from . import object_store
@@ -213,6 +214,38 @@ def test_archive_audit_and_replay_on_a_store(spark, broker: Node, topic: str, pl
             where="get_json_object(text, '$.country') = 'fr'",
         )
     assert [json.loads(text)["id"] for text in texts(spark, broker, again)] == list(range(0, 4000, 3))
+
+
+#: Jars out of a folder, in place of Maven's servers.
+FROM_PEERS = """
+<ivysettings>
+  <settings defaultResolver="peers"/>
+  <resolvers><ibiblio name="peers" m2compatible="true" root="{root}"/></resolvers>
+</ivysettings>
+"""
+
+
+def test_a_checkpoint_on_a_store_needs_packages_alone(
+    spark_environment, broker: Node, topic: str, place: Place, bucket: Bucket, tmp_path: Path
+):
+    jars = PEERS / "s3a"
+    if not jars.is_dir():
+        pytest.skip("no jars of S3A in $FLINTMQ_PEERS/s3a or .peers/s3a: run scripts/peers")
+    settings = tmp_path / "ivy.xml"
+    settings.write_text(FROM_PEERS.format(root=f"{jars.resolve().as_uri()}/"))
+    small = {"driver.memory": "1g", "jars.ivySettings": str(settings), "jars.ivy": str(tmp_path / "ivy")}
+    flags = [part for key, value in small.items() for part in ("--conf", f"spark.{key}={value}")]
+    flags += ["--master", "local[2,4]", "--packages", "--once", "--json", "--nsqd", broker.tcp, *bucket.flags]
+    hold(broker, topic)
+    for upto in (300, 500):
+        # The second run goes on from the checkpoint, and reads no message again.
+        publish(broker, topic, bodies(0 if upto == 300 else 300, upto))
+        done = run("archive", topic, "--to", place.text, *flags)
+        assert done.returncode == 0, done.stderr
+        assert "Hadoop's jars are taken from Maven where they are not there yet: about 24 MB" in done.stderr
+        assert values(place) == sorted(bodies(0, upto))
+    assert json.loads(done.stdout)["rows"] == 200
+    assert place.exists("_checkpoint/commits/1")
 
 
 @pytest.mark.timeout(900)
