@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import itertools
 import json
 import os
 import random
@@ -828,9 +829,13 @@ def test_rows_go_to_the_folder_of_their_topic_and_hour(place: Place):
     assert {row["topic"] for row in found if row["offset"] in (6, 7)} == {"a#ephemeral", "2026"}
 
 
+@pytest.mark.parametrize("most", [10_000_000, 9])
 @pytest.mark.parametrize("seed", range(10))
-def test_chunks_of_an_archive_hold_each_message_of_the_time_once(place: Place, seed: int):
+def test_chunks_of_an_archive_hold_each_message_of_the_time_once(
+    place: Place, seed: int, most: int, monkeypatch: pytest.MonkeyPatch
+):
     """Messages with equal times, and a time that ends among them, or at one: all before the end, and no other."""
+    monkeypatch.setattr(replay, "_MOST_PLACES", most)
     dice = random.Random(seed)
     times = sorted(HOUR + dice.randrange(5) * 1000 for _ in range(40))
     table = open_table(place)
@@ -848,6 +853,21 @@ def test_chunks_of_an_archive_hold_each_message_of_the_time_once(place: Place, s
     ]
     ends = [common.nanoseconds(edge) for edge in (since, until)]
     assert found == [message for message in messages if ends[0] <= message[0] < ends[1]]
+
+
+def test_chunks_of_very_many_messages_are_about_as_large_as_asked(place: Place, monkeypatch: pytest.MonkeyPatch):
+    """Of which not all places are held in memory."""
+    table = open_table(place)
+    for batch in range(3):
+        numbers = list(range(500 * batch, 500 * batch + 500))
+        written = write(table, f"q-{batch}", rows(numbers, times=[HOUR + number * 7919 % 1500 for number in numbers]))
+        table.commit("q", batch, end_at(batch), written)
+    monkeypatch.setattr(replay, "_MOST_PLACES", 200)
+    chunks = replay.archive_chunks(None, place.text, size=100)  # type: ignore[arg-type]
+    assert len(replay._places_of(place, table.files(), 8)) == 188
+    assert len(chunks) in (15, 16)
+    edges = [chunk.what["first"][0] for chunk in chunks][1:]
+    assert all(90 <= after - before <= 110 for before, after in itertools.pairwise(edges))
 
 
 def test_a_task_holds_few_files_open_and_few_rows(place: Place, monkeypatch: pytest.MonkeyPatch):

@@ -34,6 +34,7 @@ from flintmq.spark.shipped.files import DataFile, Place, partition_of
 from flintmq.spark.shipped.options import read_sink_options
 
 if TYPE_CHECKING:
+    import pyarrow as pa
     from pyspark.sql import DataFrame, SparkSession
 
     from flintmq.spark.log_mode.index import Index
@@ -51,6 +52,8 @@ _SURPRISE = 1.5
 _GROWTH = 8
 #: By how much a write counts less than the one behind it.
 _FADE = 0.7
+#: Messages of an hour whose places are kept in memory at most: 16 bytes each, and as much again to sort them.
+_MOST_PLACES = 10_000_000
 #: How often the index of a log is asked where its messages are.
 _MOST_QUESTIONS = 2_000
 #: Seconds' worth of messages that a write has at least, and times the seconds that writes take.
@@ -61,6 +64,7 @@ _SPARE = 2.0
 Edge = tuple[int, int]
 #: Options that cut ranges, or leave out what is published.
 _CUTS = ("minpartitions", "maxrecordsperpartition", "columns")
+_PLACE = ("timestamp_ns", "offset")
 _BY_TIME = ("timestamp_ns", "topic", "node", "offset", "id")
 _LEAST = -(2**63)
 _HOUR_NS = 3_600_000_000_000
@@ -142,21 +146,33 @@ def archive_chunks(
 
 
 def _cuts(place: Place, files: Sequence[DataFile], size: int) -> list[Edge]:
-    """Where to cut the messages of some files, so that about `size` of them are between two cuts."""
-    if sum(file.rows for file in files) <= size:
+    """Where to cut the messages of some files, so that about `size` of them are between two cuts.
+
+    Of very many, every so manyth is looked at: the others are in the same places.
+    """
+    rows = sum(file.rows for file in files)
+    if rows <= size:
         return []
-    import pyarrow
+    step = math.ceil(rows / _MOST_PLACES)
+    places = _places_of(place, files, step).sort_by([(name, "ascending") for name in _PLACE])
+    between = max(1, size // step)
+    return [tuple(row.values()) for row in places.take(list(range(between, len(places), between))).to_pylist()]
+
+
+def _places_of(place: Place, files: Sequence[DataFile], step: int) -> pa.Table:
+    """Return where the first message of some files is, and each that is `step` behind another."""
+    import pyarrow as pa
     import pyarrow.parquet as parquet
 
-    columns = ["timestamp_ns", "offset"]
     # Not as one dataset: its folders would be read as columns.
     store = place.files()
-    parts = []
+    parts, seen = [], 0
     for file in files:
         with store.open_input_file(file.path) as opened:
-            parts.append(parquet.ParquetFile(opened).read(columns=columns))
-    places = pyarrow.concat_tables(parts).sort_by([(name, "ascending") for name in columns])
-    return [tuple(row.values()) for row in places.take(list(range(size, len(places), size))).to_pylist()]
+            for batch in parquet.ParquetFile(opened).iter_batches(columns=list(_PLACE)):
+                parts.append(batch.take(pa.array(range(-seen % step, len(batch), step), pa.int64())))
+                seen += len(batch)
+    return pa.Table.from_batches(parts)
 
 
 def archive_reader(root: str | Path | Target) -> ReadChunk:
