@@ -20,7 +20,7 @@ import deltalake
 
 from flintmq.errors import PipelineError
 from flintmq.spark.pipelines import archive as archiving
-from flintmq.spark.pipelines import replay
+from flintmq.spark.pipelines import common, replay
 from flintmq.spark.pipelines.audit import audit
 from flintmq.spark.pipelines.replay_notes import Notes
 from flintmq.spark.pipelines.tables import DeltaTable, IcebergTable, open_table
@@ -216,25 +216,15 @@ def test_archive_audit_and_replay_on_a_store(spark, broker: Node, topic: str, pl
     assert [json.loads(text)["id"] for text in texts(spark, broker, again)] == list(range(0, 4000, 3))
 
 
-#: Jars out of a folder, in place of Maven's servers.
-FROM_PEERS = """
-<ivysettings>
-  <settings defaultResolver="peers"/>
-  <resolvers><ibiblio name="peers" m2compatible="true" root="{root}"/></resolvers>
-</ivysettings>
-"""
-
-
 def test_a_checkpoint_on_a_store_needs_packages_alone(
-    spark_environment, broker: Node, topic: str, place: Place, bucket: Bucket, tmp_path: Path
+    spark_environment, broker: Node, topic: str, place: Place, bucket: Bucket
 ):
+    """Which take them from where they were downloaded to."""
     jars = PEERS / "s3a"
-    if not jars.is_dir():
-        pytest.skip("no jars of S3A in $FLINTMQ_PEERS/s3a or .peers/s3a: run scripts/peers")
-    settings = tmp_path / "ivy.xml"
-    settings.write_text(FROM_PEERS.format(root=f"{jars.resolve().as_uri()}/"))
-    small = {"driver.memory": "1g", "jars.ivySettings": str(settings), "jars.ivy": str(tmp_path / "ivy")}
-    flags = [part for key, value in small.items() for part in ("--conf", f"spark.{key}={value}")]
+    packages = ",".join(common.hadoop_packages()[0])
+    if not (jars / "packages").is_file() or (jars / "packages").read_text().strip() != packages:
+        pytest.skip("no jars of S3A in $FLINTMQ_PEERS/s3a or .peers/s3a: run scripts/peers ENVIRONMENT")
+    flags = ["--conf", "spark.driver.memory=1g", "--conf", f"spark.jars.ivy={jars.resolve()}"]
     flags += ["--master", "local[2,4]", "--packages", "--once", "--json", "--nsqd", broker.tcp, *bucket.flags]
     hold(broker, topic)
     for upto in (300, 500):
