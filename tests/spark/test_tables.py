@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
+import itertools
 import json
 import os
 import random
@@ -35,6 +36,7 @@ from flintmq.spark.pipelines import common, replay, tables  # noqa: E402
 from flintmq.spark.pipelines.tables import Table, open_table  # noqa: E402
 from flintmq.spark.shipped import files  # noqa: E402
 from flintmq.spark.shipped.files import DataFile, FileReader, FileWriter, Place  # noqa: E402
+from support.ports import held_port  # noqa: E402
 
 #: The beginning of an hour, ns.
 HOUR = 1_794_794_400_000_000_000
@@ -827,9 +829,13 @@ def test_rows_go_to_the_folder_of_their_topic_and_hour(place: Place):
     assert {row["topic"] for row in found if row["offset"] in (6, 7)} == {"a#ephemeral", "2026"}
 
 
+@pytest.mark.parametrize("most", [10_000_000, 9])
 @pytest.mark.parametrize("seed", range(10))
-def test_chunks_of_an_archive_hold_each_message_of_the_time_once(place: Place, seed: int):
+def test_chunks_of_an_archive_hold_each_message_of_the_time_once(
+    place: Place, seed: int, most: int, monkeypatch: pytest.MonkeyPatch
+):
     """Messages with equal times, and a time that ends among them, or at one: all before the end, and no other."""
+    monkeypatch.setattr(replay, "_MOST_PLACES", most)
     dice = random.Random(seed)
     times = sorted(HOUR + dice.randrange(5) * 1000 for _ in range(40))
     table = open_table(place)
@@ -847,6 +853,21 @@ def test_chunks_of_an_archive_hold_each_message_of_the_time_once(place: Place, s
     ]
     ends = [common.nanoseconds(edge) for edge in (since, until)]
     assert found == [message for message in messages if ends[0] <= message[0] < ends[1]]
+
+
+def test_chunks_of_very_many_messages_are_about_as_large_as_asked(place: Place, monkeypatch: pytest.MonkeyPatch):
+    """Of which not all places are held in memory."""
+    table = open_table(place)
+    for batch in range(3):
+        numbers = list(range(500 * batch, 500 * batch + 500))
+        written = write(table, f"q-{batch}", rows(numbers, times=[HOUR + number * 7919 % 1500 for number in numbers]))
+        table.commit("q", batch, end_at(batch), written)
+    monkeypatch.setattr(replay, "_MOST_PLACES", 200)
+    chunks = replay.archive_chunks(None, place.text, size=100)  # type: ignore[arg-type]
+    assert len(replay._places_of(place, table.files(), 8)) == 188
+    assert len(chunks) in (15, 16)
+    edges = [chunk.what["first"][0] for chunk in chunks][1:]
+    assert all(90 <= after - before <= 110 for before, after in itertools.pairwise(edges))
 
 
 def test_a_task_holds_few_files_open_and_few_rows(place: Place, monkeypatch: pytest.MonkeyPatch):
@@ -998,6 +1019,25 @@ def test_catalog_options_and_names_are_passed_on(tmp_path: Path):
 
     assert load_catalog("lake", **options).load_table("sales.orders").scan().to_arrow().num_rows == PER_BATCH
     assert not bring(target.open(), 0)
+
+
+@pytest.mark.parametrize(("kind", "module"), [("glue", "boto3"), ("hive", "hive_metastore")])
+def test_a_catalog_whose_parts_are_missing_names_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, module: str
+):
+    pytest.importorskip("pyiceberg")
+    monkeypatch.setitem(sys.modules, module, None)
+    monkeypatch.delitem(sys.modules, f"pyiceberg.catalog.{kind}", raising=False)
+    with pytest.raises(PipelineError, match=rf"(?i)catalog cannot be opened: .*{kind} .*pyiceberg\[{kind}\]"):
+        open_table(Place.of(tmp_path / "t"), catalog_options={"type": kind, "uri": "thrift://127.0.0.1:1"})
+
+
+def test_a_catalog_that_does_not_answer_is_told_in_a_line(tmp_path: Path):
+    pytest.importorskip("pyiceberg")
+    options = {"type": "rest", "uri": f"http://127.0.0.1:{held_port()}"}
+    with pytest.raises(PipelineError, match=r"the Iceberg catalog cannot be opened: .*refused") as caught:
+        open_table(Place.of(tmp_path / "t"), catalog_options=options)
+    assert "\n" not in str(caught.value)
 
 
 def test_an_iceberg_table_that_is_only_looked_for_is_not_made(tmp_path: Path):

@@ -193,7 +193,8 @@ class JsonDecoder(Decoder):
         self._check(messages)
         # With a column for corrupt records Spark notes every message that does not fit, and not only broken JSON.
         corrupt = "corrupt"
-        wanted = StructType().add("body", self.schema).add("end", BooleanType()).add(corrupt, StringType())
+        widened = _without_bytes(self.schema)
+        wanted = StructType().add("body", widened).add("end", BooleanType()).add(corrupt, StringType())
         value = f.col("value")
         body = f.expr(f"substring(value, {FRAME + 1})") if self.is_framed else value
         # Spark's parser stops behind the first object: what follows in a body must not be passed over.
@@ -211,6 +212,12 @@ class JsonDecoder(Decoder):
             f.expr(f"length(value) >= {FRAME} AND substring(value, 1, 1) = X'00'") if self.is_framed else f.lit(True)
         )
         fits = f.col(f"{name}.body").isNotNull() & f.col(f"{name}.end") & f.col(f"{name}.{corrupt}").isNull() & is_one
+        data = f.col(f"{name}.body")
+        if widened != self.schema:
+            narrow = data.try_cast(self.schema)
+            # Maps can only be compared as texts.
+            fits &= f.to_json(f.struct(data.alias("data"))) == f.to_json(f.struct(narrow.alias("data")))
+            data = narrow
         error = (
             f.when(value.isNull(), NO_BODY)
             .when(~framed, UNFRAMED)
@@ -221,9 +228,23 @@ class JsonDecoder(Decoder):
                 "the body is no JSON object, or has a value of another type than the schema's",
             )
         )
-        data = f.struct(*(f.col(f"{name}.body").getField(one).alias(one) for one in self.schema.names))
+        data = f.struct(*(data.getField(one).alias(one) for one in self.schema.names))
         found = messages.withColumn(name, parsed)
         return found.withColumns({"data": f.when(error.isNull(), data), "error": error}).drop(name)
+
+
+def _without_bytes(kind: Any) -> Any:
+    """The type, with SMALLINT for each TINYINT in it: to Spark's parser 200 is a TINYINT, of -56."""
+    from pyspark.sql.types import ArrayType, ByteType, MapType, ShortType, StructField, StructType
+
+    if isinstance(kind, StructType):
+        fields = [StructField(one.name, _without_bytes(one.dataType), one.nullable, one.metadata) for one in kind]
+        return StructType(fields)
+    if isinstance(kind, ArrayType):
+        return ArrayType(_without_bytes(kind.elementType), kind.containsNull)
+    if isinstance(kind, MapType):
+        return MapType(_without_bytes(kind.keyType), _without_bytes(kind.valueType), kind.valueContainsNull)
+    return ShortType() if isinstance(kind, ByteType) else kind
 
 
 # --- Schemas ----------------------------------------------------------------------------------------------------------

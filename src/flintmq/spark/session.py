@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -34,6 +35,8 @@ Report = Callable[[str], None]
 
 # Local mode shuffles through one machine: more partitions than this per core only cost time.
 _PARTITIONS_PER_CORE = 2
+# Memory of Java in local mode, where it does the work too.
+_LEAST_MEGABYTES, _MOST_MEGABYTES = 1024, 4096
 
 _LOGGING = """\
 # Made by flintmq: errors only, on standard error. Set FLINTMQ_SPARK_LOG=info (or warn, debug) to see more.
@@ -165,11 +168,35 @@ def _own_jvm(master: str) -> dict[str, str]:
         _write_if_changed(logging, _LOGGING.format(level=level, query_level="off" if level == "error" else level))
         settings["spark.driver.extraJavaOptions"] = f"-Dlog4j2.configurationFile={logging.as_uri()}"
     if master.startswith("local"):
+        # Spark's own 1g does not hold a few messages of 20 MB. On a cluster the tasks are elsewhere.
+        if not _is_configured("spark.driver.memory", "SPARK_DRIVER_MEMORY"):
+            settings["spark.driver.memory"] = f"{_memory_megabytes()}m"
         cores = os.cpu_count() or 1
         settings["spark.sql.shuffle.partitions"] = str(max(2, _PARTITIONS_PER_CORE * cores))
         # A machine that changes networks, or resolves its own name wrongly, must still reach itself.
         settings["spark.driver.bindAddress"] = settings["spark.driver.host"] = "127.0.0.1"
     return settings
+
+
+def _is_configured(key: str, variable: str) -> bool:
+    """Is there a value for a setting in the environment, or in Spark's own configuration?"""
+    if os.environ.get(variable):
+        return True
+    folder = os.environ.get("SPARK_CONF_DIR") or os.path.join(os.environ.get("SPARK_HOME", ""), "conf")
+    try:
+        text = Path(folder, "spark-defaults.conf").read_text()
+    except OSError:
+        return False
+    return re.search(rf"^\s*{re.escape(key)}[\s=:]", text, re.MULTILINE) is not None
+
+
+def _memory_megabytes() -> int:
+    """Memory for Java: a quarter of the machine's, within bounds."""
+    try:
+        megabytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") >> 20
+    except (ValueError, OSError):
+        return _LEAST_MEGABYTES
+    return min(max(megabytes // 4, _LEAST_MEGABYTES), _MOST_MEGABYTES)
 
 
 def _write_if_changed(path: Path, text: str) -> None:

@@ -53,6 +53,7 @@ _BARE_FETCH = 8
 #: What the index tells of a range that has no gaps: if only these are wanted, no message is fetched.
 _BY_INDEX = frozenset({"offset", "topic", "node"})
 _READ_BYTES = 4 << 20
+_MOST_READ_BYTES = 64 << 20
 _FRAME_HEAD = 34
 
 
@@ -759,7 +760,7 @@ def _batches(
     """What an answer holds, each batch with the seq of its last row."""
     left = b""
     while True:
-        more = response.read(_READ_BYTES)
+        more = response.read(_missing(left))
         data = left + more if left else more
         at = 0
         while True:
@@ -779,6 +780,12 @@ def _batches(
             if left:
                 raise ConnectError("an answer ended within a message")
             return
+
+
+def _missing(left: bytes) -> int:
+    """How much to read behind a part of a frame: what it lacks, where that is more, so that it is not copied again."""
+    size = int.from_bytes(left[:4], "big") if len(left) >= 4 else 0
+    return min(max(_READ_BYTES, size + 4 - len(left)), _MOST_READ_BYTES)
 
 
 def _edges(seqs: Any) -> tuple[int, int]:

@@ -48,29 +48,40 @@ def main(argv: Sequence[str]) -> int:
         else:
             names.add_parser(name, help=purpose)
     arguments = parser.parse_args(argv)
-    pipeline = importlib.import_module(f"flintmq.spark.pipelines.{PIPELINES[arguments.pipeline][0]}")
-    from flintmq.spark.pipelines import common, reports, screen
+    from flintmq.spark.pipelines import stopping
+
+    with stopping.ending_soon(arguments.pipeline) as ending:
+        ending.status = _run(arguments)
+        return ending.status
+
+
+def _run(arguments: argparse.Namespace) -> int:
+    from flintmq.spark.pipelines import stopping
 
     error = ""
     try:
-        status: int = pipeline.run(arguments)
-    except KeyboardInterrupt:
-        return screen.stopped(arguments.pipeline)
-    except Exception as exc:
-        error = str(exc) or type(exc).__name__
-        if screen.is_interrupted():
-            # Spark tidied up over a connection that was gone.
-            return screen.stopped(arguments.pipeline)
-        if isinstance(exc, ModuleNotFoundError) and (exc.name or "").split(".")[0] in _SPARK_PACKAGES:
-            error = f"{exc.name} is not installed: pip install 'flintmq[spark]'"
-            sys.stderr.write(f"flintmq pipeline {arguments.pipeline}: {error}\n")
+        pipeline = importlib.import_module(f"flintmq.spark.pipelines.{PIPELINES[arguments.pipeline][0]}")
+        from flintmq.spark.pipelines import common, reports
+
+        try:
+            status: int = pipeline.run(arguments)
+        except Exception as exc:
+            error = str(exc) or type(exc).__name__
+            if stopping.is_interrupted():
+                # Spark tidied up over a connection that was gone.
+                return stopping.stopped(arguments.pipeline)
+            if isinstance(exc, ModuleNotFoundError) and (exc.name or "").split(".")[0] in _SPARK_PACKAGES:
+                error = f"{exc.name} is not installed: pip install 'flintmq[spark]'"
+                sys.stderr.write(f"flintmq pipeline {arguments.pipeline}: {error}\n")
+                return 1
+            is_of_spark = type(exc).__module__.startswith(("pyspark.", "py4j."))
+            if not isinstance(exc, FlintError) and not is_of_spark:
+                raise
+            # What Spark refuses only when it computes: a query that cannot run, a topic that is gone.
+            sys.stderr.write(f"flintmq pipeline {arguments.pipeline}: {common.explain(exc) if is_of_spark else exc}\n")
             return 1
-        is_of_spark = type(exc).__module__.startswith(("pyspark.", "py4j."))
-        if not isinstance(exc, FlintError) and not is_of_spark:
-            raise
-        # What Spark refuses only when it computes: a query that cannot run, a topic that is gone.
-        sys.stderr.write(f"flintmq pipeline {arguments.pipeline}: {common.explain(exc) if is_of_spark else exc}\n")
-        return 1
-    finally:
-        reports.end("" if screen.is_interrupted() else error)
+        finally:
+            reports.end("" if stopping.is_interrupted() else error)
+    except KeyboardInterrupt:
+        return stopping.stopped(arguments.pipeline)
     return status

@@ -327,6 +327,8 @@ def backfill(
             part = f"part {done.done + 1:,} of {done.spans:,}"
             display.show(f"{one}, {part}, so far {done.missing:,} missing, {done.added:,} added")
             filling.fill(one, done)
+        if done.done < done.spans:
+            asked.check()
     done.seconds = time.monotonic() - started
     return done
 
@@ -465,7 +467,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     bodies.decode_arguments(parser)
     common.table_arguments(parser)
-    common.broker_arguments(parser)
+    common.broker_arguments(parser, reads=True)
     common.spark_arguments(parser)
 
 
@@ -493,10 +495,10 @@ def run(arguments: argparse.Namespace) -> int:
             raise PipelineError(f"there is no archive at {other.place}")
         source = ArchiveSource(other, topics)
     else:
-        options = {**dict(arguments.option), **common.network_options(arguments)}
+        named = argparse.Namespace(**{**vars(arguments), "topics": topics, "channel": None, "start": None})
+        options = common.topics_of(named).options
         common.check_whole(options, "an archive is to have")
         source = LogSource(topics, options)
-        named = argparse.Namespace(**{**vars(arguments), "topics": topics, "channel": None, "start": "earliest"})
         status = common.check_topics(named, batch=True)
     if decode and not bodies.needs_spark(arguments):
         decode = bodies.decoder_of(arguments, topics, arguments.schema, arguments.message, arguments.subject)

@@ -15,12 +15,11 @@ import datetime
 import json
 import logging
 import re
-import signal
 import sys
 import threading
 import time
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -29,7 +28,9 @@ from flintmq.errors import ConnectError, HttpError, PipelineError
 from flintmq.options import parse_duration
 from flintmq.spark.decoding import name_clashes
 from flintmq.spark.pipelines import reports
-from flintmq.spark.pipelines.screen import Display, Screen, Silent, end_quietly, say, words_of_java
+from flintmq.spark.pipelines.given import check_network_only, network_options, sink_options, source_options
+from flintmq.spark.pipelines.screen import Display, Screen, Silent, say, words_of_java
+from flintmq.spark.pipelines.stopping import asked_to_stop, end_quietly, is_program
 from flintmq.spark.registration import is_elsewhere, is_remote, shipping
 from flintmq.spark.shipped.files import Place
 from flintmq.spark.shipped.reasons import reason
@@ -48,6 +49,7 @@ __all__ = [
     "batch_reader",
     "broker_arguments",
     "check_hadoop",
+    "check_network_only",
     "check_places",
     "check_topics",
     "check_whole",
@@ -71,6 +73,7 @@ __all__ = [
     "register",
     "run_stream",
     "shipping",
+    "sink_options",
     "source_arguments",
     "spark_arguments",
     "stream_arguments",
@@ -83,13 +86,12 @@ __all__ = [
 #: Gives a DataFrame with the columns of `format("nsq")`.
 Source = Callable[["SparkSession"], "DataFrame"]
 
-#: Where `flintmq up` puts it.
-DEFAULT_NSQD = "127.0.0.1:4150"
-
 # How often a query is asked how it stands.
 _POLL_SECONDS = 0.5
 # A batch that is under way when we are told to stop gets this long to end. Nothing is lost if it does not.
 _LAST_BATCH_SECONDS = 60.0
+# One that is cut short gets this long to be told so.
+_SHORT_SECONDS = 0.7
 # A new Python gets ten seconds to call Spark back, and no setting changes that: a query that fails of it is started
 # again, so often at most.
 _NO_CALL_BACK = "failed to connect back"
@@ -130,11 +132,13 @@ class Topics:
         return self._load(spark, spark.read, more)
 
     def _load(self, spark: SparkSession, reader: Any, more: Mapping[str, str]) -> DataFrame:
-        options = {"subscribe": ",".join(self.names), **self.options, **more}
-        if "subscribePattern" in options:
-            del options["subscribe"]
         register(spark)
-        return reader.format("nsq").options(**options).load()
+        return reader.format("nsq").options(**self.all_options, **more).load()
+
+    @property
+    def all_options(self) -> dict[str, str]:
+        """The options, and the names as one of them."""
+        return {**({"subscribe": ",".join(self.names)} if self.names else {}), **self.options}
 
 
 def check_whole(source: Source | Mapping[str, str], what: str, *more: str) -> None:
@@ -160,6 +164,7 @@ def temporary(source: Source) -> Source:
 def source_arguments(parser: argparse.ArgumentParser, *, nargs: str = "+", flag: bool = False) -> None:
     """Which topics, of which brokers."""
     group = parser.add_argument_group("the source")
+    parser.set_defaults(topics_by="--topic" if flag else "TOPIC")
     if flag:
         group.add_argument(
             "--topic", dest="topics", metavar="TOPIC", action="append", default=[], help="may be repeated"
@@ -168,7 +173,7 @@ def source_arguments(parser: argparse.ArgumentParser, *, nargs: str = "+", flag:
         group.add_argument(
             "topics", metavar="TOPIC", nargs=nargs, help="topics; a pattern with --option subscribePattern=…"
         )
-    _broker_arguments(group)
+    _broker_arguments(group, reads=True)
     group.add_argument(
         "--channel", metavar="NAME", help="consume this channel of brokers without a log (NSQ's own nsqd)"
     )
@@ -176,22 +181,21 @@ def source_arguments(parser: argparse.ArgumentParser, *, nargs: str = "+", flag:
         "--from",
         dest="start",
         metavar="WHERE",
-        default="earliest",
         help="start of a first run: earliest (default), latest, a time (2026-11-16T00:00:00Z), offsets in JSON",
     )
 
 
 def need_topics(arguments: argparse.Namespace) -> None:
-    if not arguments.topics and not any(key == "subscribePattern" for key, _ in arguments.option):
+    if not arguments.topics and "subscribePattern" not in source_options(arguments):
         raise PipelineError("say which topics, or a pattern: --option subscribePattern=REGEX")
 
 
-def broker_arguments(parser: argparse.ArgumentParser) -> None:
-    """Which brokers."""
-    _broker_arguments(parser.add_argument_group("the brokers"))
+def broker_arguments(parser: argparse.ArgumentParser, *, reads: bool = False) -> None:
+    """Which brokers; with `reads`, any option of the source may be given."""
+    _broker_arguments(parser.add_argument_group("the brokers"), reads=reads)
 
 
-def _broker_arguments(group: argparse._ArgumentGroup) -> None:
+def _broker_arguments(group: argparse._ArgumentGroup, *, reads: bool) -> None:
     group.add_argument(
         "--lookupd",
         metavar="ADDRESS",
@@ -208,20 +212,13 @@ def _broker_arguments(group: argparse._ArgumentGroup) -> None:
         type=pair,
         action="append",
         default=[],
-        help="any option of the source, see docs/spark.md; may be repeated",
+        help=f"{'option of the source' if reads else 'option nsq.… or fetch.…'}, see docs/spark.md; may be repeated",
     )
 
 
 def topics_of(arguments: argparse.Namespace) -> Topics:
     """The source that a command line asks for."""
-    options = network_options(arguments)
-    if arguments.channel:
-        options["channel"] = arguments.channel
-    if re.match(r"\d{4}-", arguments.start):
-        options["startingTimestamp"] = arguments.start
-    else:
-        options["startingOffsets"] = arguments.start
-    return Topics(arguments.topics, options | dict(arguments.option))
+    return Topics(arguments.topics, source_options(arguments))
 
 
 def check_topics(arguments: argparse.Namespace, *, batch: bool) -> int:
@@ -240,7 +237,7 @@ def check_topics(arguments: argparse.Namespace, *, batch: bool) -> int:
     wanted = topics_of(arguments)
     if arguments.remote or "subscribePattern" in wanted.options:
         return 0
-    options = read_source_options({"subscribe": ",".join(wanted.names), **wanted.options}, streaming=not batch)
+    options = read_source_options(wanted.all_options, streaming=not batch)
     if batch and options.mode == "spool":
         return 0  # it reads files and asks nobody
     cluster = Cluster(options.network)
@@ -407,18 +404,23 @@ def open_session(arguments: argparse.Namespace, app: str) -> SparkSession:
 
     from flintmq.spark.session import session
 
+    conf = dict(arguments.conf)
+    for key, argument in (("spark.master", "--master"), ("spark.remote", "--remote")):
+        if key in conf:
+            raise PipelineError(f"--conf {key}: give {argument} {conf[key]} instead")
     for name in ("SQLQueryContextLogger", "DataFrameQueryContextLogger"):
         # They write each error of a query to standard error, with traceback and all; it is told in a sentence.
         PySparkLogger.getLogger(name).setLevel(logging.CRITICAL)
-    conf = hadoop_settings(dict(getattr(arguments, "storage_option", [])))
+    conf = hadoop_settings(dict(getattr(arguments, "storage_option", []))) | conf
     if arguments.packages:
         packages, excluded, size = hadoop_packages()
         say(f"Hadoop's jars are taken from Maven where they are not there yet: about {size} MB")
-        conf |= {"spark.jars.packages": ",".join(packages), "spark.jars.excludes": ",".join(excluded)}
-    conf |= dict(arguments.conf)
+        for key, names in (("spark.jars.packages", packages), ("spark.jars.excludes", excluded)):
+            conf[key] = ",".join([*names, *filter(None, [conf.get(key)])])
+    end_quietly()
     with Screen() as screen, words_of_java():
         spark = session(app, master=arguments.master, remote=arguments.remote, report=screen.report, **conf)
-    end_quietly()
+    end_quietly()  # Spark has put a handler of its own there
     if where := getattr(arguments, "metrics_address", None):
         say(f"metrics are at http://{reports.serve(spark, where)}/metrics")
     if not getattr(arguments, "no_report", True) and not is_remote(spark):
@@ -529,7 +531,8 @@ class Summary:
 def run_stream(writer: DataStreamWriter, pipeline: str, *, once: bool, every: float, quiet: bool = True) -> Summary:
     """Run a stream, a batch every so many seconds or all there is once, and show how it goes.
 
-    SIGINT and SIGTERM end it after its batch.
+    SIGTERM ends it after its batch. So does ctrl-C; pressed again, and on a command line soon after, it raises
+    KeyboardInterrupt, as it does where `once` is not done.
 
     PipelineError says why it failed.
     """
@@ -537,7 +540,7 @@ def run_stream(writer: DataStreamWriter, pipeline: str, *, once: bool, every: fl
     starts = 1
     while True:
         try:
-            return _follow(_start(writer), pipeline, quiet)
+            return _follow(_start(writer), pipeline, once, quiet)
         except PipelineError as exc:
             if _NO_CALL_BACK not in str(exc) or starts == _MOST_STARTS:
                 raise
@@ -552,7 +555,7 @@ def _start(writer: DataStreamWriter) -> StreamingQuery:
         raise PipelineError(explain(exc)) from exc
 
 
-def _follow(query: StreamingQuery, pipeline: str, quiet: bool) -> Summary:
+def _follow(query: StreamingQuery, pipeline: str, once: bool, quiet: bool) -> Summary:
     from flintmq.spark.registration import given_up
 
     summary = Summary(pipeline)
@@ -583,8 +586,16 @@ def _follow(query: StreamingQuery, pipeline: str, quiet: bool) -> Summary:
                     display.show(text)
                 if asked.is_set():
                     _stop(query)
+                    if once:
+                        asked.check()
+                        raise PipelineError("a signal ended it before all messages were read: the next run continues")
                     break
             look()
+        except KeyboardInterrupt:
+            _cut_short(query)
+            raise
+        except PipelineError:
+            raise
         except Exception as exc:
             with contextlib.suppress(Exception):
                 query.stop()
@@ -598,6 +609,19 @@ def _stop(query: StreamingQuery) -> None:
     while query.status["isTriggerActive"] and time.monotonic() < give_up:
         time.sleep(0.1)
     query.stop()
+
+
+def _cut_short(query: StreamingQuery) -> None:
+    """Stop a query at once. Its batch is not done, and the next run repeats it."""
+    ending = threading.Thread(target=_stop_quietly, args=(query,), daemon=True)
+    ending.start()
+    # The Java of a command line ends with it, and a Connect server goes on.
+    ending.join(_SHORT_SECONDS if is_program() else None)
+
+
+def _stop_quietly(query: StreamingQuery) -> None:
+    with contextlib.suppress(Exception):
+        query.stop()
 
 
 def _progress_line(progress: Any, summary: Summary) -> str:
@@ -619,21 +643,6 @@ def _lag(progress: Any) -> int | None:
 
     behind = lag(progress)
     return sum(behind.values()) if behind else None
-
-
-@contextlib.contextmanager
-def asked_to_stop() -> Iterator[threading.Event]:
-    """Set when a signal asks for the end. Outside of the main thread there are no signals to hear."""
-    asked = threading.Event()
-    if threading.current_thread() is not threading.main_thread():
-        yield asked
-        return
-    before = {number: signal.signal(number, lambda *_: asked.set()) for number in (signal.SIGINT, signal.SIGTERM)}
-    try:
-        yield asked
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 def explain(exc: BaseException) -> str:
@@ -660,19 +669,6 @@ def register(spark: SparkSession) -> None:
 def parallelism(spark: SparkSession) -> int:
     """How many tasks run at once, as far as that is known."""
     return _CONNECT_TASKS if is_remote(spark) else int(spark.sparkContext.defaultParallelism)
-
-
-def network_options(arguments: argparse.Namespace, *, prefix: str = "") -> dict[str, str]:
-    """Where the brokers are, as options of `format("nsq")`."""
-    lookupd, nsqd = getattr(arguments, f"{prefix}lookupd"), getattr(arguments, f"{prefix}nsqd")
-    options = {key: value for key, value in getattr(arguments, f"{prefix}option") if key.startswith("nsq.")}
-    if lookupd:
-        options["nsq.lookupd.http.addresses"] = ",".join(lookupd)
-    if nsqd:
-        options["nsq.nsqd.addresses"] = ",".join(nsqd)
-    if not any(key.endswith(".addresses") for key in options):
-        options["nsq.nsqd.addresses"] = DEFAULT_NSQD
-    return options
 
 
 def print_summary(summary: Summary, *, as_json: bool) -> None:

@@ -264,6 +264,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    common.check_network_only(arguments)
     letters = Letters(
         arguments.topic,
         arguments.channel,

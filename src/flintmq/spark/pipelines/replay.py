@@ -19,7 +19,7 @@ import json
 import math
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -27,11 +27,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from flintmq.errors import ConnectError, PipelineError
 from flintmq.spark.pipelines import common
 from flintmq.spark.pipelines.archive import Target, read_files, table_files, target_of
+from flintmq.spark.pipelines.given import DEFAULT_START
 from flintmq.spark.pipelines.replay_notes import Chunk, Notes
 from flintmq.spark.pipelines.screen import Display, Silent
 from flintmq.spark.shipped.files import DataFile, Place, partition_of
+from flintmq.spark.shipped.options import read_sink_options
 
 if TYPE_CHECKING:
+    import pyarrow as pa
     from pyspark.sql import DataFrame, SparkSession
 
     from flintmq.spark.log_mode.index import Index
@@ -49,6 +52,8 @@ _SURPRISE = 1.5
 _GROWTH = 8
 #: By how much a write counts less than the one behind it.
 _FADE = 0.7
+#: Messages of an hour whose places are kept in memory at most: 16 bytes each, and as much again to sort them.
+_MOST_PLACES = 10_000_000
 #: How often the index of a log is asked where its messages are.
 _MOST_QUESTIONS = 2_000
 #: Seconds' worth of messages that a write has at least, and times the seconds that writes take.
@@ -59,6 +64,7 @@ _SPARE = 2.0
 Edge = tuple[int, int]
 #: Options that cut ranges, or leave out what is published.
 _CUTS = ("minpartitions", "maxrecordsperpartition", "columns")
+_PLACE = ("timestamp_ns", "offset")
 _BY_TIME = ("timestamp_ns", "topic", "node", "offset", "id")
 _LEAST = -(2**63)
 _HOUR_NS = 3_600_000_000_000
@@ -140,21 +146,33 @@ def archive_chunks(
 
 
 def _cuts(place: Place, files: Sequence[DataFile], size: int) -> list[Edge]:
-    """Where to cut the messages of some files, so that about `size` of them are between two cuts."""
-    if sum(file.rows for file in files) <= size:
+    """Where to cut the messages of some files, so that about `size` of them are between two cuts.
+
+    Of very many, every so manyth is looked at: the others are in the same places.
+    """
+    rows = sum(file.rows for file in files)
+    if rows <= size:
         return []
-    import pyarrow
+    step = math.ceil(rows / _MOST_PLACES)
+    places = _places_of(place, files, step).sort_by([(name, "ascending") for name in _PLACE])
+    between = max(1, size // step)
+    return [tuple(row.values()) for row in places.take(list(range(between, len(places), between))).to_pylist()]
+
+
+def _places_of(place: Place, files: Sequence[DataFile], step: int) -> pa.Table:
+    """Return where the first message of some files is, and each that is `step` behind another."""
+    import pyarrow as pa
     import pyarrow.parquet as parquet
 
-    columns = ["timestamp_ns", "offset"]
     # Not as one dataset: its folders would be read as columns.
     store = place.files()
-    parts = []
+    parts, seen = [], 0
     for file in files:
         with store.open_input_file(file.path) as opened:
-            parts.append(parquet.ParquetFile(opened).read(columns=columns))
-    places = pyarrow.concat_tables(parts).sort_by([(name, "ascending") for name in columns])
-    return [tuple(row.values()) for row in places.take(list(range(size, len(places), size))).to_pylist()]
+            for batch in parquet.ParquetFile(opened).iter_batches(columns=list(_PLACE)):
+                parts.append(batch.take(pa.array(range(-seen % step, len(batch), step), pa.int64())))
+                seen += len(batch)
+    return pa.Table.from_batches(parts)
 
 
 def archive_reader(root: str | Path | Target) -> ReadChunk:
@@ -337,6 +355,8 @@ def _replay(
             display.show(
                 f"{summary.rows:,} published, {summary.rows / seconds:,.0f}/s, {remaining:,} of {total:,} to go"
             )
+        if notes.done < len(chunks):
+            asked.check()
     summary.seconds = time.monotonic() - started
     summary.lag = sum(chunk.rows for chunk in chunks[notes.done :])
     summary.details = {"chunks": len(chunks), "done": notes.done, **pace.details()}
@@ -356,12 +376,12 @@ def _joined(chunks: Sequence[Chunk]) -> Chunk:
 def _all_stage(spark: SparkSession, network: Mapping[str, str]) -> bool:
     """Can all brokers that rows may go to stage them?"""
     from flintmq.spark.shipped.net import Cluster
-    from flintmq.spark.shipped.options import read_sink_options
 
-    if common.is_remote(spark):
-        # The brokers are those of the server's network.
+    sink = read_sink_options(network)
+    if common.is_remote(spark) or sink.idempotent == "false":
+        # Behind Spark Connect the brokers are those of the server's network.
         return False
-    cluster = Cluster(read_sink_options(network).network)
+    cluster = Cluster(sink.network)
     try:
         found = cluster.survey()
     except ConnectError:
@@ -575,8 +595,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    if not arguments.archive and not arguments.topics:
+    if not arguments.archive and not arguments.topics and "subscribePattern" not in common.topics_of(arguments).options:
         raise PipelineError("say what to replay: topics, or --archive DIR")
+    network = common.sink_options(arguments)
+    read_sink_options(network)
     if arguments.rate < 0 or not math.isfinite(arguments.rate):
         raise PipelineError("--rate is a number above 0")
     size = ORDERED_CHUNK_MESSAGES if arguments.ordered else CHUNK_MESSAGES
@@ -592,12 +614,8 @@ def run(arguments: argparse.Namespace) -> int:
             archive_reader(target),
         )
     else:
-        source = common.topics_of(arguments)
-        options = {"subscribe": ",".join(source.names), **source.options, **dict(_times(arguments))}
-        if "startingTimestamp" in options:
-            options.pop("startingOffsets", None)
+        options = _log_options(arguments)
         plan, read = lambda: log_chunks(options, size=size), log_reader(options)
-    elsewhere = arguments.to_nsqd or arguments.to_lookupd or arguments.to_option
     checkpoint, terms = common.place_of(arguments, arguments.checkpoint), terms_of(arguments)
     # Before Spark starts.
     common.check_places(arguments, "checkpoint")
@@ -611,7 +629,7 @@ def run(arguments: argparse.Namespace) -> int:
         plan,
         read,
         arguments.to,
-        common.network_options(arguments, prefix="to_" if elsewhere else ""),
+        network,
         checkpoint,
         where=arguments.where,
         rate=arguments.rate,
@@ -620,7 +638,7 @@ def run(arguments: argparse.Namespace) -> int:
         quiet=False,
     )
     common.print_summary(summary, as_json=arguments.json)
-    return status
+    return 1 if summary.lag else status
 
 
 def terms_of(arguments: argparse.Namespace) -> dict[str, Any]:
@@ -628,13 +646,13 @@ def terms_of(arguments: argparse.Namespace) -> dict[str, Any]:
 
     The addresses of brokers may change while a replay is stopped, and are left out.
     """
-    pattern = dict(arguments.option).get("subscribePattern")
+    pattern = None if arguments.archive else common.topics_of(arguments).options.get("subscribePattern")
     return {
         "archive": str(common.place_of(arguments, arguments.archive)) if arguments.archive else None,
         "table": [arguments.catalog, arguments.table] if arguments.archive else None,
         "topics": sorted(set(arguments.topics)),
-        "pattern": None if arguments.archive else pattern,
-        "from": None if arguments.archive else arguments.start,
+        "pattern": pattern,
+        "from": None if arguments.archive else arguments.start or DEFAULT_START,
         "since": _in_utc(arguments.since),
         "until": _in_utc(arguments.until),
     }
@@ -644,8 +662,17 @@ def _in_utc(when: datetime.datetime | None) -> str | None:
     return None if when is None else when.astimezone(datetime.UTC).isoformat()
 
 
-def _times(arguments: argparse.Namespace) -> Iterator[tuple[str, str]]:
+def _log_options(arguments: argparse.Namespace) -> dict[str, str]:
+    """Return the options of the source of a replay out of logs."""
+    options = common.topics_of(arguments).all_options
+    named = arguments.start or any(key.lower().startswith("starting") for key, _ in arguments.option)
     if arguments.since:
-        yield "startingTimestamp", arguments.since.isoformat()
+        if named:
+            raise PipelineError("--since and --from, or an option that says where to start, exclude each other")
+        options.pop("startingOffsets", None)
+        options["startingTimestamp"] = arguments.since.isoformat()
     if arguments.until:
-        yield "endingTimestamp", arguments.until.isoformat()
+        if not {"endingOffsets", "endingTimestamp"}.isdisjoint(options):
+            raise PipelineError("--until and an option that says where to end exclude each other")
+        options["endingTimestamp"] = arguments.until.isoformat()
+    return options

@@ -18,6 +18,7 @@ from typing import TYPE_CHECKING
 
 from flintmq.errors import FlintError, PipelineError
 from flintmq.spark.pipelines import archive, common, metrics, reports
+from flintmq.spark.pipelines.given import DEFAULT_NSQD
 from flintmq.spark.pipelines.screen import say
 
 if TYPE_CHECKING:
@@ -83,9 +84,7 @@ async def _publish(nsqd: str, rate: float, stop: threading.Event) -> None:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.description = "Publish sample orders, archive them and measure them, until ctrl-C."
-    parser.add_argument(
-        "--nsqd", metavar="ADDRESS", default=common.DEFAULT_NSQD, help="the broker (default %(default)s)"
-    )
+    parser.add_argument("--nsqd", metavar="ADDRESS", default=DEFAULT_NSQD, help="the broker (default %(default)s)")
     parser.add_argument(
         "--folder", metavar="DIR", default="flintmq-spark", help="folder of the results (default ./%(default)s)"
     )

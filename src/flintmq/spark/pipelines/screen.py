@@ -7,21 +7,19 @@ from __future__ import annotations
 
 import contextlib
 import os
-import signal
 import sys
 import threading
 import time
 from collections.abc import Iterator
-from typing import Any, ClassVar, NoReturn, TextIO
+from typing import Any, ClassVar, TextIO
+
+from flintmq.spark.pipelines.stopping import has_standard_error, is_interrupted, standard_error_led
 
 __all__ = [
     "Display",
     "Screen",
     "Silent",
-    "end_quietly",
-    "is_interrupted",
     "say",
-    "stopped",
     "words_of_java",
     "working",
 ]
@@ -53,7 +51,7 @@ class Screen:
         self._written = time.monotonic()
 
     def __enter__(self) -> Screen:
-        if _has_standard_error():
+        if has_standard_error():
             # A file of its own: standard error may be led elsewhere meanwhile.
             self._file = os.fdopen(os.dup(2), "w")
         if self._file.isatty():
@@ -161,19 +159,14 @@ def working(pipeline: str, what: str, tracker: Any) -> Iterator[None]:
 @contextlib.contextmanager
 def words_of_java() -> Iterator[None]:
     """Inside, start a Java whose standard error passes through us: it must not write into a line that changes."""
-    if not _has_standard_error():
+    if not has_standard_error():
         yield
         return
     read, write = os.pipe()
-    before = os.dup(2)
-    os.dup2(write, 2)
-    os.close(write)
     threading.Thread(target=_pass_on, args=(read,), daemon=True).start()
-    try:
+    with standard_error_led(write):
+        os.close(write)
         yield
-    finally:
-        os.dup2(before, 2)
-        os.close(before)
 
 
 def _pass_on(read: int) -> None:
@@ -181,49 +174,7 @@ def _pass_on(read: int) -> None:
     all_of_it = os.environ.get("FLINTMQ_SPARK_LOG", "error") != "error"
     with open(read, errors="replace") as lines:
         for line in lines:
+            if is_interrupted():
+                continue
             if all_of_it or not line.startswith("WARNING: "):
                 Screen.line(line.rstrip("\n"))
-
-
-def _has_standard_error() -> bool:
-    """Is standard error the process's own, and not something that a program has put in its place?"""
-    try:
-        return sys.stderr.fileno() == 2
-    except (OSError, ValueError):
-        return False
-
-
-# --- ctrl-C -----------------------------------------------------------------------------------------------------------
-
-#: Standard error as it was before ctrl-C.
-_before_the_end: int | None = None
-
-
-def end_quietly() -> None:
-    """From now on, ctrl-C ends this program with one line.
-
-    Spark's own handler calls Java, perhaps from within a call of Java; and py4j, and whatever tidies up afterwards over
-    a connection that is gone, have a trace for each such moment. Nobody needs them: nothing is written but that line.
-    """
-    if threading.current_thread() is threading.main_thread() and _has_standard_error():
-        signal.signal(signal.SIGINT, _interrupt)
-
-
-def _interrupt(*_: object) -> NoReturn:
-    global _before_the_end
-    if _before_the_end is None:
-        _before_the_end = os.dup(2)
-        nowhere = os.open(os.devnull, os.O_WRONLY)
-        os.dup2(nowhere, 2)
-        os.close(nowhere)
-    raise KeyboardInterrupt
-
-
-def is_interrupted() -> bool:
-    return _before_the_end is not None
-
-
-def stopped(pipeline: str) -> int:
-    """Say that ctrl-C ended a pipeline, and return the exit status of that."""
-    os.write(2 if _before_the_end is None else _before_the_end, f"flintmq pipeline {pipeline}: stopped\n".encode())
-    return 130

@@ -224,6 +224,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
+    common.check_network_only(arguments)
     batches = [checkpoint_batch(common.place_of(arguments, where)) for where in arguments.checkpoint]
     network = read_sink_options(common.network_options(arguments)).network
     found, queries, failures = known(network, arguments.topics)

@@ -927,10 +927,7 @@ class IcebergTable(Table):
             except Exception as exc:
                 if "already exists" in str(exc) and attempt < 2:
                     continue  # another has made its tables at the same moment
-                needed = "pip install 'flintmq[lake]'"
-                raise PipelineError(
-                    f"the Iceberg catalog cannot be opened ({reason(exc)}); its parts: {needed}"
-                ) from exc
+                raise PipelineError(f"the Iceberg catalog cannot be opened: {reason(exc)}") from exc
             return
 
     def _refresh(self) -> None:

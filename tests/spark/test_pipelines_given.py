@@ -1,0 +1,169 @@
+"""Options on the command line of a pipeline, and the arguments that say the same: nothing is overridden silently."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import sys
+from typing import Any
+
+import pytest
+
+pytest.importorskip("pyarrow")
+
+from flintmq.errors import PipelineError
+from flintmq.spark.pipelines import PIPELINES, common, replay
+
+
+def parsed(pipeline: str, *argv: str) -> argparse.Namespace:
+    parser = argparse.ArgumentParser()
+    importlib.import_module(f"flintmq.spark.pipelines.{PIPELINES[pipeline][0]}").add_arguments(parser)
+    return parser.parse_args(argv)
+
+
+def archive(*argv: str) -> argparse.Namespace:
+    return parsed("archive", "--to", "x", *argv)
+
+
+def replayed(*argv: str) -> argparse.Namespace:
+    return parsed("replay", "--to", "again", "--checkpoint", "y", *argv)
+
+
+@pytest.mark.parametrize(
+    ("argv", "text"),
+    [
+        (["t", "--option", "subscribe=x"], "--option subscribe: name topics by TOPIC instead"),
+        (["t", "--option", "SUBSCRIBE=t"], "--option subscribe: name topics by TOPIC instead"),
+        (["--option", "subscribe=x"], "--option subscribe: name topics by TOPIC instead"),
+        (["t", "--option", "subscribepattern=x.*"], "--option subscribePattern and TOPIC exclude each other"),
+        (
+            ["t", "--channel", "c", "--option", "channel=d"],
+            "--option channel and --channel say the same: give one of them",
+        ),
+        (["t", "--from", "latest", "--option", "startingOffsets=earliest"], "startingOffsets and --from say the same"),
+        (["t", "--from", "2026-11-16", "--option", "startingTimestamp=5"], "startingTimestamp and --from say the same"),
+        (
+            ["t", "--nsqd", "a:1", "--option", "NSQ.nsqd.addresses=b:1"],
+            "nsq.nsqd.addresses and --nsqd say the same: give one of them",
+        ),
+        (
+            ["t", "--lookupd", "a:1", "--option", "nsq.lookupd.http.addresses=b:1"],
+            "nsq.lookupd.http.addresses and --lookupd say the same",
+        ),
+        (["t", "--option", "checkpointLocation=/c"], "--option checkpointLocation: .* give --checkpoint"),
+        (["t", "--option", "mode=log", "--option", "Mode=spool"], "--option mode is given twice, with two values"),
+    ],
+)
+def test_an_option_that_an_argument_gives_too_is_refused(capsys: Any, argv: list[str], text: str):
+    from flintmq.cli import main
+
+    with pytest.raises(PipelineError, match=text):
+        common.topics_of(archive(*argv))
+    assert main(["pipeline", "archive", "--to", "x", *argv]) == 1
+    said = capsys.readouterr().err
+    assert said.startswith("flintmq pipeline archive: --option ") and said.count("\n") == 1
+
+
+def test_a_secret_that_is_given_twice_is_not_shown():
+    with pytest.raises(PipelineError, match=r"nsq\.auth\.secret is given twice") as caught:
+        common.topics_of(archive("t", "--option", "nsq.auth.secret=one", "--option", "nsq.auth.secret=two"))
+    assert "two" not in str(caught.value).replace("two values", "")
+    same = archive("t", "--option", "nsq.auth.secret=one", "--option", "nsq.auth.secret=one")
+    assert common.topics_of(same).options["nsq.auth.secret"] == "one"
+
+
+def test_topics_of_a_query_are_named_by_their_own_argument():
+    for option in ("subscribe=x", "subscribePattern=x"):
+        with pytest.raises(PipelineError, match=f"--option {option[:-2]}.*--topic"):
+            common.topics_of(parsed("sql", "q.sql", "--topic", "t", "--option", option))
+
+
+def test_what_is_given_once_is_taken():
+    found = common.topics_of(archive("t", "--option", "maxmessagespertrigger=5", "--option", "startingTimestamp=7"))
+    assert found.all_options == {
+        "subscribe": "t",
+        "maxMessagesPerTrigger": "5",
+        "startingTimestamp": "7",
+        "nsq.nsqd.addresses": "127.0.0.1:4150",
+    }
+    assert common.topics_of(archive("t")).options["startingOffsets"] == "earliest"
+    assert common.topics_of(archive("t", "--from", "2026-11-16")).options["startingTimestamp"] == "2026-11-16"
+    pattern = common.topics_of(archive("--option", "subscribepattern=x.*"))
+    assert "subscribe" not in pattern.all_options and pattern.options["subscribePattern"] == "x.*"
+    common.need_topics(archive("--option", "SubscribePattern=x.*"))
+    by_option = archive("t", "--option", "nsq.nsqd.addresses=b:1", "--channel", "c")
+    assert common.topics_of(by_option).options["nsq.nsqd.addresses"] == "b:1"
+    assert common.network_options(by_option) == {"nsq.nsqd.addresses": "b:1"}
+    assert common.network_options(archive("t", "--option", "fetch.timeoutms=5"))["fetch.timeoutMs"] == "5"
+
+
+@pytest.mark.parametrize(
+    ("argv", "text"),
+    [
+        (["t", "--since", "2026-11-16", "--from", "latest"], "--since and --from"),
+        (["t", "--since", "2026-11-16", "--option", "startingOffsets=latest"], "--since and --from, or an option"),
+        (["t", "--until", "2026-11-16", "--option", "endingTimestamp=5"], "--until and an option"),
+        (["t", "--to-option", "topic=elsewhere"], "--to-option topic: .* give --to$"),
+        (["t", "--to-option", "writeId=w"], "--to-option writeId"),
+        (["t", "--to-nsqd", "a:1", "--to-option", "nsq.nsqd.addresses=b:1"], "nsq.nsqd.addresses and --to-nsqd"),
+        (["t", "--to-option", "mpubMaxMesages=1"], "did you mean mpubMaxMessages"),
+    ],
+)
+def test_a_replay_that_is_told_two_things_is_refused(capsys: Any, argv: list[str], text: str):
+    from flintmq.cli import main
+
+    assert main(["pipeline", "replay", "--to", "again", "--checkpoint", "y", *argv]) == 1
+    said = capsys.readouterr().err
+    with pytest.raises(PipelineError, match=text):
+        raise PipelineError(said.strip())
+
+
+def test_a_replay_publishes_where_its_source_is_unless_it_is_told_to_go_elsewhere():
+    source = ["t", "--nsqd", "a:1", "--option", "nsq.http.token=ours", "--option", "mode=log"]
+    here = {"nsq.nsqd.addresses": "a:1", "nsq.http.token": "ours"}
+    assert common.sink_options(replayed(*source)) == here
+    # Other options of the sink say nothing about its brokers.
+    assert common.sink_options(replayed(*source, "--to-option", "mpubmaxmessages=7")) == here | {"mpubMaxMessages": "7"}
+    there = common.sink_options(replayed(*source, "--to-lookupd", "b:1", "--to-option", "nsq.http.token=theirs"))
+    assert there == {"nsq.lookupd.http.addresses": "b:1", "nsq.http.token": "theirs"}
+
+
+def test_times_of_a_replay_are_options_of_its_source():
+    arguments = replayed("t", "--since", "2026-11-16T01:00:00Z", "--until", "2026-11-16T02:00:00Z")
+    options = replay._log_options(arguments)
+    assert options["startingTimestamp"] == "2026-11-16T01:00:00+00:00" and "startingOffsets" not in options
+    assert options["endingTimestamp"] == "2026-11-16T02:00:00+00:00"
+    assert replay._log_options(replayed("--option", "subscribePattern=x"))["subscribePattern"] == "x"
+
+
+@pytest.mark.parametrize("pipeline", ["status", "dead-letters"])
+def test_options_that_nothing_reads_are_refused(capsys: Any, pipeline: str):
+    from flintmq.cli import main
+
+    names = ["t", "c"] if pipeline == "dead-letters" else ["t"]
+    assert main(["pipeline", pipeline, *names, "--option", "where=offset > 1"]) == 1
+    assert "only options of brokers are taken here" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("key", "argument"), [("spark.master", "--master"), ("spark.remote", "--remote")])
+def test_settings_of_spark_that_are_arguments_are_refused(key: str, argument: str):
+    pytest.importorskip("pyspark")
+    with pytest.raises(PipelineError, match=f"--conf {key}: give {argument} x instead"):
+        common.open_session(archive("t", "--conf", f"{key}=x"), "test")
+
+
+def test_packages_of_a_user_are_added_to_those_of_hadoop(monkeypatch: pytest.MonkeyPatch):
+    pytest.importorskip("pyspark")
+    importlib.import_module("flintmq.spark.session")
+    seen: dict[str, Any] = {}
+
+    def session(app: str, **settings: Any) -> Any:
+        seen.update(settings)
+        raise PipelineError("here Spark would start")
+
+    # The package has a function of the module's name.
+    monkeypatch.setattr(sys.modules["flintmq.spark.session"], "session", session)
+    with pytest.raises(PipelineError, match="here Spark"):
+        common.open_session(archive("t", "--packages", "--conf", "spark.jars.packages=a:b:1"), "test")
+    assert "org.apache.hadoop:hadoop-aws:" in seen["spark.jars.packages"]
+    assert seen["spark.jars.packages"].endswith(",a:b:1")
