@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import http.client
 import importlib.util
@@ -20,6 +21,7 @@ import time
 import tomllib
 import urllib.request
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -717,6 +719,21 @@ def test_up_says_how_to_activate_the_environment_where_its_programs_are_not_on_t
     folder = Path(sys.executable).parent
     path = f"{folder}:/usr/bin" if on_path else "/usr/bin"
     with process("up", "--data-path", str(tmp_path), *FREE_PORTS, env={"PATH": path}) as running:
+@pytest.mark.parametrize("serve", [cli._serve_all, partial(cli._serve_fleet, 2)], ids=["one", "fleet"])
+def test_up_that_is_stopped_while_it_starts_does_not_say_that_it_is_up(tmp_path, monkeypatch, capsys, serve):
+    def hear_at_once(stop, *_numbers):
+        # As a ctrl-C during the imports: the handler has run, and the loop has not yet.
+        asyncio.get_running_loop().call_soon(stop)
+
+    monkeypatch.setattr(cli, "_hear", hear_at_once)
+    options = NsqdOptions(data_path=str(tmp_path), tcp_address="127.0.0.1:0", http_address="127.0.0.1:0")
+    lookupd_options = NsqlookupdOptions(tcp_address="127.0.0.1:0", http_address="127.0.0.1:0")
+    with asyncio.Runner() as runner:
+        assert runner.run(serve(options, lookupd_options, "127.0.0.1:0")) == 0
+    assert "is up" not in capsys.readouterr().out
+    assert list(tmp_path.iterdir()) == []
+
+
         text = read_until(running, "stdout", r"(?s:.*)hello").group()
         running.send_signal(signal.SIGINT)
         running.communicate(timeout=PATIENCE)

@@ -531,6 +531,8 @@ async def _serve_fleet(count: int, options: NsqdOptions, lookupd_options: Nsqloo
     taken = (lookupd_options.tcp_address, lookupd_options.http_address, admin_address)
     chosen = ports(options.tcp_address, options.http_address, count, taken)
     async with _front(options, lookupd_options, admin_address) as (lookupd, page):
+        if await _is_asked(asked_to_stop):
+            return 0
         flags = (
             f"--lookupd-tcp-address={lookupd.tcp_address}",
             f"--broadcast-address={options.broadcast_address}",
@@ -538,7 +540,8 @@ async def _serve_fleet(count: int, options: NsqdOptions, lookupd_options: Nsqloo
         )
         async with Fleet(Path(options.data_path), chosen, options.id, flags) as fleet:
             loop.add_signal_handler(signal.SIGHUP, fleet.signal, signal.SIGHUP)
-            _welcome(fleet.addresses, options, lookupd, page)
+            if not await _is_asked(asked_to_stop):
+                _welcome(fleet.addresses, options, lookupd, page)
             await asked_to_stop.wait()
     return 0
 
@@ -614,6 +617,8 @@ async def _serve(
     """Run a broker until a signal asks for its end, perhaps already has, or until it cannot go on."""
     with no_collection():
         from flintmq.broker.daemon import Broker
+    if asked_to_stop is not None and await _is_asked(asked_to_stop):
+        return 0
 
     # Before the start, which may have much to recover: a signal must never cut that short.
     broker = Broker(options)
@@ -644,7 +649,7 @@ async def _serve(
     with no_collection():
         await broker.start(freeze)
     started.set()
-    if announce is not None:
+    if announce is not None and not await _is_asked(asked_to_stop):
         announce(broker, options)
     _tell_systemd("READY=1")
 
@@ -717,6 +722,12 @@ def _hear(stop: Callable[[], None], *numbers: int) -> None:
         signal.signal(number, lambda *_: loop.call_soon_threadsafe(stop))
     if _early:
         stop()
+
+
+async def _is_asked(stop: asyncio.Event) -> bool:
+    """Tell whether a signal came while modules were imported and ports opened: then nothing more is to be started."""
+    await asyncio.sleep(0)
+    return stop.is_set()
 
 
 def _event_loop(name: str) -> Callable[[], asyncio.AbstractEventLoop] | None:
