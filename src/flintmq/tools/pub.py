@@ -62,7 +62,9 @@ def _parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("topic", metavar="TOPIC")
     parser.add_argument("message", metavar="MESSAGE", nargs="*", type=os.fsencode, default=[])
-    parser.add_argument("--file", metavar="FILE", help="publish each line of this file; empty lines are skipped")
+    parser.add_argument(
+        "--file", metavar="FILE", help="publish each line of this file (-: of standard input); empty lines are skipped"
+    )
     parser.add_argument(
         "--defer", metavar="DURATION", type=_milliseconds, default=0, help="deliver only after this time, such as 10s"
     )
@@ -94,7 +96,7 @@ def _rate(text: str) -> float:
 
 async def _publish(publisher: _Publisher, arguments: argparse.Namespace) -> int:
     with contextlib.ExitStack() as stack:
-        if arguments.file:
+        if arguments.file and arguments.file != "-":
             # Opened before connecting: a wrong name should not look like a missing broker.
             descriptor = stack.enter_context(open(arguments.file, "rb", buffering=0)).fileno()  # noqa: ASYNC230
         elif arguments.message:
