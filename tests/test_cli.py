@@ -217,6 +217,7 @@ def test_a_wrong_command_line_is_a_usage_error(argv, closed_port):
         ["redrive", "t/c", "--count"],
         ["torture", "--minutes"],
         ["torture", "--kills"],
+        ["up", "--nodes"],
     ],
 )
 def test_a_word_where_a_number_is_due_is_named(argv):
@@ -224,6 +225,11 @@ def test_a_word_where_a_number_is_due_is_named(argv):
     assert result.returncode == 2
     last = result.stderr.decode().splitlines()[-1]
     assert last.startswith(f'flintmq {argv[0]}: error: argument {argv[-1]}: "many" is n')
+
+
+def test_a_number_below_zero_is_not_told_to_be_no_whole_number():
+    result = run("torture", "--kills", "-1")
+    assert result.stderr.decode().endswith('error: argument --kills: "-1" is not a whole number from 0 on\n')
 
 
 @pytest.mark.parametrize(
@@ -713,12 +719,6 @@ def test_up_makes_its_folder_and_prints_an_example_that_works(tmp_path):
         assert (running.returncode, stderr) == (0, b"")
 
 
-@needs_broker
-@pytest.mark.parametrize("on_path", [True, False])
-def test_up_says_how_to_activate_the_environment_where_its_programs_are_not_on_the_path(tmp_path, on_path):
-    folder = Path(sys.executable).parent
-    path = f"{folder}:/usr/bin" if on_path else "/usr/bin"
-    with process("up", "--data-path", str(tmp_path), *FREE_PORTS, env={"PATH": path}) as running:
 @pytest.mark.parametrize("serve", [cli._serve_all, partial(cli._serve_fleet, 2)], ids=["one", "fleet"])
 def test_up_that_is_stopped_while_it_starts_does_not_say_that_it_is_up(tmp_path, monkeypatch, capsys, serve):
     def hear_at_once(stop, *_numbers):
@@ -734,6 +734,12 @@ def test_up_that_is_stopped_while_it_starts_does_not_say_that_it_is_up(tmp_path,
     assert list(tmp_path.iterdir()) == []
 
 
+@needs_broker
+@pytest.mark.parametrize("on_path", [True, False])
+def test_up_says_how_to_activate_the_environment_where_its_programs_are_not_on_the_path(tmp_path, on_path):
+    folder = Path(sys.executable).parent
+    path = f"{folder}:/usr/bin" if on_path else "/usr/bin"
+    with process("up", "--data-path", str(tmp_path), *FREE_PORTS, env={"PATH": path}) as running:
         text = read_until(running, "stdout", r"(?s:.*)hello").group()
         running.send_signal(signal.SIGINT)
         running.communicate(timeout=PATIENCE)

@@ -205,12 +205,12 @@ _UP_ADDRESSES = ("tcp", "http", "lookupd_tcp", "lookupd_http", "admin_http")
 
 def _up(argv: Sequence[str]) -> int:
     """Run everything on this machine with nothing to set up: the first command of a newcomer."""
-    import argparse
-
     from flintmq import addresses
     from flintmq.tools._fleet import MOST_NODES, check_data_path
+    from flintmq.tools._show import parse_count
+    from flintmq.usage import Parser
 
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="flintmq up",
         description="Run the whole platform, reachable from this machine only. Ctrl-C ends it.",
     )
@@ -220,7 +220,7 @@ def _up(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--nodes",
         metavar="N",
-        type=int,
+        type=parse_count,
         default=1,
         help="brokers, to use more cores: each has its own process, the next two ports, and the folder node-1, node-2, "
         "… of the data path (default %(default)s, in this process)",
@@ -370,9 +370,9 @@ def _welcome(nsqds: Sequence[tuple[str, str]], options: NsqdOptions, lookupd: Lo
 
 
 def _backup(argv: Sequence[str]) -> int:
-    import argparse
+    from flintmq.usage import Parser
 
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="flintmq backup",
         description="Copy the data path of a broker to a new directory. The broker may be running.",
     )
@@ -408,9 +408,9 @@ def _backup(argv: Sequence[str]) -> int:
 
 
 def _restore(argv: Sequence[str]) -> int:
-    import argparse
+    from flintmq.usage import Parser
 
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="flintmq restore",
         description="Create the data path of a broker from a backup. Nothing is overwritten.",
     )
