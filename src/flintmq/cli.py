@@ -273,9 +273,9 @@ def _up(argv: Sequence[str]) -> int:
     try:
         os.makedirs(arguments.data_path, exist_ok=True)
     except OSError as exc:
-        wrong = f"cannot create the directory {arguments.data_path}: {exc.strerror}"
-        wrong += permission_hint(exc, arguments.data_path)
-        print(f"flintmq up: {wrong}; choose another with --data-path", file=sys.stderr)
+        hint = permission_hint(exc, arguments.data_path) or "; choose another"
+        wrong = f"cannot create the directory {arguments.data_path}: {exc.strerror}{hint}"
+        print(f"flintmq up: {wrong} (--data-path)", file=sys.stderr)
         return 1
     options = NsqdOptions(
         data_path=arguments.data_path,
