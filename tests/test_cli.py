@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import http.client
 import importlib.util
@@ -20,6 +21,7 @@ import time
 import tomllib
 import urllib.request
 from collections.abc import Iterator
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -215,6 +217,7 @@ def test_a_wrong_command_line_is_a_usage_error(argv, closed_port):
         ["redrive", "t/c", "--count"],
         ["torture", "--minutes"],
         ["torture", "--kills"],
+        ["up", "--nodes"],
     ],
 )
 def test_a_word_where_a_number_is_due_is_named(argv):
@@ -222,6 +225,11 @@ def test_a_word_where_a_number_is_due_is_named(argv):
     assert result.returncode == 2
     last = result.stderr.decode().splitlines()[-1]
     assert last.startswith(f'flintmq {argv[0]}: error: argument {argv[-1]}: "many" is n')
+
+
+def test_a_number_below_zero_is_not_told_to_be_no_whole_number():
+    result = run("torture", "--kills", "-1")
+    assert result.stderr.decode().endswith('error: argument --kills: "-1" is not a whole number from 0 on\n')
 
 
 @pytest.mark.parametrize(
@@ -709,6 +717,21 @@ def test_up_makes_its_folder_and_prints_an_example_that_works(tmp_path):
         running.send_signal(signal.SIGINT)
         _, stderr = running.communicate(timeout=PATIENCE)
         assert (running.returncode, stderr) == (0, b"")
+
+
+@pytest.mark.parametrize("serve", [cli._serve_all, partial(cli._serve_fleet, 2)], ids=["one", "fleet"])
+def test_up_that_is_stopped_while_it_starts_does_not_say_that_it_is_up(tmp_path, monkeypatch, capsys, serve):
+    def hear_at_once(stop, *_numbers):
+        # As a ctrl-C during the imports: the handler has run, and the loop has not yet.
+        asyncio.get_running_loop().call_soon(stop)
+
+    monkeypatch.setattr(cli, "_hear", hear_at_once)
+    options = NsqdOptions(data_path=str(tmp_path), tcp_address="127.0.0.1:0", http_address="127.0.0.1:0")
+    lookupd_options = NsqlookupdOptions(tcp_address="127.0.0.1:0", http_address="127.0.0.1:0")
+    with asyncio.Runner() as runner:
+        assert runner.run(serve(options, lookupd_options, "127.0.0.1:0")) == 0
+    assert "is up" not in capsys.readouterr().out
+    assert list(tmp_path.iterdir()) == []
 
 
 @needs_broker

@@ -210,6 +210,11 @@ ALL_FREE = (
             "DIR/closed cannot be read: Permission denied",
             "DIR/closed has mode 0000",
         ),
+        (
+            "pipeline status --checkpoint DIR/closed/at",
+            "DIR/closed/at cannot be read: Permission denied",
+            "DIR/closed has mode 0000",
+        ),
         ("pub t x --nsqd DIR/closed/sock", "cannot connect to a broker at DIR/closed/sock", "DIR/closed has mode 0000"),
     ],
 )

@@ -347,6 +347,13 @@ def test_messages_on_the_command_line_need_no_standard_input(nsq_broker: NsqBrok
     assert done.returncode == 1 and b"standard input is closed" in done.stderr and b"Traceback" not in done.stderr
 
 
+def test_a_dash_is_standard_input(nsq_broker: NsqBroker) -> None:
+    command = [sys.executable, "-m", "flintmq", "pub", "t", "--file", "-", "--nsqd", nsq_broker.address]
+    done = subprocess.run(command, input=b"one\ntwo\n", capture_output=True, timeout=PATIENCE)
+    assert (done.returncode, done.stderr) == (0, b"")
+    assert nsq_broker.take("t", 2) == [b"one", b"two"]
+
+
 def test_a_line_without_an_end_does_not_fill_the_memory(nsq_broker: NsqBroker, tmp_path: Path) -> None:
     file = tmp_path / "lines"
     with file.open("wb") as lines:

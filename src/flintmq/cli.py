@@ -205,12 +205,12 @@ _UP_ADDRESSES = ("tcp", "http", "lookupd_tcp", "lookupd_http", "admin_http")
 
 def _up(argv: Sequence[str]) -> int:
     """Run everything on this machine with nothing to set up: the first command of a newcomer."""
-    import argparse
-
     from flintmq import addresses
     from flintmq.tools._fleet import MOST_NODES, check_data_path
+    from flintmq.tools._show import parse_count
+    from flintmq.usage import Parser
 
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="flintmq up",
         description="Run the whole platform, reachable from this machine only. Ctrl-C ends it.",
     )
@@ -220,7 +220,7 @@ def _up(argv: Sequence[str]) -> int:
     parser.add_argument(
         "--nodes",
         metavar="N",
-        type=int,
+        type=parse_count,
         default=1,
         help="brokers, to use more cores: each has its own process, the next two ports, and the folder node-1, node-2, "
         "… of the data path (default %(default)s, in this process)",
@@ -273,9 +273,9 @@ def _up(argv: Sequence[str]) -> int:
     try:
         os.makedirs(arguments.data_path, exist_ok=True)
     except OSError as exc:
-        wrong = f"cannot create the directory {arguments.data_path}: {exc.strerror}"
-        wrong += permission_hint(exc, arguments.data_path)
-        print(f"flintmq up: {wrong}; choose another with --data-path", file=sys.stderr)
+        hint = permission_hint(exc, arguments.data_path) or "; choose another"
+        wrong = f"cannot create the directory {arguments.data_path}: {exc.strerror}{hint}"
+        print(f"flintmq up: {wrong} (--data-path)", file=sys.stderr)
         return 1
     options = NsqdOptions(
         data_path=arguments.data_path,
@@ -370,9 +370,9 @@ def _welcome(nsqds: Sequence[tuple[str, str]], options: NsqdOptions, lookupd: Lo
 
 
 def _backup(argv: Sequence[str]) -> int:
-    import argparse
+    from flintmq.usage import Parser
 
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="flintmq backup",
         description="Copy the data path of a broker to a new directory. The broker may be running.",
     )
@@ -408,9 +408,9 @@ def _backup(argv: Sequence[str]) -> int:
 
 
 def _restore(argv: Sequence[str]) -> int:
-    import argparse
+    from flintmq.usage import Parser
 
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="flintmq restore",
         description="Create the data path of a broker from a backup. Nothing is overwritten.",
     )
@@ -531,6 +531,8 @@ async def _serve_fleet(count: int, options: NsqdOptions, lookupd_options: Nsqloo
     taken = (lookupd_options.tcp_address, lookupd_options.http_address, admin_address)
     chosen = ports(options.tcp_address, options.http_address, count, taken)
     async with _front(options, lookupd_options, admin_address) as (lookupd, page):
+        if await _is_asked(asked_to_stop):
+            return 0
         flags = (
             f"--lookupd-tcp-address={lookupd.tcp_address}",
             f"--broadcast-address={options.broadcast_address}",
@@ -538,7 +540,8 @@ async def _serve_fleet(count: int, options: NsqdOptions, lookupd_options: Nsqloo
         )
         async with Fleet(Path(options.data_path), chosen, options.id, flags) as fleet:
             loop.add_signal_handler(signal.SIGHUP, fleet.signal, signal.SIGHUP)
-            _welcome(fleet.addresses, options, lookupd, page)
+            if not await _is_asked(asked_to_stop):
+                _welcome(fleet.addresses, options, lookupd, page)
             await asked_to_stop.wait()
     return 0
 
@@ -615,6 +618,8 @@ async def _serve(
     with no_collection():
         from flintmq.broker.daemon import Broker
         from flintmq.kernel import use_one_arena
+    if asked_to_stop is not None and await _is_asked(asked_to_stop):
+        return 0
 
     # Before the first thread. An embedded broker leaves the process as it is.
     use_one_arena()
@@ -647,7 +652,7 @@ async def _serve(
     with no_collection():
         await broker.start(freeze)
     started.set()
-    if announce is not None:
+    if announce is not None and not await _is_asked(asked_to_stop):
         announce(broker, options)
     _tell_systemd("READY=1")
 
@@ -720,6 +725,12 @@ def _hear(stop: Callable[[], None], *numbers: int) -> None:
         signal.signal(number, lambda *_: loop.call_soon_threadsafe(stop))
     if _early:
         stop()
+
+
+async def _is_asked(stop: asyncio.Event) -> bool:
+    """Tell whether a signal came while modules were imported and ports opened: then nothing more is to be started."""
+    await asyncio.sleep(0)
+    return stop.is_set()
 
 
 def _event_loop(name: str) -> Callable[[], asyncio.AbstractEventLoop] | None:

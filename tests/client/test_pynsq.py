@@ -185,7 +185,7 @@ async def test_a_writer_waits_for_its_broker(fake: FakeNsqd, caplog: pytest.LogC
     await fake.stop()
     writer = nsq.Writer([fake.address], reconnect_interval=0.01)
     published = writer.pub("t", b"x")
-    await until(lambda: "Connect call failed" in caplog.text)
+    await until(lambda: "Connection refused" in caplog.text)
     await fake.start()
     await published
     writer.close()

@@ -280,6 +280,8 @@ def test_completion_knows_commands_flags_actions_topics_and_channels(where: list
     assert completed("n") == ["nsqd"]
     assert completed("channel", "un") == ["unpause"]
     assert completed("ls", "--inter") == ["--interval"]
+    assert completed("pub", "--fi") == ["--file"]
+    assert completed("settings", "--un") == ["--unset"]
     assert "--mem-queue-size" in completed("nsqd", "--mem")
     assert "--rotate-size" in completed("nsq_to_file", "--rot")
     assert completed("tail", *where, "") == ["orders"]

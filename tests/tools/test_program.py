@@ -27,7 +27,7 @@ async def test_the_first_connections_are_waited_for(broker: Broker) -> None:
 async def test_a_broker_that_cannot_be_reached_is_fatal() -> None:
     failures = Failures()
     async with Consumer("t", "c", nsqd=["127.0.0.1:1"], on_error=failures) as consumer:
-        with pytest.raises(Fatal, match=r"^\(127\.0\.0\.1:1\) error connecting to nsqd"):
+        with pytest.raises(Fatal, match=r"^\(127\.0\.0\.1:1\) error connecting to nsqd - Connection refused$"):
             await connected(consumer, ["127.0.0.1:1"], failures)
 
 

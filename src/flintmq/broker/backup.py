@@ -122,7 +122,7 @@ def make(data_path: Path, target: Path, progress: Progress = _nothing) -> Manife
         if target.resolve().is_relative_to(data_path.resolve()):
             raise BackupError(f"{target} is inside the data path: a backup belongs elsewhere")
         if target.exists() and (not target.is_dir() or any(target.iterdir())):
-            raise BackupError(f"{target} is there already, and is not an empty folder")
+            raise BackupError(f"{target} is there already, and is not an empty folder: give another")
     node = _node_of(data_path)
     partial = target.with_name(target.name + ".partial")
     with _translated(f"cannot write the backup to {target}"), ExitStack() as stack:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import socket
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
@@ -796,4 +797,7 @@ def _numbers(version: str) -> tuple[int, ...]:
 
 
 def _reason(exc: Exception) -> str:
+    # Numbers of TLS and of failed look-ups of names are others than the system's; asyncio's words hold the address.
+    if isinstance(exc, OSError) and exc.errno and exc.errno > 0 and type(exc).__module__ != "ssl":
+        return os.strerror(exc.errno)
     return str(exc) or type(exc).__name__

@@ -50,6 +50,7 @@ __all__ = [
     "INTERRUPTED",
     "Link",
     "body_fields",
+    "check_name",
     "link_flags",
     "node_flags",
     "place_of",
@@ -330,15 +331,23 @@ def node_flags(parser: argparse.ArgumentParser) -> None:
 def split_source(parser: argparse.ArgumentParser, source: str, *, channel: bool | None = True) -> tuple[str, str]:
     """Topic and channel of `TOPIC/CHANNEL`. `channel`: must there be one, or not, or is both well (None)?"""
     topic, slash, name = source.partition("/")
-    is_good = wire.valid_name(topic) and (not slash or wire.valid_name(name))
-    if not is_good or (channel is not None and channel != bool(slash)):
+    if not topic or bool(slash) != bool(name) or "/" in name or (channel is not None and channel != bool(slash)):
         expected = {
             True: "TOPIC/CHANNEL, such as orders/billing",
             False: "a topic, such as orders",
             None: "TOPIC or TOPIC/CHANNEL, such as orders or orders/billing",
         }[channel]
         parser.error(f'"{source}" is not {expected}')
+    check_name(parser, topic, "topic")
+    if name:
+        check_name(parser, name, "channel")
     return topic, name
+
+
+def check_name(parser: argparse.ArgumentParser, name: str, kind: str) -> None:
+    """End with a usage error if no topic or channel can have this name."""
+    if not wire.valid_name(name):
+        parser.error(f'"{name}" is not a {kind} name: use 1 to 64 letters, digits, ".", "_" or "-"')
 
 
 def place_of(text: str) -> str | int | datetime:

@@ -63,7 +63,7 @@ async def _act(cluster: Cluster, kind: str, topic: str, channel: str, arguments:
         # On the nsqds that have the topic; if none has it, on those that were named.
         nodes = [address for address, topics in sample.nodes.items() if topic in topics] or cluster.nsqds
     elif not nodes:
-        raise OptionError(f"no nsqd has the {kind} {label}; flintmq ls lists those that there are")
+        raise OptionError(f"no nsqd has the {kind} {label}; flintmq ls lists all")
     warn(kind, sample.failures)
     messages = _messages(sample, nodes, topic, channel, action)
     if action in ("empty", "delete") and not arguments.yes:

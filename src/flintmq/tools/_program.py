@@ -366,7 +366,8 @@ async def connected(consumer: Consumer[bytes], addresses: Sequence[str], failure
     while waiting and not consumer.is_stopping:
         waiting.difference_update(consumer.connections)
         for address in waiting & failures.of.keys():
-            raise Fatal(f"({address}) error connecting to nsqd - {failures.of[address]}")
+            reason = str(failures.of[address]).removeprefix(f"{address}: ")
+            raise Fatal(f"({address}) error connecting to nsqd - {reason}")
         if waiting:
             await asyncio.sleep(0.01)
 

@@ -10,6 +10,7 @@ import textwrap
 from collections.abc import Sequence
 
 from flintmq.options import SECOND, parse_duration
+from flintmq.usage import Parser
 
 __all__ = [
     "BOLD",
@@ -31,7 +32,7 @@ BOLD, DIM, RED, YELLOW, GREEN = "1", "2", "31", "33", "32"
 
 def new_parser(name: str, description: str, examples: Sequence[str]) -> argparse.ArgumentParser:
     """Return the parser of a command; its help ends with examples."""
-    return argparse.ArgumentParser(
+    return Parser(
         prog=f"flintmq {name}",
         description=textwrap.fill(description, min(80, shutil.get_terminal_size().columns)),
         epilog="examples:\n" + "\n".join(f"  {example}" for example in examples),

@@ -181,12 +181,16 @@ def _catching() -> Iterator[None]:
     def catch(parser: argparse.ArgumentParser, *_: object, **__: object) -> NoReturn:
         raise _Caught(parser)
 
-    real = argparse.ArgumentParser.parse_args
-    argparse.ArgumentParser.parse_args = catch  # type: ignore[assignment, method-assign]
+    # Commands whose flags may stand between their arguments read them by the second.
+    names = ("parse_args", "parse_intermixed_args")
+    real = {name: getattr(argparse.ArgumentParser, name) for name in names}
     try:
+        for name in names:
+            setattr(argparse.ArgumentParser, name, catch)
         yield
     finally:
-        argparse.ArgumentParser.parse_args = real  # type: ignore[method-assign]
+        for name in names:
+            setattr(argparse.ArgumentParser, name, real[name])
 
 
 def _kind(command: str, rest: Sequence[str], flags: dict[str, bool]) -> str:

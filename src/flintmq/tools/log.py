@@ -18,6 +18,7 @@ import msgspec
 
 from flintmq.options import SECOND, format_duration
 from flintmq.tools import body_fields, node_flags, place_of, print_json, print_line, run_on_node, split_source
+from flintmq.usage import Parser
 
 if TYPE_CHECKING:
     from flintmq.cluster.node import LogInfo, NodeClient, Position
@@ -54,7 +55,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="flintmq log",
         description="Show the range of a topic's log, or its messages, or its readers.",
     )

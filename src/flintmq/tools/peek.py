@@ -12,6 +12,7 @@ import msgspec
 
 from flintmq.options import SECOND, format_duration, parse_duration
 from flintmq.tools import body_fields, node_flags, print_json, print_line, run_on_node, split_source
+from flintmq.usage import Parser
 
 if TYPE_CHECKING:
     from flintmq.cluster.node import NodeClient, Page, PeekedMessage
@@ -49,7 +50,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="flintmq peek",
         description="Look at the messages of a channel, or of a topic's log, without taking them; "
         "or finish, requeue or defer single ones.",

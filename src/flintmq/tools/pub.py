@@ -21,7 +21,8 @@ import msgspec
 from flintmq.errors import OptionError, ProtocolError
 from flintmq.options import MILLISECOND, parse_duration
 from flintmq.protocol import wire
-from flintmq.tools import Link, link_flags, run
+from flintmq.tools import Link, check_name, link_flags, run
+from flintmq.usage import Parser
 
 __all__ = ["ABOUT", "main"]
 
@@ -44,8 +45,7 @@ def main(argv: Sequence[str]) -> int:
     arguments = _parser().parse_intermixed_args(argv)
     if arguments.message and arguments.file:
         _parser().error("messages and --file exclude each other")
-    if not wire.valid_name(arguments.topic):
-        _parser().error(f'"{arguments.topic}" is not a topic name: use 1 to 64 letters, digits, ".", "_" or "-"')
+    check_name(_parser(), arguments.topic, "topic")
     if not all(arguments.message):
         _parser().error("a message cannot be empty")
     publisher = _Publisher(arguments.topic.encode(), arguments.defer, arguments.rate)
@@ -56,13 +56,15 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="flintmq pub",
         description="Publish messages: the arguments, or each line of a file or of standard input.",
     )
     parser.add_argument("topic", metavar="TOPIC")
     parser.add_argument("message", metavar="MESSAGE", nargs="*", type=os.fsencode, default=[])
-    parser.add_argument("--file", metavar="FILE", help="publish each line of this file; empty lines are skipped")
+    parser.add_argument(
+        "--file", metavar="FILE", help="publish each line of this file (-: of standard input); empty lines are skipped"
+    )
     parser.add_argument(
         "--defer", metavar="DURATION", type=_milliseconds, default=0, help="deliver only after this time, such as 10s"
     )
@@ -94,7 +96,7 @@ def _rate(text: str) -> float:
 
 async def _publish(publisher: _Publisher, arguments: argparse.Namespace) -> int:
     with contextlib.ExitStack() as stack:
-        if arguments.file:
+        if arguments.file and arguments.file != "-":
             # Opened before connecting: a wrong name should not look like a missing broker.
             descriptor = stack.enter_context(open(arguments.file, "rb", buffering=0)).fileno()  # noqa: ASYNC230
         elif arguments.message:

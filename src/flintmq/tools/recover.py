@@ -15,6 +15,7 @@ from typing import Any, Protocol
 
 from flintmq.protocol import wire
 from flintmq.tools import Link, link_flags, print_json, print_line, run
+from flintmq.usage import Parser
 
 __all__ = ["main"]
 
@@ -41,7 +42,7 @@ class Leftover(Protocol):
 
 
 def main(argv: Sequence[str], find: Callable[[Path], Sequence[Leftover]]) -> int:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="flintmq recover",
         description="List files that a broker set aside (.lost, .bad), and publish their messages again.",
     )

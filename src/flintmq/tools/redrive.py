@@ -13,6 +13,7 @@ import msgspec
 
 from flintmq.tools import node_flags, print_json, print_line, run_on_node, split_source
 from flintmq.tools._show import parse_count
+from flintmq.usage import Parser
 
 if TYPE_CHECKING:
     from flintmq.cluster.node import NodeClient, Redrive
@@ -29,7 +30,7 @@ _REASONS = ("requeued", "timed out", "expired")
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="flintmq redrive",
         description="Send the dead letters of a channel back to it. The broker does it by itself: "
         "ctrl-C ends the watching, not the work; --stop ends the work.",

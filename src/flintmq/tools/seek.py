@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from flintmq.tools import node_flags, place_of, print_json, print_line, run_on_node, split_source
+from flintmq.usage import Parser
 
 if TYPE_CHECKING:
     from flintmq.cluster.node import NodeClient
@@ -20,7 +21,7 @@ ABOUT = "move a channel to another place in its topic's log"
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="flintmq seek",
         description="Move a channel to another place of its topic's log. Its present messages are dropped, those in "
         "flight and deferred too; messages from that place on are delivered, perhaps once more.",

@@ -13,6 +13,7 @@ import msgspec
 from flintmq.durations import parse_duration
 from flintmq.errors import OptionError
 from flintmq.tools import node_flags, print_json, run_on_node
+from flintmq.usage import Parser
 
 if TYPE_CHECKING:
     from flintmq.cluster.node import EffectiveSettings, NodeClient
@@ -27,7 +28,7 @@ _NAME = re.compile(r"[.a-zA-Z0-9_*-]{1,64}(#ephemeral)?")
 
 
 def main(argv: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="flintmq settings",
         description="Show the settings of a topic or channel, and change them while the broker runs.",
         epilog="The keys are in docs/settings.md. Durations are written as 250ms or 1h30m, sizes and counts as "

@@ -93,7 +93,7 @@ def _find(sample: Sample, topic: str, channel: str) -> None:
         return
     found = sample.topics.get(topic)
     if found is None:
-        raise OptionError(f"no nsqd has a topic {topic}; flintmq ls lists those that there are")
+        raise OptionError(f"no nsqd has a topic {topic}; flintmq ls lists all")
     if channel and channel not in found.channels:
         raise OptionError(f"the topic {topic} has no channel {channel}; flintmq ls {topic} lists its channels")
 

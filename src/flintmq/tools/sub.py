@@ -27,10 +27,10 @@ import msgspec
 from flintmq.client import Message
 from flintmq.errors import ConnectError, ProtocolError
 from flintmq.options import SECOND, parse_duration
-from flintmq.protocol import wire
-from flintmq.tools import INTERRUPTED, Link, body_fields, link_flags, run, say_that_it_waits
+from flintmq.tools import INTERRUPTED, Link, body_fields, link_flags, run, say_that_it_waits, split_source
 from flintmq.tools._output import output_error
 from flintmq.tools._show import parse_count
+from flintmq.usage import Parser
 
 __all__ = ["ABOUT", "main"]
 
@@ -44,16 +44,12 @@ _GOODBYE_SECONDS = 5.0
 def main(argv: Sequence[str]) -> int:
     parser = _parser()
     arguments = parser.parse_args(argv)
-    topic, slash, channel = arguments.source.partition("/")
-    if not slash or not wire.valid_name(topic) or not wire.valid_name(channel):
-        parser.error(f'"{arguments.source}" is not TOPIC/CHANNEL, such as greetings/printer')
+    topic, channel = split_source(parser, arguments.source)
     return run("sub", lambda: _subscribe(topic, channel, arguments))
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="flintmq sub", description="Print the messages of a channel, one per line, and finish them."
-    )
+    parser = Parser(prog="flintmq sub", description="Print the messages of a channel, one per line, and finish them.")
     parser.add_argument("source", metavar="TOPIC/CHANNEL", help="both are created if they do not exist")
     parser.add_argument("-n", metavar="COUNT", dest="count", type=parse_count, help="end after COUNT messages")
     parser.add_argument(

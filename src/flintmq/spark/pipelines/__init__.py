@@ -6,12 +6,16 @@ share is in `common`; `store` and `lake` are the files of an archive.
 
 from __future__ import annotations
 
-import argparse
 import importlib
 import sys
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from flintmq.errors import FlintError
+from flintmq.usage import Parser
+
+if TYPE_CHECKING:
+    import argparse
 
 __all__ = ["PIPELINES", "main"]
 
@@ -34,7 +38,7 @@ _SPARK_PACKAGES = frozenset({"pyspark", "py4j", "pyarrow", "pandas", "deltalake"
 
 def main(argv: Sequence[str]) -> int:
     """`flintmq pipeline`: 0 after a clean end, 1 when something failed or does not add up, 2 for a wrong call."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="flintmq pipeline",
         description="Ready-made Spark pipelines; flintmq pipeline NAME --help describes one.",
     )
@@ -78,10 +82,17 @@ def _run(arguments: argparse.Namespace) -> int:
             if not isinstance(exc, FlintError) and not is_of_spark:
                 raise
             # What Spark refuses only when it computes: a query that cannot run, a topic that is gone.
-            sys.stderr.write(f"flintmq pipeline {arguments.pipeline}: {common.explain(exc) if is_of_spark else exc}\n")
+            told = common.explain(exc) if is_of_spark else str(exc)
+            sys.stderr.write(f"flintmq pipeline {arguments.pipeline}: {told}{_remedy(arguments, told)}\n")
             return 1
         finally:
             reports.end("" if stopping.is_interrupted() else error)
     except KeyboardInterrupt:
         return stopping.stopped(arguments.pipeline)
     return status
+
+
+def _remedy(arguments: argparse.Namespace, told: str) -> str:
+    """Return what to do where no broker runs at the default address."""
+    is_default = not (getattr(arguments, "nsqd", None) or getattr(arguments, "lookupd", None))
+    return "; start one with: flintmq up" if is_default and "cannot be reached: Connection refused" in told else ""

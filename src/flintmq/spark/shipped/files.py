@@ -208,7 +208,9 @@ class Place:
         except FileNotFoundError:
             return False
         except (OSError, ValueError) as exc:
-            raise PipelineError(f"{self.text} cannot be read: {reason(exc)}") from exc
+            hint = permission_hint(exc, self.text) if self.is_local else ""
+            why = f"{os.strerror(errno.EACCES)}{hint}" if hint else reason(exc)
+            raise PipelineError(f"{self.text} cannot be read: {why}") from exc
 
     def read_text(self, name: str) -> str:
         """A small file. FileNotFoundError if there is none."""

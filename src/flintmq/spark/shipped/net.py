@@ -72,7 +72,7 @@ class Connection:
                 split(address)[:2], timeout=timeout or network.timeout
             )
         except OSError as exc:
-            raise ConnectError(f"nsqd {address} cannot be reached: {exc}") from exc
+            raise ConnectError(f"nsqd {address} cannot be reached: {exc.strerror or exc}") from exc
         try:
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._shake_hands(client_id)

@@ -20,6 +20,7 @@ from flintmq.tools import print_json
 from flintmq.tools.torture import display
 from flintmq.tools.torture.front import FAULTS
 from flintmq.tools.torture.run import DURABILITIES, Plan, Report, Run
+from flintmq.usage import Parser
 
 __all__ = ["main"]
 
@@ -87,7 +88,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="flintmq torture",
         description="Run brokers under mixed load on this machine, kill, stop and starve them, and count what is lost, "
         "comes twice, early or late. Exit status 1: something was lost.",
@@ -149,7 +150,7 @@ def _positive(text: str) -> float:
 
 def _count(text: str) -> int:
     if not text.isdecimal():
-        raise argparse.ArgumentTypeError(f'"{text}" is not a whole number')
+        raise argparse.ArgumentTypeError(f'"{text}" is not a whole number from 0 on')
     return int(text)
 
 
