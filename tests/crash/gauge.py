@@ -2,20 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import os
 import resource
 import time
-from collections.abc import Iterator
+from collections.abc import Awaitable, Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 from bench.daemons import PAGE_SIZE, cpu_clock
 
 from support.http_client import HttpClient
 
-from .broker import BrokerProcess
+from .broker import PATIENCE, BrokerProcess
 
-__all__ = ["Gauge", "depth_of", "disk_bytes", "raise_file_limit", "stats_of"]
+__all__ = ["Gauge", "depth_of", "disk_bytes", "raise_file_limit", "stats_of", "until"]
 
 
 class Gauge:
@@ -56,15 +58,25 @@ def _blocks(folder: Path) -> Iterator[int]:
                 yield os.stat(os.path.join(path, name)).st_blocks
 
 
-async def stats_of(broker: BrokerProcess, *, clients: bool = False) -> list[dict[str, object]]:
+async def stats_of(broker: BrokerProcess) -> list[dict[str, Any]]:
     """Return the topics of /stats."""
     async with HttpClient.connect(broker.http_address) as http:
-        return (await http.get(f"/stats?format=json&include_clients={str(clients).lower()}")).json["topics"]
+        return (await http.get("/stats?format=json&include_clients=false")).json["topics"]
 
 
-def depth_of(topics: list[dict[str, object]]) -> int:
+def depth_of(topics: list[dict[str, Any]]) -> int:
     """Return how many messages wait: in topics for want of a channel, and in channels."""
     return sum(topic["depth"] + sum(channel["depth"] for channel in topic["channels"]) for topic in topics)
+
+
+async def until(so: Callable[[], Awaitable[bool]], patience: float = PATIENCE) -> bool:
+    """Look again and again, until it is so; return whether it is."""
+    deadline = time.monotonic() + patience
+    while not await so():
+        if time.monotonic() > deadline:
+            return False
+        await asyncio.sleep(0.05)
+    return True
 
 
 def raise_file_limit(wanted: int) -> str:

@@ -39,8 +39,8 @@ from support.revision import ENGINE, about
 
 from .broker import PATIENCE, BrokerProcess
 from .flow import Flow, FlowFailed, Latencies, Reading
-from .gauge import Gauge, depth_of, disk_bytes, raise_file_limit, stats_of
-from .trickle import Trickle
+from .gauge import Gauge, depth_of, disk_bytes, raise_file_limit, stats_of, until
+from .trickle import Amounts, Trickle
 
 SOURCES = (*ENGINE, "tests/crash/soak.py", "tests/crash/trickle.py", "tests/crash/flow.py", "bench/load.c")
 BODY_BYTES = 200
@@ -72,11 +72,8 @@ class Plan:
     warm_up: float = 600.0
     #: Messages that the lagging channel stays behind, at most.
     lag: int = 500_000
-    #: Messages a second of each kind that the trickle publishes, and its visitors.
-    trickle: int = 100
-    visits: int = 5
-    #: Seconds of the longest deferral.
-    longest_delay: float = 30.0
+    #: Of the trickle.
+    amounts: Amounts = field(default_factory=Amounts)
 
 
 @dataclass(slots=True)
@@ -206,9 +203,7 @@ class Soak:
         plan = self._plan
         self._binary = load.build()
         self._broker = await BrokerProcess.of(self._data_path)
-        trickle = Trickle(
-            self._broker, plan.seed, rate=plan.trickle, visits=plan.visits, longest_delay=plan.longest_delay
-        )
+        trickle = Trickle(self._broker, plan.seed, plan.amounts)
         work = asyncio.create_task(trickle.run())
         try:
             self.report.maximum = await self._calibrate(work)
@@ -303,12 +298,18 @@ class Soak:
 
     async def _end(self) -> None:
         """Nothing is left, and the broker stops in order."""
-        topics = await stats_of(self._broker)
-        if depth := depth_of(topics):
-            self.report.failures.append(f"{depth:,} messages are left in channels")
-        names = [channel["channel_name"] for topic in topics for channel in topic["channels"]]
-        if ephemeral := [name for name in names if name.endswith("#ephemeral")]:
-            self.report.failures.append(f"ephemeral channels are left: {ephemeral[:5]}")
+        depth, ephemeral = 0, [""]
+
+        async def is_quiet() -> bool:
+            """The last clients have just closed their connections: the broker may not know it yet."""
+            nonlocal depth, ephemeral
+            topics = await stats_of(self._broker)
+            names = [channel["channel_name"] for topic in topics for channel in topic["channels"]]
+            depth, ephemeral = depth_of(topics), [name for name in names if name.endswith("#ephemeral")]
+            return not depth and not ephemeral
+
+        if not await until(is_quiet, 20):
+            self.report.failures.append(f"{depth:,} messages and the channels {ephemeral[:5]} are left")
         if status := await self._broker.stop():
             self.report.failures.append(f"the broker stopped with status {status}")
 

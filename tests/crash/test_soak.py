@@ -20,7 +20,7 @@ from flintmq.protocol.wire import FRAME_MESSAGE, FRAME_RESPONSE, encode_frame
 
 from .flow import Flow, FlowFailed, Latencies, _upper_bound
 from .soak import BODY_BYTES, Plan, Sample, Soak, chart, judge, result_line, thinned
-from .trickle import Book, Totals
+from .trickle import Amounts, Book, Totals
 
 ROOT = Path(__file__).parents[2]
 pytestmark = [
@@ -31,14 +31,15 @@ pytestmark = [
 
 async def test_a_mixed_load_loses_nothing_and_everything_arrives_once(tmp_path: Path) -> None:
     # Seconds are too few to tell what grows.
-    plan = Plan(3.0, seed=1, calibration=1.0, every=0.5, warm_up=60.0, lag=20_000, trickle=50, longest_delay=0.5)
+    amounts = Amounts(rate=50, longest_delay=0.5, msg_timeout=1.0)
+    plan = Plan(2.0, seed=1, calibration=1.0, every=0.5, warm_up=60.0, lag=20_000, amounts=amounts)
     soak = Soak(plan, tmp_path)
     report = await soak.run()
 
     assert report.failures == []
     assert report.passed
     assert report.maximum["batches"] > report.rate["batches"] > 0
-    assert report.published > 3 * (report.rate["batches"] + report.rate["singles"]) / 2
+    assert report.published > 2 * (report.rate["batches"] + report.rate["singles"]) / 2
     # It was a mixed load.
     assert min(report.trickle[name] for name in ("requeued", "let_time_out", "redelivered", "visits", "tailed")) > 0
     assert len(soak.samples) >= 3

@@ -33,7 +33,7 @@ from support.nsq_client import NsqClient
 
 from .broker import PATIENCE, BrokerProcess
 
-__all__ = ["Book", "Trickle"]
+__all__ = ["Amounts", "Book", "Totals", "Trickle"]
 
 MIXED, DEFERRED = "mixed", "deferred"
 NUMBER_BYTES = 8
@@ -43,12 +43,21 @@ ROUND = 0.1
 BATCH = 10
 #: Shares of the messages of the careless consumers.
 REQUEUED, FORGOTTEN = 0.05, 0.02
-#: Milliseconds until a message that was let go comes again.
-MSG_TIMEOUT = 2_000
 #: Seconds that the ephemeral channel lives, and then does not.
 TAIL_LIVES, TAIL_RESTS = 20.0, 2.0
 #: Of the visitors, each of this number has an ephemeral channel of its own.
 OWN_CHANNEL_EACH = 10
+
+
+@dataclass(frozen=True)
+class Amounts:
+    #: Messages a second that are published by each of PUB, MPUB, HTTP and DPUB.
+    rate: int = 100
+    #: Connections a second that leave again.
+    visits: int = 5
+    #: Seconds.
+    longest_delay: float = 30.0
+    msg_timeout: float = 2.0
 
 
 @dataclass
@@ -107,13 +116,10 @@ class _Consumer(NsqClient):
 
     @classmethod
     @asynccontextmanager
-    async def of(
-        cls, address: str, topic: str, channel: str, ready: int, book: Book, totals: Totals
-    ) -> AsyncIterator[_Consumer]:
+    async def of(cls, address: str, book: Book, totals: Totals, msg_timeout: float) -> AsyncIterator[_Consumer]:
         async with cls.to(address) as client:
             client.book, client.totals = book, totals
-            await client.ask(encode_command(b"IDENTIFY", body=b'{"msg_timeout":%d}' % MSG_TIMEOUT))
-            await client.subscribe(topic, channel, ready=ready)
+            await client.ask(encode_command(b"IDENTIFY", body=b'{"msg_timeout":%d}' % round(1_000 * msg_timeout)))
             yield client
 
     async def next(self) -> tuple[int, Message]:
@@ -145,14 +151,10 @@ class _Consumer(NsqClient):
 
 
 class Trickle:
-    """``rate`` messages a second by each of PUB, MPUB, HTTP and DPUB, and ``visits`` connections a second."""
-
-    def __init__(self, broker: BrokerProcess, seed: int, *, rate: int, visits: int, longest_delay: float) -> None:
+    def __init__(self, broker: BrokerProcess, seed: int, amounts: Amounts) -> None:
         self._broker = broker
         self._rng = random.Random(seed)
-        self._rate = rate
-        self._visits = visits
-        self._longest_delay = round(longest_delay * 1_000)
+        self._amounts = amounts
         self.totals = Totals()
         self._careless, self._visited, self._deferred = (Book(self.totals) for _ in range(3))
         self._mixed_numbers, self._deferred_numbers, self._visitors = count(), count(), count()
@@ -163,7 +165,6 @@ class Trickle:
         self._over.set()
 
     async def run(self) -> None:
-        address, totals = self._broker.address, self.totals
         async with asyncio.TaskGroup() as group:
             consumers = [
                 group.create_task(self._consume_carelessly()),
@@ -173,11 +174,9 @@ class Trickle:
                 group.create_task(self._tail()),
             ]
             # The channels are there before the first message.
-            async with _Consumer.of(address, MIXED, "careless", 0, self._careless, totals):
-                async with _Consumer.of(address, MIXED, "visited", 0, self._visited, totals):
-                    pass
-            async with _Consumer.of(address, DEFERRED, "worker", 0, self._deferred, totals):
-                pass
+            for topic, channel in ((MIXED, "careless"), (MIXED, "visited"), (DEFERRED, "worker")):
+                async with NsqClient.to(self._broker.address) as client:
+                    await client.subscribe(topic, channel)
             publishers = [
                 group.create_task(work)
                 for work in (
@@ -226,20 +225,20 @@ class Trickle:
 
     async def _publish_singles(self) -> None:
         async with NsqClient.to(self._broker.address) as one, NsqClient.to(self._broker.address) as other:
-            async for due in self._rounds(self._rate / 2):
+            async for due in self._rounds(self._amounts.rate / 2):
                 for client in (one, other):
                     await client.publish(MIXED, *(self._mixed_body() for _ in range(due)))
 
     async def _publish_batches(self) -> None:
         async with NsqClient.to(self._broker.address) as client:
-            async for due in self._rounds(self._rate / BATCH):
+            async for due in self._rounds(self._amounts.rate / BATCH):
                 for _ in range(due):
                     client.send(encode_mpub(MIXED.encode(), [self._mixed_body() for _ in range(BATCH)]))
                     await client.answer()
 
     async def _publish_over_http(self) -> None:
         async with HttpClient.connect(self._broker.http_address) as http:
-            async for due in self._rounds(self._rate):
+            async for due in self._rounds(self._amounts.rate):
                 for _ in range(due):
                     answer = await http.post(f"/pub?topic={MIXED}", self._mixed_body())
                     if answer.status != 200:
@@ -247,9 +246,9 @@ class Trickle:
 
     async def _publish_deferred(self) -> None:
         async with NsqClient.to(self._broker.address) as client:
-            async for due in self._rounds(self._rate):
+            async for due in self._rounds(self._amounts.rate):
                 for _ in range(due):
-                    delay = self._rng.randrange(self._longest_delay)
+                    delay = round(1_000 * self._rng.uniform(0, self._amounts.longest_delay))
                     number = next(self._deferred_numbers)
                     self._deferred.enter(number, time.monotonic_ns() + delay * 1_000_000)
                     client.send(encode_command(b"DPUB", DEFERRED.encode(), b"%d" % delay, body=self._body(number)))
@@ -257,14 +256,20 @@ class Trickle:
 
     # --- Consuming ---------------------------------------------------------------------------------------------------
 
+    @asynccontextmanager
+    async def _consumer(self, topic: str, channel: str, ready: int, book: Book) -> AsyncIterator[_Consumer]:
+        async with _Consumer.of(self._broker.address, book, self.totals, self._amounts.msg_timeout) as client:
+            await client.subscribe(topic, channel, ready=ready)
+            yield client
+
     async def _consume(self, channel: str, topic: str, book: Book) -> None:
-        async with _Consumer.of(self._broker.address, topic, channel, 100, book, self.totals) as client:
+        async with self._consumer(topic, channel, 100, book) as client:
             while True:
                 client.finish_one(*await client.next())
 
     async def _consume_carelessly(self) -> None:
-        address, totals = self._broker.address, self.totals
-        async with _Consumer.of(address, MIXED, "careless", 100, self._careless, totals) as client:
+        totals = self.totals
+        async with self._consumer(MIXED, "careless", 100, self._careless) as client:
             while True:
                 number, message = await client.next()
                 fate = self._rng.random()
@@ -290,7 +295,7 @@ class Trickle:
 
     async def _receive_visitors(self) -> None:
         async with asyncio.TaskGroup() as group:
-            async for due in self._rounds(self._visits):
+            async for due in self._rounds(self._amounts.visits):
                 for _ in range(due):
                     group.create_task(self._visit(next(self._visitors)))
 
@@ -299,8 +304,7 @@ class Trickle:
             async with NsqClient.to(self._broker.address) as client:
                 await client.subscribe(MIXED, f"visitor-{number}#ephemeral")
         else:
-            book, totals = self._visited, self.totals
-            async with _Consumer.of(self._broker.address, MIXED, "visited", 3, book, totals) as client:
+            async with self._consumer(MIXED, "visited", 3, self._visited) as client:
                 taken = [await self._next_unless_over(client) for _ in range(self._rng.randrange(1, 4))]
                 # The others leave without a word and finish nothing: a FIN just before the end may be lost.
                 if number % 2:
@@ -318,3 +322,5 @@ class Trickle:
         finally:
             message.cancel()
             over.cancel()
+            # Only one may read at a time.
+            await asyncio.gather(message, over, return_exceptions=True)
