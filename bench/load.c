@@ -136,7 +136,7 @@ static size_t hello_len;
 
 static double started_at, finished_at, cpu_at_start;
 
-static void turn_within(int milliseconds);
+static int turn_within(int milliseconds);
 static void die(const char *format, ...) __attribute__((noreturn, format(printf, 1, 2)));
 
 static void die(const char *format, ...)
@@ -411,7 +411,8 @@ static void open_all(int count)
         hand_to_loop(&connections[i]);
         /* The first of many want their heartbeats answered while the last ones connect. */
         if (i % MAX_EVENTS == 0)
-            turn_within(0);
+            while (turn_within(0) == MAX_EVENTS)
+                ;
     }
 }
 
@@ -818,7 +819,8 @@ static void flow_steer_lagging(void)
 
 /* ---- the loop ---- */
 
-static void turn_within(int milliseconds)
+/* Returns the number of events, MAX_EVENTS if there may be more. */
+static int turn_within(int milliseconds)
 {
     struct epoll_event events[MAX_EVENTS];
     int n = epoll_wait(epoll_fd, events, MAX_EVENTS, milliseconds);
@@ -838,6 +840,7 @@ static void turn_within(int milliseconds)
         if (events[i].events & (EPOLLIN | EPOLLERR | EPOLLHUP))
             receive(c);
     }
+    return n;
 }
 
 static void turn(void)

@@ -16,7 +16,7 @@ from typing import Literal, Self
 import msgspec
 from bench.load import Mode
 
-__all__ = ["Flow", "FlowFailed", "Latencies", "Reading"]
+__all__ = ["Flow", "FlowFailed", "Latencies", "Reading", "in_words"]
 
 #: Seconds in which a generator must have opened its connections, or ended when it was asked to.
 PATIENCE = 240.0
@@ -28,6 +28,13 @@ _BUCKETS = (64 - _BUCKET_BITS + 1) * _PER_POWER
 
 class FlowFailed(Exception):
     """The generator ended with an error, which says what the broker did."""
+
+
+def in_words(exc: BaseException) -> str:
+    """Return what happened; of a group the first."""
+    while isinstance(exc, BaseExceptionGroup):
+        exc = exc.exceptions[0]
+    return f"{type(exc).__name__}: {exc}"
 
 
 class Reading(msgspec.Struct, frozen=True):

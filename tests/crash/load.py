@@ -38,14 +38,14 @@ from support.revision import ENGINE, about
 
 from .broker import PATIENCE, BrokerProcess
 from .deferred import Connection
-from .flow import Flow, Reading
+from .flow import Flow, FlowFailed, Reading, in_words
 from .gauge import Gauge, depth_of, raise_file_limit, stats_of, until
 
 SOURCES = (*ENGINE, "tests/crash/load.py", "tests/crash/flow.py", "bench/load.c")
 MIB = 1 << 20
 BODY_BYTES = 200
-#: Of a frame with such a body on the wire.
-FRAME_BYTES = 34 + BODY_BYTES
+#: Of a message's frame on the wire, before its body.
+FRAME_HEAD_BYTES = 34
 #: Seconds that a generator may take; each of them ends earlier by itself.
 LONG = 3_600
 
@@ -267,6 +267,7 @@ async def churn(data_path: Path, plan: ChurnPlan, progressed: Progressed) -> Out
         outcome.figures = {
             "connections": visitors.count,
             "messages taken": visitors.taken,
+            "messages finished": visitors.finished,
             "connections without a word": visitors.silent,
             "objects more": more,
             "MB more": _mb(growth),
@@ -292,15 +293,15 @@ class _Visitors:
 
     def __init__(self, broker: BrokerProcess) -> None:
         self._address = broker.address
-        self.count = self.taken = self.silent = 0
+        self.count = self.taken = self.finished = self.silent = 0
         self._published = 0
         self._wanted = asyncio.Event()
 
     async def feed(self) -> None:
-        """Keep a few hundred messages ahead of what is taken."""
+        """Keep a few hundred messages ahead of what is finished."""
         async with NsqClient.to(self._address) as client:
             while True:
-                while self._published - self.taken < 500:
+                while self._published - self.finished < 500:
                     client.send(encode_mpub(b"visited", [bytes(BODY_BYTES)] * 100))
                     await client.answer()
                     self._published += 100
@@ -332,13 +333,14 @@ class _Visitors:
                     await client.subscribe("visited", "worker", ready=3)
                     messages = await client.messages(number % 3 + 1)
                     self.taken += len(messages)
-                    self._wanted.set()
                     # The others leave what they got: it comes again.
                     if way < 8:
                         client.finish(messages)
                         client.send(b"CLS\n")
                         while (await client.frame())[1] != b"CLOSE_WAIT":
                             pass
+                        self.finished += len(messages)
+                        self._wanted.set()
 
 
 # --- topics -----------------------------------------------------------------------------------------------------------
@@ -358,7 +360,7 @@ class TopicsPlan:
 
 
 #: Bytes for each channel with its connection, for each topic, and besides.
-CHANNEL_BYTES, TOPIC_BYTES, TOPICS_BYTES = 32 << 10, 256 << 10, 96 * MIB
+CHANNEL_BYTES, TOPIC_BYTES, TOPICS_BYTES = 16 << 10, 128 << 10, 64 * MIB
 
 
 async def topics(data_path: Path, plan: TopicsPlan, progressed: Progressed) -> Outcome:
@@ -380,6 +382,8 @@ async def topics(data_path: Path, plan: TopicsPlan, progressed: Progressed) -> O
             rdy=100,
             messages=count * plan.messages,
             seconds=LONG,
+            # The last of very many may connect a minute after the first.
+            identify='{"heartbeat_interval":60000}',
         ) as consumers:
             connected = gauge.memory()
             progressed("publishes")
@@ -438,6 +442,8 @@ def _check_each(outcome: Outcome, consumed: Reading, connections: int, messages:
 class LaggingPlan:
     channels: int = 100
     messages: int = 100_000
+    #: Bytes. All bodies are more than the broker's cache of what is read from files.
+    body: int = 1_000
     #: Parts of the channels that begin one after the other, so that they read at several places.
     groups: int = 4
     mem_queue_size: int = 10_000
@@ -466,7 +472,7 @@ async def lagging(data_path: Path, plan: LaggingPlan, progressed: Progressed) ->
             *(binary, broker.endpoint[1], "mpub"),
             topic="backlog",
             batch=200,
-            size=BODY_BYTES,
+            size=plan.body,
             messages=plan.messages,
             seconds=LONG,
         ) as publisher:
@@ -509,7 +515,7 @@ async def lagging(data_path: Path, plan: LaggingPlan, progressed: Progressed) ->
         delivered = sum(reading.messages for reading in readings)
         for reading in readings:
             _check_each(outcome, reading, each, plan.messages)
-        ratio = (gauge.bytes_read() - read) / (delivered * FRAME_BYTES)
+        ratio = (gauge.bytes_read() - read) / (delivered * (FRAME_HEAD_BYTES + plan.body))
         growth = max(watch.memory) - before
         outcome.figures = {
             "channels": plan.channels,
@@ -682,7 +688,7 @@ SHORT: dict[str, Plan] = {
     "idle": IdlePlan(idle=2_000, busy=50, rate=500, seconds=1, heartbeat_ms=10_000, rounds=1, most_rounds=4),
     "churn": ChurnPlan(seconds=1.0, first=200),
     "topics": TopicsPlan(topics=50, channels=4, messages=200),
-    "lagging": LaggingPlan(channels=12, messages=1_600, groups=3, mem_queue_size=100),
+    "lagging": LaggingPlan(channels=12, messages=1_600, body=200, groups=3, mem_queue_size=100),
     "deferred": DeferredPlan(messages=20_000, sample=200, soon=(0.5, 1.0)),
 }
 FORMS: dict[str, Callable[[Path, Any, Progressed], Awaitable[Outcome]]] = {
@@ -696,7 +702,10 @@ FORMS: dict[str, Callable[[Path, Any, Progressed], Awaitable[Outcome]]] = {
 
 async def run(what: str, plan: Plan, data_path: Path, progressed: Progressed = lambda text: None) -> Outcome:
     began = time.monotonic()
-    outcome = await FORMS[what](data_path, plan, progressed)
+    try:
+        outcome = await FORMS[what](data_path, plan, progressed)
+    except (FlowFailed, OSError, TimeoutError, ExceptionGroup) as exc:
+        outcome = Outcome(what, failures=[in_words(exc)])
     outcome.seconds = round(time.monotonic() - began, 1)
     return outcome
 

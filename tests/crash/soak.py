@@ -38,7 +38,7 @@ from support.http_client import HttpClient
 from support.revision import ENGINE, about
 
 from .broker import PATIENCE, BrokerProcess
-from .flow import Flow, FlowFailed, Latencies, Reading
+from .flow import Flow, FlowFailed, Latencies, Reading, in_words
 from .gauge import Gauge, depth_of, disk_bytes, raise_file_limit, stats_of, until
 from .trickle import Amounts, Trickle
 
@@ -214,7 +214,7 @@ class Soak:
                 await asyncio.wait_for(work, 2 * PATIENCE)
                 await self._end()
         except (FlowFailed, OSError, TimeoutError, ExceptionGroup) as exc:
-            self.report.failures.append(_in_words(exc))
+            self.report.failures.append(in_words(exc))
         finally:
             work.cancel()
             await asyncio.gather(work, return_exceptions=True)
@@ -378,12 +378,6 @@ def _rate(before: Reading, after: Reading) -> int:
     """Messages a second between two reports, of which the first may be that it is ready."""
     began = before.finished or after.started
     return round((after.messages - before.messages) / max(after.finished - began, 1e-9))
-
-
-def _in_words(exc: BaseException) -> str:
-    while isinstance(exc, BaseExceptionGroup):
-        exc = exc.exceptions[0]
-    return f"{type(exc).__name__}: {exc}"
 
 
 # --- Figures ----------------------------------------------------------------------------------------------------------
