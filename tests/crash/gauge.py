@@ -17,7 +17,7 @@ from support.http_client import HttpClient
 
 from .broker import PATIENCE, BrokerProcess
 
-__all__ = ["Gauge", "depth_of", "disk_bytes", "raise_file_limit", "stats_of", "until"]
+__all__ = ["Gauge", "depth_of", "disk_bytes", "objects_of", "raise_file_limit", "stats_of", "until"]
 
 
 class Gauge:
@@ -30,6 +30,11 @@ class Gauge:
     def memory(self) -> int:
         """Return the resident bytes."""
         return int(Path(self._folder, "statm").read_text().split()[1]) * PAGE_SIZE
+
+    def anonymous(self) -> int:
+        """Return the resident bytes without those of files, such as its libraries."""
+        pages = Path(self._folder, "statm").read_text().split()
+        return (int(pages[1]) - int(pages[2])) * PAGE_SIZE
 
     def descriptors(self) -> int:
         return len(os.listdir(f"{self._folder}/fd"))
@@ -62,6 +67,14 @@ async def stats_of(broker: BrokerProcess) -> list[dict[str, Any]]:
     """Return the topics of /stats."""
     async with HttpClient.connect(broker.http_address) as http:
         return (await http.get("/stats?format=json&include_clients=false")).json["topics"]
+
+
+async def objects_of(broker: BrokerProcess) -> int:
+    """Return how many objects its garbage collector knows, after a collection."""
+    async with HttpClient.connect(broker.http_address) as http:
+        await http.post("/debug/freememory")
+        first = (await http.get("/debug/pprof/heap")).body.splitlines()[0]
+        return int(first.rpartition(b" ")[2])
 
 
 def depth_of(topics: list[dict[str, Any]]) -> int:

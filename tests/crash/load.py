@@ -39,7 +39,7 @@ from support.revision import ENGINE, about
 from .broker import PATIENCE, BrokerProcess
 from .deferred import Connection
 from .flow import Flow, FlowFailed, Reading, in_words
-from .gauge import Gauge, depth_of, raise_file_limit, stats_of, until
+from .gauge import Gauge, depth_of, objects_of, raise_file_limit, stats_of, until
 
 SOURCES = (*ENGINE, "tests/crash/load.py", "tests/crash/flow.py", "bench/load.c")
 MIB = 1 << 20
@@ -123,7 +123,7 @@ class IdlePlan:
     #: Of each measurement.
     seconds: int = 15
     #: Of the idle connections; a client that does not answer two of them is cut off.
-    heartbeat_ms: int = 7_500
+    heartbeat_ms: int = 10_000
     #: Rounds of four measurements: without idle connections, with, with, without. More follow while it looks bad.
     rounds: int = 3
     most_rounds: int = 6
@@ -241,7 +241,7 @@ async def churn(data_path: Path, plan: ChurnPlan, progressed: Progressed) -> Out
         feeding = asyncio.create_task(visitors.feed())
         try:
             await visitors.come(plan.at_once, lambda: visitors.count < plan.first)
-            objects, descriptors = await _objects(broker), gauge.descriptors()
+            objects, descriptors = await objects_of(broker), gauge.descriptors()
             counted, end = visitors.count, time.monotonic() + plan.seconds
             async with _Watch(gauge) as watch:
                 await visitors.come(plan.at_once, lambda: not feeding.done() and time.monotonic() < end)
@@ -262,7 +262,7 @@ async def churn(data_path: Path, plan: ChurnPlan, progressed: Progressed) -> Out
 
         left = f"clients, ephemeral channels or more than {descriptors} descriptors are left"
         outcome.require(await until(is_quiet, 20), left)
-        more = await _objects(broker) - objects
+        more = await objects_of(broker) - objects
         growth = watch.growth()
         outcome.figures = {
             "connections": visitors.count,
@@ -278,14 +278,6 @@ async def churn(data_path: Path, plan: ChurnPlan, progressed: Progressed) -> Out
         outcome.require(growth < MOST_GROWTH, f"memory grew by {_mb(growth)} MB")
         outcome.failures += broker.troubles[:5]
     return outcome
-
-
-async def _objects(broker: BrokerProcess) -> int:
-    """Return how many objects the garbage collector knows after a collection."""
-    async with HttpClient.connect(broker.http_address) as http:
-        await http.post("/debug/freememory")
-        first = (await http.get("/debug/pprof/heap")).body.splitlines()[0]
-        return int(first.rpartition(b" ")[2])
 
 
 class _Visitors:

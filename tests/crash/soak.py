@@ -39,7 +39,7 @@ from support.revision import ENGINE, about
 
 from .broker import PATIENCE, BrokerProcess
 from .flow import Flow, FlowFailed, Latencies, Reading, in_words
-from .gauge import Gauge, depth_of, disk_bytes, raise_file_limit, stats_of, until
+from .gauge import Gauge, depth_of, disk_bytes, objects_of, raise_file_limit, stats_of, until
 from .trickle import Amounts, Trickle
 
 SOURCES = (*ENGINE, "tests/crash/soak.py", "tests/crash/trickle.py", "tests/crash/flow.py", "bench/load.c")
@@ -81,6 +81,8 @@ class Sample:
     #: Since the load began.
     seconds: float
     memory_mb: float
+    #: Without its libraries.
+    anonymous_mb: float
     descriptors: float
     threads: float
     disk_mb: float
@@ -146,6 +148,8 @@ class Report:
     doubled: int = 0
     early: int = 0
     samples: int = 0
+    #: Of Python, in the broker: whether what has grown is objects.
+    objects: dict[str, int] = field(default_factory=dict)
     trends: list[str] = field(default_factory=list)
     failures: list[str] = field(default_factory=list)
     interrupted: bool = False
@@ -261,6 +265,7 @@ class Soak:
         if self._over.is_set():
             return
         self._progressed(report)
+        report.objects["before the load"] = await objects_of(self._broker)
         flows = {name: await self._flow(name, name, rate=rate) for name, rate in report.rate.items()}
         try:
             began = time.monotonic()
@@ -308,6 +313,7 @@ class Soak:
             depth, ephemeral = depth_of(topics), [name for name in names if name.endswith("#ephemeral")]
             return not depth and not ephemeral
 
+        self.report.objects["after it"] = await objects_of(self._broker)
         if not await until(is_quiet, 20):
             self.report.failures.append(f"{depth:,} messages and the channels {ephemeral[:5]} are left")
         if status := await self._broker.stop():
@@ -360,6 +366,7 @@ class _Sampler:
         return Sample(
             seconds=round(seconds, 1),
             memory_mb=gauge.memory() / MIB,
+            anonymous_mb=gauge.anonymous() / MIB,
             descriptors=gauge.descriptors(),
             threads=gauge.threads(),
             disk_mb=await asyncio.to_thread(disk_bytes, self._data_path) / MIB,
