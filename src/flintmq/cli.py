@@ -4,6 +4,8 @@ This is the outermost room: it reads the command line, starts a program, waits f
 and an exit status. What a command needs is imported inside it, so that `flintmq pub` does not pay for the broker.
 
 Exit status: 0 after a clean end, 1 when something failed, 2 when the command line is wrong.
+
+Size: how each program starts and ends is told once, here, and most of it holds for all of them.
 """
 
 from __future__ import annotations

@@ -831,3 +831,27 @@ def test_every_channel_has_every_message_in_exactly_one_place() -> None:
             suppress_health_check=[HealthCheck.too_slow, HealthCheck.filter_too_much, HealthCheck.data_too_large],
         ),
     )
+
+
+def test_a_look_that_finds_runs_of_finished_messages_alone_is_no_end_of_the_scan() -> None:
+    """Runs behind each other take the share of a look, and what is due behind them is due at once."""
+    machine = BrokerMachine()
+    try:
+        machine.begin(mem_queue_size=0, size=2, requeue_on_disconnect=False)
+        machine.create_channel(channel="a", name="orders")
+        for seconds in (20, 1, 0):
+            machine.dpub(name="orders", seconds=seconds)
+        machine.time_passes(seconds=2)
+        machine.crash(seconds=0, written=False)
+        machine.time_passes(seconds=12)
+        machine.dpub(name="orders", seconds=0)
+        machine.restart(reboot=True, seconds=0)
+        machine.time_passes(seconds=20)
+        machine.dpub(name="orders", seconds=0)
+        machine.restart(reboot=False, seconds=0)
+        machine.time_passes(seconds=1)
+        machine.subscribe(channel="a", ready=10, topic="orders")
+        machine.time_passes(seconds=26)
+        machine.every_message_is_in_exactly_one_place()
+    finally:
+        machine.teardown()

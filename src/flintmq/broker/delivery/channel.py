@@ -820,7 +820,7 @@ class Channel:
         return deadline
 
     def expire(self, now: int) -> bool:
-        """Requeue what timed out and what is due; was there anything?"""
+        """Requeue what timed out and what is due; was there anything, or is there more?"""
         left = EXPIRE_AT_ONCE
         for seq, owner, attempts in self.in_flight.time_out(now, left):
             self._timed_out(seq, owner, attempts)
@@ -829,7 +829,8 @@ class Channel:
             self.requeued.append(self.deferred.pop())
             left -= 1
         if left == EXPIRE_AT_ONCE:
-            return False
+            # Its share of the turn may have gone into runs of which nothing is in flight any more.
+            return self.in_flight.next_deadline() <= now
         self.pump()
         if self.bounded:
             self.drop_excess()
