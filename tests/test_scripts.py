@@ -154,3 +154,20 @@ def test_a_read_only_clone_is_named(clone: Path) -> None:
     finally:
         clone.chmod(0o755)
     assert error.startswith(f"up: {clone} is read-only for ")
+
+
+@pytest.mark.parametrize(
+    ("program", "status", "said", "complaint"),
+    [
+        ("raise KeyboardInterrupt", 130, "", ""),
+        ("import sys; print('out'); sys.exit('err')", 1, "out\nwent on\n", "err\n"),
+        ("print('out')", 0, "out\nwent on\n", ""),
+    ],
+)
+def test_a_python_of_the_preparation_shows_no_trace_of_ctrl_c(
+    program: str, status: int, said: str, complaint: str
+) -> None:
+    line = 'source scripts/up; python=$1; result=0; run_python -c "$2" || result=$?; echo went on; exit $result'
+    command = ["bash", "-c", line, "bash", sys.executable, program]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    assert (done.returncode, done.stdout, done.stderr) == (status, said, complaint)

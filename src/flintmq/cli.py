@@ -464,12 +464,10 @@ def _contents_as_json(path: str, manifest: Manifest) -> str:
 
 def _with_progress(command: str, work: Callable[[Callable[[int, int], None]], str]) -> int:
     """Run something long, with a bar where somebody watches; its result, or why there is none, as one line."""
-    try:
+    with contextlib.suppress(OSError, ValueError):
         # Each segment is held open, so that the broker may remove it meanwhile.
         most = resource.getrlimit(resource.RLIMIT_NOFILE)[1]
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
-    except (OSError, ValueError):
-        pass
     try:
         if not sys.stderr.isatty():
             result = work(lambda done, of: None)

@@ -67,6 +67,7 @@ __all__ = [
     "StorageError",
     "file_reason",
     "permission_hint",
+    "plain_reason",
     "system_reason",
 ]
 
@@ -274,6 +275,14 @@ def permission_hint(exc: BaseException, path: str | Path) -> str:
         advice = f"run it as {owner}, or chown it" if about.st_uid else "choose another path, or let root chown it"
         return f"; {refusing} belongs to {owner} ({mode}) and this process runs as {we}: {advice}"
     return ""
+
+
+def plain_reason(exc: Exception) -> str:
+    """Return why a connection failed, in the system's words: asyncio's hold the address, and the error's number."""
+    # Numbers of TLS and of failed look-ups of names are others than the system's.
+    if isinstance(exc, OSError) and exc.errno and exc.errno > 0 and type(exc).__module__ != "ssl":
+        return os.strerror(exc.errno)
+    return str(exc) or type(exc).__name__
 
 
 def system_reason(exc: OSError) -> str:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import socket
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import dataclass, field
@@ -26,7 +25,7 @@ import flintmq
 from flintmq import kernel
 from flintmq.addresses import split
 from flintmq.client.clock import Clock, Timer, limit
-from flintmq.errors import ClosedError, ConnectError, OptionError, ProtocolError
+from flintmq.errors import ClosedError, ConnectError, OptionError, ProtocolError, plain_reason
 from flintmq.protocol import wire
 
 if TYPE_CHECKING:
@@ -341,7 +340,7 @@ class Connection(asyncio.Protocol):
             connection._abandon()
             # Whatever it is, also from a `connect` of the user's: it must not end the tries.
             if isinstance(exc, Exception) and not isinstance(exc, ConnectError):
-                raise ConnectError(f"{address}: {_reason(exc)}") from exc
+                raise ConnectError(f"{address}: {plain_reason(exc)}") from exc
             raise
         connection._start()
         return connection
@@ -581,7 +580,8 @@ class Connection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timers()
         if self.reason is None:
-            self.reason = ConnectError(f"{self.address}: {_reason(exc) if exc else 'the broker closed the connection'}")
+            why = plain_reason(exc) if exc else "the broker closed the connection"
+            self.reason = ConnectError(f"{self.address}: {why}")
         if not self.lost.done():
             self.lost.set_result(None)
         self._wake()
@@ -796,10 +796,3 @@ def _numbers(version: str) -> tuple[int, ...]:
             break
         numbers.append(int(word))
     return tuple(numbers)
-
-
-def _reason(exc: Exception) -> str:
-    # Numbers of TLS and of failed look-ups of names are others than the system's; asyncio's words hold the address.
-    if isinstance(exc, OSError) and exc.errno and exc.errno > 0 and type(exc).__module__ != "ssl":
-        return os.strerror(exc.errno)
-    return str(exc) or type(exc).__name__

@@ -34,6 +34,7 @@ from flintmq.errors import (
     ProtocolError,
     file_reason,
     permission_hint,
+    plain_reason,
     system_reason,
 )
 from flintmq.protocol import wire
@@ -266,13 +267,12 @@ class Link:
 
 
 def _reason(exc: Exception) -> str:
-    """Why a system call failed, in the system's own words: asyncio puts the address in their place."""
+    """Return why there is no connection, in plain words."""
     if isinstance(exc, TimeoutError):
         return "no answer"
     if isinstance(exc, socket.gaierror):
         return str(exc.strerror)
-    number = exc.errno if isinstance(exc, OSError) else None
-    return os.strerror(number) if number is not None and number > 0 else str(exc)
+    return plain_reason(exc)
 
 
 def say_that_it_waits(source: str, is_silent: Callable[[], bool]) -> None:
