@@ -4,8 +4,6 @@ A Connection owns its socket, what it has been sent and not yet answered, and th
 out in one write. It answers heartbeats by itself, whatever its owner is busy with, and ends itself when the broker is
 silent, stops reading or talks nonsense. What messages and answers mean is its owner's business; that a lost one is
 replaced, a Keeper's (brokers.py). Time comes from a Clock; an event loop is one.
-
-Size: the handshake, what is sent and what comes in share the state of one socket.
 """
 
 from __future__ import annotations

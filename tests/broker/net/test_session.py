@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import random
 import tracemalloc
 import zlib
 from pathlib import Path
@@ -461,6 +462,22 @@ async def test_half_a_frame_and_then_silence_is_told_and_closed(
     assert client.errors == [b"E_BAD_MESSAGE PUB failed to read message body"]
     assert client.transport.ended
     assert "t" not in broker.topics
+
+
+async def test_silence_ends_at_its_moment_however_sums_are_rounded(
+    broker: Broker, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A timer of the very moment that is not taken for it would be set again and again.
+
+    Numbers beyond a power of two have a bit less behind the point: a machine that runs for 8,192 seconds, for example.
+    """
+    time = LoopTime(monkeypatch)
+    chance = random.Random(1)
+    for power in range(14, 34):
+        time._time = 2.0**power - 60 * chance.random()
+        client = Client(broker)
+        time.move(client, 61)
+        assert client.is_over
 
 
 async def test_bytes_alone_do_not_keep_a_connection(broker: Broker, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -60,9 +60,13 @@ class Heartbeat:
         if self._period > 0:
             moments.append(self.next)
         if self.interval > 0:
-            moments.append(self._session.last_command + 2 * self.interval / 1000)
+            moments.append(self._too_late())
         if moments:
             self.timer = self._loop.call_at(min(moments), self.on_timer)
+
+    def _too_late(self) -> float:
+        """The moment at which silence is too long: one sum for both who ask, since another may be rounded otherwise."""
+        return self._session.last_command + 2 * self.interval / 1000
 
     def on_timer(self) -> None:
         self.timer = None
@@ -78,7 +82,7 @@ class Heartbeat:
         interval = self.interval / 1000
         silent = now - session.last_command
         stuck = session.blocked_since and now - session.blocked_since >= interval
-        if interval > 0 and (silent >= 2 * interval or stuck):
+        if interval > 0 and (now >= self._too_late() or stuck):
             logger.info("client(%s): no command for %g s", session.remote_address, silent)
             session.time_out()
             return
