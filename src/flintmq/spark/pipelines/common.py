@@ -91,7 +91,7 @@ _POLL_SECONDS = 0.5
 # A batch that is under way when we are told to stop gets this long to end. Nothing is lost if it does not.
 _LAST_BATCH_SECONDS = 60.0
 # One that is cut short gets this long to be told so.
-_SHORT_SECONDS = 0.7
+_SHORT_SECONDS = 0.6
 # A new Python gets ten seconds to call Spark back, and no setting changes that: a query that fails of it is started
 # again, so often at most.
 _NO_CALL_BACK = "failed to connect back"
