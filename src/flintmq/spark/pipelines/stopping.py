@@ -211,9 +211,9 @@ def stopped(pipeline: str) -> int:
 
 def _end_children() -> None:
     """Tell Java, which is our child, to end: one that is only just starting does not see yet that we are gone."""
-    ours = os.getpid()
+    ours = str(os.getpid())
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError, ValueError, IndexError):
             # The second field is a name in parentheses that may hold spaces; the parent is the second behind it.
-            if int(stat.read_text().rpartition(")")[2].split()[1]) == ours:
+            if stat.read_text().rpartition(")")[2].split()[1] == ours:
                 os.kill(int(stat.parent.name), signal.SIGTERM)
