@@ -143,9 +143,10 @@ class Query:
 
     recentProgress = ()
 
-    def __init__(self, number: signal.Signals) -> None:
+    def __init__(self, number: signal.Signals, error: str = "") -> None:
         self.stopped = False
         self._number = number
+        self._error = error
 
     @property
     def status(self) -> dict[str, bool]:
@@ -153,6 +154,8 @@ class Query:
 
     def awaitTermination(self, _seconds: float) -> bool:
         os.kill(os.getpid(), self._number)
+        if self._error:
+            raise RuntimeError(self._error)
         return False
 
     def stop(self) -> None:
@@ -173,3 +176,9 @@ def test_a_signal_before_all_was_read_is_no_clean_end(number: signal.Signals, on
     with pytest.raises(raises) if raises else contextlib.nullcontext():
         assert common._follow(query, "archive", once, quiet=True).batches == 0
     assert query.stopped
+
+
+def test_what_fails_because_java_heard_a_signal_too_is_told_as_that():
+    query: Any = Query(signal.SIGTERM, "Failed: Traceback (most recent call last):")
+    with pytest.raises(PipelineError, match="a signal ended Spark within a batch"):
+        common._follow(query, "archive", False, quiet=True)

@@ -91,7 +91,7 @@ _POLL_SECONDS = 0.5
 # A batch that is under way when we are told to stop gets this long to end. Nothing is lost if it does not.
 _LAST_BATCH_SECONDS = 60.0
 # One that is cut short gets this long to be told so.
-_SHORT_SECONDS = 0.7
+_SHORT_SECONDS = 0.6
 # A new Python gets ten seconds to call Spark back, and no setting changes that: a query that fails of it is started
 # again, so often at most.
 _NO_CALL_BACK = "failed to connect back"
@@ -597,8 +597,11 @@ def _follow(query: StreamingQuery, pipeline: str, once: bool, quiet: bool) -> Su
         except PipelineError:
             raise
         except Exception as exc:
-            with contextlib.suppress(Exception):
-                query.stop()
+            _stop_quietly(query)
+            if asked.is_set():
+                # Java has heard the signal, too, as where a service manager sends it to all processes of a service.
+                asked.check()
+                raise PipelineError("a signal ended Spark within a batch: the next run repeats it") from exc
             raise PipelineError(explain(exc)) from exc
     summary.seconds = time.monotonic() - started
     return summary
@@ -613,10 +616,13 @@ def _stop(query: StreamingQuery) -> None:
 
 def _cut_short(query: StreamingQuery) -> None:
     """Stop a query at once. Its batch is not done, and the next run repeats it."""
-    ending = threading.Thread(target=_stop_quietly, args=(query,), daemon=True)
-    ending.start()
-    # The Java of a command line ends with it, and a Connect server goes on.
-    ending.join(_SHORT_SECONDS if is_program() else None)
+    if not is_program():
+        _stop_quietly(query)
+    elif type(query).__module__.startswith("pyspark.sql.connect"):
+        # Java would end with the command line, and this server goes on.
+        ending = threading.Thread(target=_stop_quietly, args=(query,), daemon=True)
+        ending.start()
+        ending.join(_SHORT_SECONDS)
 
 
 def _stop_quietly(query: StreamingQuery) -> None:

@@ -5,8 +5,8 @@ That costs nothing but time: each commit is whole or is not there, and the next 
 not hear of a signal, because they are at work in code of their own, do not hold up the end either.
 
  0 s    ctrl-C: asked_to_stop() is set; without it KeyboardInterrupt is raised
- 1.5 s  KeyboardInterrupt is raised in any case
- 2.3 s  the process ends, wherever it is
+ 1.2 s  KeyboardInterrupt is raised in any case
+ 2.0 s  the process ends, wherever it is
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ __all__ = [
 ]
 
 #: Seconds from ctrl-C until work is cut short.
-_CUT_SECONDS = 1.5
+_CUT_SECONDS = 1.2
 #: Seconds from ctrl-C until the process ends, wherever it is.
-_LAST_SECONDS = 2.3
+_LAST_SECONDS = 2.0
 
 #: What a shell says of a program that SIGINT ended.
 _INTERRUPTED = 130
@@ -211,9 +211,9 @@ def stopped(pipeline: str) -> int:
 
 def _end_children() -> None:
     """Tell Java, which is our child, to end: one that is only just starting does not see yet that we are gone."""
-    ours = os.getpid()
+    ours = str(os.getpid())
     for stat in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError, ValueError, IndexError):
             # The second field is a name in parentheses that may hold spaces; the parent is the second behind it.
-            if int(stat.read_text().rpartition(")")[2].split()[1]) == ours:
+            if stat.read_text().rpartition(")")[2].split()[1] == ours:
                 os.kill(int(stat.parent.name), signal.SIGTERM)
