@@ -820,7 +820,7 @@ def test_what_was_asked_for_before_a_reboot_is_due_on_the_new_clock(seconds: int
 EXHAUSTIVE = os.environ.get("FLINTMQ_EXHAUSTIVE") == "1"
 
 
-@pytest.mark.timeout(0 if EXHAUSTIVE else 120)
+@pytest.mark.timeout(0 if EXHAUSTIVE else 300)
 def test_every_channel_has_every_message_in_exactly_one_place() -> None:
     run_state_machine_as_test(
         BrokerMachine,
