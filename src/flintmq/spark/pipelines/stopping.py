@@ -68,7 +68,7 @@ def ending_soon(pipeline: str) -> Iterator[Ending]:
     """
     global _program
     ending = Ending(pipeline)
-    if threading.current_thread() is not threading.main_thread() or not has_standard_error():
+    if threading.current_thread() is not threading.main_thread() or not has_standard_error() or _has_spark():
         yield ending
         return
     read, write = os.pipe()
@@ -86,6 +86,12 @@ def ending_soon(pipeline: str) -> Iterator[Ending]:
             _end_children()
         if not ending.is_near:
             _program = None
+
+
+def _has_spark() -> bool:
+    """Does Spark run in this process already? Then this is a larger program, which may go on after the command line."""
+    pyspark = sys.modules.get("pyspark")
+    return getattr(getattr(pyspark, "SparkContext", None), "_active_spark_context", None) is not None
 
 
 def _watch(read: int, ending: Ending) -> None:
