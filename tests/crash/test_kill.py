@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from flintmq.tools.torture.front import FAULTS, KILL, KILL_STARTING
+from flintmq.tools.torture.front import DISK_FULL, FAULTS, KILL, KILL_STARTING
 from flintmq.tools.torture.ledger import SMALLEST_BODY, ChannelBook, Ledger, Line
 from flintmq.tools.torture.run import Plan, Run, torture
 
@@ -47,6 +47,23 @@ async def test_no_fault_costs_what_was_acknowledged(tmp_path: Path) -> None:
     assert costs.kills == 0
     assert costs.acknowledged > 500
     assert costs.refused > 0
+
+
+async def test_a_disk_that_others_fill_while_everything_is_drained_is_no_loss(tmp_path: Path) -> None:
+    run = Run(Plan(7, tmp_path, kills=2, durabilities=("os",), lookupds=0, seconds_between=0.4, faults=(DISK_FULL,)))
+    # The broker keeps all but 256 MiB of the disk free, so this is too much for it.
+    taken = tmp_path / "others"
+    work = asyncio.create_task(run.run())
+    while not work.done():
+        if run.phase == "draining" and not taken.exists():
+            with taken.open("wb") as file:
+                os.posix_fallocate(file.fileno(), 0, 2 << 30)
+        await asyncio.sleep(0.01)
+    report = await work
+
+    assert report.samples == []
+    assert report.complete
+    assert run.fronts[0].ledger.refused > 0
 
 
 class Process:
@@ -149,6 +166,12 @@ def test_oracle_notices_a_lost_message(scene: Scene) -> None:
     scene.publish()
     scene.publish(answered=False)
     assert scene.violations() == {"lost": 1}
+
+
+def test_oracle_calls_nothing_lost_before_everything_was_drained(scene: Scene) -> None:
+    scene.publish()
+    scene.ledger.is_drained = False
+    assert scene.violations() == {"not drained": 1}
 
 
 def test_oracle_expects_for_a_second_channel_only_what_was_sent_after_it(scene: Scene) -> None:

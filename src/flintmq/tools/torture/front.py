@@ -23,7 +23,7 @@ from pathlib import Path
 from typing import Protocol
 
 from flintmq.tools.torture.ledger import Ledger
-from flintmq.tools.torture.load import LONGEST_DELAY, MSG_TIMEOUT, Connection, Consumer, Producer
+from flintmq.tools.torture.load import LONGEST_DELAY, MSG_TIMEOUT, PUBLISH_REFUSED, Connection, Consumer, Producer
 from flintmq.tools.torture.node import PATIENCE, Node, patiently
 from flintmq.tools.torture.proxy import Pipe, Proxy
 
@@ -399,7 +399,7 @@ class Front:
             self._ballast.unlink(missing_ok=True)
 
     def _hold(self, on: bool) -> None:
-        # A consumer's question is a publish, whose refusal would end its connection: here consumers are to go on.
+        # A publish that is refused ends its connection: here consumers are to go on.
         self._is_full = on
         for connection in self._connections:
             if isinstance(connection, Consumer):
@@ -430,6 +430,12 @@ class Front:
         self._dying = False
         if not self._loaded:
             return
+        while not await self._drained():
+            # Other programs may have filled the disk beyond what this life of the broker keeps free.
+            self._is_full = True
+
+    async def _drained(self) -> bool:
+        """Drain once; False if the broker refused the consumers' questions, which are publishes while it has room."""
         self.ledger.begin_drain()
         consumers = [
             self._consumer(subscription, draining=True)
@@ -438,7 +444,7 @@ class Front:
         ]
         try:
             await asyncio.wait_for(asyncio.gather(*(c.connect(self._endpoint) for c in consumers)), PATIENCE)
-            await self._quiet(consumers)
+            trouble = await self._trouble_until_quiet(consumers)
             # The questions were messages too.
             for consumer in consumers:
                 consumer.silent = True
@@ -448,13 +454,21 @@ class Front:
                     break
                 await asyncio.sleep(0.02)
         except OSError as exc:
-            self.ledger.violations.add("ended", f"{self.name} cannot be reached any more: {exc}")
+            trouble = f"cannot be reached any more: {exc}"
         finally:
             for consumer in consumers:
                 consumer.close()
+        await patiently(asyncio.wait([consumer.closed for consumer in consumers]))
+        if not self._is_full and any(consumer.link.cause == PUBLISH_REFUSED for consumer in consumers):
+            return False
+        if trouble:
+            # Nobody knows whether what is missing is lost.
+            self.ledger.is_drained = False
+            self.ledger.violations.add("ended", f"{self.name} {trouble}")
+        return True
 
-    async def _quiet(self, consumers: list[Consumer]) -> None:
-        """Returns when nothing from before the drain can still come."""
+    async def _trouble_until_quiet(self, consumers: list[Consumer]) -> str:
+        """Returns when nothing from before the drain can still come; why it cannot be said, if so."""
         drained, since = -1, 0.0
         answers = [0] * len(consumers)
         while not any(consumer.closed.done() for consumer in consumers):
@@ -465,10 +479,10 @@ class Front:
             elif now - since > QUIET_SECONDS and all(
                 consumer.answers - before >= QUIET_ANSWERS for consumer, before in zip(consumers, answers, strict=True)
             ):
-                return
+                return ""
             elif now - since > PATIENCE:
-                self.ledger.violations.add("ended", f"{self.name} answers no more")
-                return
+                return "answers no more"
             await asyncio.sleep(0.02)
+        causes = ", ".join(sorted({consumer.link.cause for consumer in consumers if consumer.closed.done()}))
         tail = f":\n{self.node.log_tail()}" if self.node else ""
-        self.ledger.violations.add("ended", f"{self.name} left its consumers{tail}")
+        return f"left its consumers ({causes}){tail}"

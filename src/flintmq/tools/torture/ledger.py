@@ -130,6 +130,8 @@ class Ledger:
         #: Messages before this number were published before the drain; and how often one of them was delivered since.
         self.drain_from = 0
         self.drained = 0
+        #: Was the drain carried to its end? If not, nobody knows what is lost.
+        self.is_drained = True
 
     # --- Publishing --------------------------------------------------------------------------------------------------
 
@@ -272,10 +274,11 @@ class Ledger:
         return self._topic[number] == topic and self._answer[number] == _ACKNOWLEDGED
 
     def conclude(self) -> None:
-        """Everything was drained: what is not there now is lost."""
+        """Everything was drained: what is not there now is lost. If not everything was, it may still be there."""
+        rule = "lost" if self.is_drained else "not drained"
         for book in self.books.values():
             for number in book.missing():
-                self.violations.add("lost", f"{book.name} never got message {number}, {self._id[number]:016x}")
+                self.violations.add(rule, f"{book.name} never got message {number}, {self._id[number]:016x}")
             for number in range(book.first, self.published):
                 if self._answer[number] == _REFUSED and self._topic[number] == book.topic and book.has(number):
                     self.violations.add("ghost", f"{book.name} got message {number}, which was refused")

@@ -29,11 +29,13 @@ from flintmq.protocol.wire import (
 )
 from flintmq.tools.torture.ledger import SMALLEST_BODY, ChannelBook, Ledger, Line
 
-__all__ = ["LONGEST_DELAY", "MSG_TIMEOUT", "Connection", "Consumer", "Producer"]
+__all__ = ["LONGEST_DELAY", "MSG_TIMEOUT", "PUBLISH_REFUSED", "Connection", "Consumer", "Producer"]
 
 #: Milliseconds; the shortest that the protocol allows, so that timeouts are part of every run.
 MSG_TIMEOUT = 1000
 LONGEST_DELAY = 2000
+#: Why a connection ended.
+PUBLISH_REFUSED = "publish refused"
 RDY = 1_000
 #: Seconds that a producer may wait after an answer.
 _LONGEST_PAUSE = 0.02
@@ -46,6 +48,8 @@ _HUGE_BATCH_CHANCE = 0.02
 #: Between two questions of a consumer.
 _ASK_INTERVAL = 0.05
 _REFUSED = re.compile(rb"E_(FIN|REQ|TOUCH)_FAILED \w+ ([0-9a-f]{16}) ")
+#: No message has this id: a FIN of it is answered, and does nothing.
+_NO_MESSAGE = b"f" * 16
 _NOT_TAKEN = re.compile(rb"E_(PUB|MPUB|DPUB)_FAILED ")
 
 
@@ -120,7 +124,7 @@ class Connection(asyncio.Protocol):
             # Answers keep their order: it is the oldest publish without one. The broker hangs up after it.
             self.ledger.refuse(*self._publishes.popleft())
             self._awaited.popleft()
-            self.link.cause = self.link.cause or "publish refused"
+            self.link.cause = self.link.cause or PUBLISH_REFUSED
         else:
             self.ledger.violations.add("refused", text.decode("utf-8", "replace"))
 
@@ -221,6 +225,8 @@ class Consumer(Connection):
     same connection: it publishes a message. The answer says that everything before it was read. A question is sent
     some time after the answer before it; so two answers later the broker's own timer, a few milliseconds long, has
     run out for certain, and what we said stands in its journal. Only then a kill must not undo it.
+
+    A broker whose disk is full refuses publishes and hangs up. There the question is a FIN that must fail.
     """
 
     def __init__(
@@ -233,8 +239,9 @@ class Consumer(Connection):
         self.draining = draining
         #: How many questions were answered.
         self.answers = 0
-        #: Ask no more; ask later.
+        #: Ask no more.
         self.silent = False
+        #: Publish nothing.
         self.held = False
         self.asking = False
         self._book: ChannelBook = cast(ChannelBook, None)
@@ -320,6 +327,9 @@ class Consumer(Connection):
         if found is None:
             super().on_error(text)
             return
+        if found[2] == _NO_MESSAGE:
+            self._awaited.popleft()(text)
+            return
         number = self._book.number_of(int(found[2], 16))
         if number is not None and found[1] != b"TOUCH":
             self._refused.add(number)
@@ -329,12 +339,12 @@ class Consumer(Connection):
         self.asking = False
         if self.closed.done() or self.silent:
             return
-        if self.held:
-            asyncio.get_running_loop().call_later(_ASK_INTERVAL, self._question)
-            return
         self.asking = True
         self._asked, self._said = self._said, []
-        self.publish(self._book.topic, [SMALLEST_BODY], 0, self._answered)
+        if self.held:
+            self.ask(b"FIN %b\n" % _NO_MESSAGE, lambda _: self._answered())
+        else:
+            self.publish(self._book.topic, [SMALLEST_BODY], 0, self._answered)
         self.flush()
 
     def _answered(self) -> None:

@@ -212,7 +212,7 @@ class Run:
                 await self._end()
                 self.phase = "counting"
                 await asyncio.to_thread(self._conclude)
-                self._complete = True
+                self._complete = all(front.ledger.is_drained for front in self.fronts)
             except* (NodeFailed, TimeoutError) as group:
                 for exc in group.exceptions:
                     self._violations.add("ended", str(exc) or repr(exc))
