@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
 from conftest import StartBroker
 
 from flintmq.broker.delivery.needed import Needed
 from flintmq.broker.limits import Bucket, Connections
+from flintmq.broker.storage.disk import BACKGROUND
 from flintmq.errors import LimitError, PublishError, RateError
 from flintmq.kernel import FRAME_OVERHEAD
 from flintmq.options import NsqdOptions
 from flintmq.protocol.wire import encode_mpub
-from support.fakes import Client, FakeClock, dpub, pass_time, pub, quiet, until
+from support.fakes import Client, CountingDisk, FakeClock, dpub, pass_time, pub, quiet, until
 
 
 async def refusal(broker, command: bytes) -> bytes:
@@ -239,6 +243,83 @@ async def test_a_backlog_without_channels_loses_its_oldest_too(start_broker: Sta
     consumer = Client(broker)
     await consumer.subscribe("t", "c", 10)
     assert await until(lambda: len(consumer.bodies) == 3 and consumer.bodies) == [b"5", b"6", b"7"]
+
+
+@pytest.mark.parametrize("paused", [False, True])
+async def test_the_limit_of_a_backlog_holds_over_what_a_crash_left_out(
+    start_broker: StartBroker, clock: FakeClock, paused: bool
+) -> None:
+    limits = {"max_topic_messages": 10, "topic_limit_policy": "drop-oldest"}
+    broker = await start_broker(**limits)
+    topic = broker.topic("t")
+    if paused:
+        topic.channel("c")
+        topic.pause(True)
+    sent = [b"%d" % number for number in range(60)]
+    for body in sent[:10]:
+        await Client(broker).publish("t", body)
+    broker.journal.flush()
+    # After each crash the seqs go on millions later.
+    for life in range(1, 4):
+        broker.kill()
+        broker = await start_broker(**limits)
+        topic = broker.topics["t"]
+        assert topic.depth == 10
+        for body in sent[10 * life : 10 * life + 4 + life]:
+            await Client(broker).publish("t", body)
+        # An idle broker says nothing more to its journal.
+        await quiet(broker)
+        noted = broker.journal.noted
+        await pass_time(broker, clock, 1)
+        assert (topic.depth, broker.journal.noted - noted) == (10, 0)
+        broker.journal.flush()
+    if paused:
+        topic.pause(False)
+    consumer = Client(broker)
+    await consumer.subscribe("t", "c", 100)
+    expected = [*sent[14:15], *sent[20:26], *sent[30:37]][-10:]
+    assert await until(lambda: len(consumer.bodies) == 10 and consumer.bodies) == expected
+
+
+class HeldSyncs(CountingDisk):
+    """Work in threads is done at once; while ``held`` is a list, the loop does not hear of it."""
+
+    held: list[Callable[[], None]] | None = None
+
+    def submit(
+        self, work: Callable[[], Any], done: Callable[[Any, BaseException | None], None], urgency: int = BACKGROUND
+    ) -> None:
+        def ended(result: Any, error: BaseException | None) -> None:
+            if self.held is None:
+                done(result, error)
+            else:
+                self.held.append(partial(done, result, error))
+
+        super().submit(work, ended, urgency)
+
+
+async def test_publishers_at_the_limit_are_answered_while_others_publish(start_broker: StartBroker) -> None:
+    disk = HeldSyncs()
+    broker = await start_broker(disk=disk, max_topic_messages=10, topic_limit_policy="drop-oldest")
+    broker.topic("t")
+    client = Client(broker)
+    for number in range(20):
+        await client.publish("t", b"%d" % number)
+    await quiet(broker)
+    client.take()
+    disk.held = held = []
+    # There is always a newer publish than the journal's last sync.
+    for number in range(20):
+        client.send(pub("t", b"%d" % number))
+        await quiet(broker)
+        for told in held[:-1]:
+            told()
+        del held[:-1]
+    answered = len(client.take())
+    disk.held = None
+    for told in held:
+        told()
+    assert answered == 20
 
 
 async def test_what_is_in_flight_or_deferred_is_never_dropped(start_broker: StartBroker, clock: FakeClock) -> None:

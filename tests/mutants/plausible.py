@@ -137,8 +137,8 @@ PLAUSIBLE = [
     Change(
         "journal_sync_covers_what_was_written_meanwhile",
         f"{_STORAGE}/journal.py",
-        "            self._safe = offset\n        self._reached(mark)",
-        "            self._safe = offset\n        self._reached(self._written)",
+        "        self._roll_if_due()\n        self._reached(mark)",
+        "        self._roll_if_due()\n        self._reached(self._written)",
     ),
     Change(
         "snapshot_is_not_synced",

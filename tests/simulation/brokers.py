@@ -60,7 +60,7 @@ from .inside import Inside
 from .ledger import FORGOTTEN_BY_A_KILL, LATENCY, Book, Ledger, LogReader, Sent, TopicBook
 from .machine import Machine
 from .network import Network
-from .world import Stuck, World
+from .world import Busy, Stuck, World
 
 __all__ = ["EXPECTED", "Outcome", "Run", "run_script", "run_seed", "script_of", "shrink"]
 
@@ -88,7 +88,10 @@ TOPICS = {
     "hard": ("a",),
     "hard.a.dead": ("x",),
     "staged": ("a",),
+    "few": (),
 }
+#: Messages that the topic `few` keeps.
+FEW = 6
 #: A topic of which nothing is in a file, made by its first client.
 LIVE = "live#ephemeral"
 
@@ -228,6 +231,7 @@ EXPECTED: dict[str, int] = {
                 "delay over a reboot and a clock step",
                 "refused over HTTP",
                 "expired",
+                "dropped at a limit",
                 "host name changed",
                 "clock stepped",
                 "superseded run is fenced",
@@ -319,7 +323,9 @@ class Run:
         ]
         # Most of what happens happens in one place, so that much happens there.
         self._traffic = [rng.choice([1, 10]) for _ in self.nsqds]
-        self._topics = {name: rng.choice([0.3, 1, 6]) for name in ("plain", "safe", "kept", "brief", "hard", LIVE)}
+        self._topics = {
+            name: rng.choice([0.3, 1, 6]) for name in ("plain", "safe", "kept", "brief", "hard", "few", LIVE)
+        }
         self._producers: dict[tuple[str, str], list[Producer]] = {}
         self._web: dict[str, Http] = {}
         #: Nodes made from a backup, and what they must deliver.
@@ -518,7 +524,8 @@ class Run:
 
     def _channel(self, rng: random.Random) -> tuple[Nsqd, str, str]:
         node = self._node(rng)
-        topic = rng.choices(list(TOPICS), [self._topics.get(name, 0.7) for name in TOPICS])[0]
+        names = [name for name in TOPICS if TOPICS[name]]
+        topic = rng.choices(names, [self._topics.get(name, 0.7) for name in names])[0]
         book = self.ledger.topic(node.name, topic)
         channels = list(book.books) if book is not None else []
         return node, topic, rng.choice(channels or list(TOPICS[topic]))
@@ -1447,6 +1454,7 @@ class Run:
             "brief": {"ttl": f"{TTL}s"},
             "hard.a.dead": {"durability": "fsync"},
             "staged": {"durability": "fsync"},
+            "few": {"max-messages": FEW, "limit-policy": "drop-oldest"},
         }
         for topic, channels in TOPICS.items():
             yield node, "POST", f"/topic/create?topic={topic}", b""
@@ -1552,6 +1560,7 @@ class Run:
         self._read_logs()
         self.ledger.check_batches()
         self._check_memory()
+        self._check_limits()
         self._check_files()
         if world.violations:
             return
@@ -1587,18 +1596,19 @@ class Run:
         for node in self.nsqds:
             for name in TOPICS:
                 topic = self.ledger.topic(node.name, name)
-                if topic is None or name == "hard.a.dead" or (name != "brief" and not topic.books):
+                if name != "few" and (topic is None or name == "hard.a.dead" or (name != "brief" and not topic.books)):
                     continue
                 sent = Sent(self.body(random.Random(0), node, name), node.name, name, world.seconds)
                 Producer(self, node).publish(name, [sent], batch=False)
                 wanted.append(sent)
-        probes = {sent.body for sent in wanted}
+        # Nobody listens there.
+        probes = {sent.body for sent in wanted if sent.topic != "few"}
         with contextlib.suppress(Stuck):
             world.run(lambda: probes <= self.ledger.came and all(s.acknowledged is not None for s in wanted), TTL)
         for sent in wanted:
             if sent.acknowledged is None:
                 world.violated(f"stopped: {sent.node} {sent.topic} does not answer a publish when all is well again")
-            elif sent.body not in self.ledger.came:
+            elif sent.body in probes and sent.body not in self.ledger.came:
                 world.violated(f"stopped: {sent.node} {sent.topic} does not deliver a message when all is well again")
 
     def _read_logs(self) -> None:
@@ -1615,6 +1625,17 @@ class Run:
                     Talk(self, self._reading(node, topic, "earliest", 1 << 20))
         self.world.run(lambda: not self.talks, 60)
         self.ledger.check_logs()
+
+    def _check_limits(self) -> None:
+        """The oldest messages of a topic have made room, however often it was published to and the node was killed."""
+        for node in self.nsqds:
+            topic = node.broker.topics.get("few") if node.broker is not None else None
+            if topic is None or topic.limits is None:
+                continue
+            self.reached["dropped at a limit"] += topic.dropped_count > 0
+            waiting = topic.depth + max((channel.depth for channel in topic.channels.values()), default=0)
+            if waiting > FEW:
+                self.world.violated(f"limit: {node.name} {topic.name} holds {waiting} messages")
 
     def _check_memory(self) -> None:
         """Beyond its limit, met to within a block, a topic holds the block that it fills, and what it was lent.
@@ -1909,6 +1930,8 @@ def _run_script(seed: int, script: list[Step]) -> Outcome:
             run.go()
         except Stuck as exc:
             run.world.violated(f"stuck: {exc}")
+        except Busy as exc:
+            run.world.violated(f"busy: {exc}")
         failures = list(run.world.violations)
     return Outcome(seed, failures, run.world.trace.hexdigest(), run.reached, script)
 

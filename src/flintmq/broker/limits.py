@@ -278,8 +278,8 @@ class TopicLimits:
             topic = self._topic
             if self.held_messages > self._most_messages:
                 # Never all of the backlog: what is beyond the limit, counted from its oldest.
-                backlog = topic.pumped + topic.depth - self._most_messages
-                self._drop(self._excess_of, topic.log.end, backlog)
+                backlog = max(0, topic.depth - self._most_messages)
+                self._drop(self._excess_of, topic.log.end, topic.beyond_backlog(backlog))
             self._room_messages = self._most_messages - self.held_messages
         if self._most_bytes and self._room_bytes < 0:
             if not self._look_at_bytes():

@@ -379,6 +379,24 @@ def test_a_file_rolls_at_its_size(monkeypatch: pytest.MonkeyPatch) -> None:
     assert teller.recovered() == dump(teller.state)
 
 
+def test_a_file_rolls_although_there_is_always_a_sync_under_way(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(journal_module, "ROLL_AT", 1_000)
+    teller = Teller()
+    two_topics(teller)
+    for number in range(400):
+        position = teller.note("ceiling", 1, 10_000 + number)
+        teller.journal.flush()
+        teller.journal.when_synced(position, lambda: None)
+        # The end of a sync begins the next one.
+        for queue in (teller.posted, teller.laters):
+            if queue:
+                queue.popleft()()
+    teller.run()
+    assert teller.journal._number > 3
+    assert len(teller.disk.paths(ROOT)) == 2
+    assert teller.recovered() == dump(teller.state)
+
+
 def test_whoever_waits_for_a_sync_is_told_after_a_roll() -> None:
     teller = Teller()
     told: list[str] = []
@@ -630,7 +648,7 @@ def test_a_journal_without_a_descriptor_for_its_folder_rolls_later(monkeypatch: 
     """Missing descriptors are no reason to stop: the old file has room."""
     monkeypatch.setattr(journal_module, "ROLL_AT", 500)
     teller = Teller()
-    teller.disk.fail("open_folder", errno.EMFILE, path="journal")
+    teller.disk.fail("open_folder", errno.EMFILE)
     _full(teller)
     assert teller.fatal == [] and teller.journal.size > 500
     teller.clock.advance(65)

@@ -740,6 +740,16 @@ class Topic:
         """Drop what no channel has seen yet; the channels keep theirs."""
         self._skip(min(self.log.end, self.log.committed))
 
+    def beyond_backlog(self, count: int) -> int:
+        """The seq before which so many messages lie that no channel has seen yet."""
+        seq = self.pumped
+        for first, stop in self.gaps if count else ():
+            if count < first - seq:
+                break
+            count -= first - seq
+            seq = stop
+        return seq + count
+
     def drop_backlog(self, before: int) -> int:
         """Drop what no channel has seen yet and lies before this seq; how many that were."""
         depth = self.depth
@@ -770,7 +780,8 @@ class Topic:
             channel.skip(self.pumped, stop)
         self.pumped = stop
         self._drop_deferred()
-        self._freeze()
+        # It stands still, or not, as before: nobody has to wait until the journal knows that once more.
+        self.note_frozen()
         self.broker.journal.flush()
         self.broker.turn(self)
         self.trim()

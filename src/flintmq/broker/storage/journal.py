@@ -213,10 +213,7 @@ class Journal:
             self._fail(StorageError(f"cannot write the journal in {self._folder}: {exc}"))
             return
         self._written = self.noted
-        if self._offset >= ROLL_AT and self._snapshot is not None:
-            busy = self._snapshotting or self._syncing or self._disk.closing
-            if not busy and self._clock.now() >= self._roll_after:
-                self._roll()
+        self._roll_if_due()
 
     def _fail(self, failure: StorageError) -> None:
         """Nothing can be added behind what was not written, and no snapshot may say that it was."""
@@ -255,6 +252,8 @@ class Journal:
             return
         if number == self._number:
             self._safe = offset
+        # Here, too: where somebody always waits for a sync, one runs at every flush.
+        self._roll_if_due()
         self._reached(mark)
 
     def _reached(self, mark: int) -> None:
@@ -353,6 +352,13 @@ class Journal:
         self._disk.sync_folder(self._folder)
         self._settled = self._number
         self.synced = self._written
+
+    def _roll_if_due(self) -> None:
+        if self._offset < ROLL_AT or self._snapshot is None or self.closed:
+            return
+        busy = self._snapshotting or self._syncing or self._disk.closing
+        if not busy and self._clock.now() >= self._roll_after:
+            self._roll()
 
     def _roll(self) -> None:
         """Go on in a new file and take a snapshot, so that the old one can go."""
