@@ -4,8 +4,8 @@ Tasks have written the files of a batch, and nobody sees them yet. The driver ad
 which also names the query, the number of the batch and where it ends:
 
  Delta     the transaction (query, batch) of the table's log, and (query/end, a digest of the end); the end itself is in
-           the commit's own words
- Iceberg   properties of the table, set by the same commit that adds the snapshot, which has the end in its summary
+           the commit's own words, with the topics that the query subscribes to
+ Iceberg   properties of the table, set by the same commit that adds the snapshot, which has these in its summary
 
 So a batch is in for every reader at once, or not at all. Two drivers that write one query cannot both add a batch: a
 commit is only taken if no other of this query came in since the table was read, and the second of the two stops.
@@ -32,7 +32,7 @@ import re
 import secrets
 import time
 import urllib.parse
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -44,7 +44,17 @@ from flintmq.spark.shipped.reasons import reason
 if TYPE_CHECKING:
     import pyarrow as pa
 
-__all__ = ["FORMATS", "DeltaTable", "IcebergTable", "ParquetFolder", "Position", "Table", "format_of", "open_table"]
+__all__ = [
+    "FORMATS",
+    "Commit",
+    "DeltaTable",
+    "IcebergTable",
+    "ParquetFolder",
+    "Position",
+    "Table",
+    "format_of",
+    "open_table",
+]
 
 FORMATS = ("delta", "iceberg", "parquet")
 #: So many commits of the table are searched for where a batch ended. Spark keeps 100 batches in its checkpoint.
@@ -76,6 +86,15 @@ class Position:
     digest: int | None
 
 
+@dataclass(frozen=True)
+class Commit:
+    """One batch, as its commit tells of it."""
+
+    end: list[str]
+    #: Topics that its query subscribes to; nothing if the table was not told.
+    subscription: str
+
+
 class Table:
     """What the formats share. One object belongs to one process."""
 
@@ -87,6 +106,8 @@ class Table:
         self._first: dict[str, str] = {}
         #: Queries whose commits are only taken on the very state of the table that was read.
         self._exact: set[str] = set()
+        #: Topics that queries subscribe to, for their commits.
+        self._subscriptions: dict[str, str] = {}
 
     # --- What a format does ------------------------------------------------------------------------------------------
 
@@ -103,12 +124,8 @@ class Table:
         """The last batch of a query that is in; None if there is none."""
         raise NotImplementedError
 
-    def ends(self, query: str) -> dict[int, list[str]]:
-        """Where the newest batches of a query ended."""
-        raise NotImplementedError
-
-    def last_ends(self) -> dict[str, list[str]]:
-        """Where the last batch of each query ended that newest commits tell of, the newest first."""
+    def _commits(self) -> Iterable[Mapping[str, Any]]:
+        """The words of the newest commits, the newest first, in the state of the table that was read."""
         raise NotImplementedError
 
     def files(self) -> list[DataFile]:
@@ -123,13 +140,40 @@ class Table:
         """One commit, on the state of the table that `_refresh` read. _Conflict if somebody was faster."""
         raise NotImplementedError
 
+    def _words(self, query: str, batch: int, end: list[str], token: str) -> dict[str, str]:
+        """A batch in the words of its commit."""
+        words = {"query": query, "batch": str(batch), "end": json.dumps(end), "token": token}
+        if subscription := self._subscriptions.get(query):
+            words["subscription"] = subscription
+        return {f"flintmq.{key}": value for key, value in words.items()}
+
     def _refresh(self) -> None:
         """Read the state of the table."""
         raise NotImplementedError
 
+    # --- What its commits say -----------------------------------------------------------------------------------------
+
+    def ends(self, query: str) -> dict[int, list[str]]:
+        """Where the newest batches of a query ended."""
+        found: dict[int, list[str]] = {}
+        for words in self._commits():
+            if words.get("flintmq.query") == query and "flintmq.end" in words:
+                found.setdefault(int(words["flintmq.batch"]), json.loads(words["flintmq.end"]))
+        return found
+
+    def last_commits(self) -> dict[str, Commit]:
+        """The last batch of each query that newest commits tell of, the newest first."""
+        self._refresh()
+        found: dict[str, Commit] = {}
+        for words in self._commits():
+            if "flintmq.query" in words and "flintmq.end" in words:
+                commit = Commit(json.loads(words["flintmq.end"]), words.get("flintmq.subscription", ""))
+                found.setdefault(words["flintmq.query"], commit)
+        return found
+
     def _has_commit(self, token: str) -> bool:
         """Is the commit of this token in?"""
-        raise NotImplementedError
+        return any(words.get("flintmq.token") == token for words in self._commits())
 
     # --- Columns ------------------------------------------------------------------------------------------------------
 
@@ -215,8 +259,9 @@ class Table:
             )
         return True
 
-    def commit(self, query: str, batch: int, end: list[str], files: Sequence[DataFile]) -> None:
+    def commit(self, query: str, batch: int, end: list[str], files: Sequence[DataFile], subscription: str = "") -> None:
         """Add a batch whose files are complete. PipelineError if another process has added it: then nothing is."""
+        self._subscriptions[query] = subscription
 
         def check() -> bool:
             begun = query in self._first and self.has_rows()
@@ -514,8 +559,7 @@ class DeltaTable(Table):
         except (DeltaError, OSError) as exc:
             raise PipelineError(f"{self.place} cannot be read: {reason(exc)}") from exc
 
-    def _history(self) -> list[dict[str, Any]]:
-        """The newest commits, the newest first."""
+    def _commits(self) -> Iterable[Mapping[str, Any]]:
         with self._asking():
             return [] if self._table is None else list(self._table.history(_KNOWN_ENDS))
 
@@ -528,21 +572,6 @@ class DeltaTable(Table):
         with self._asking():
             batch = None if self._table is None else self._table.transaction_version(query)
             return None if batch is None else Position(batch, self._table.transaction_version(f"{query}/end"))
-
-    def ends(self, query: str) -> dict[int, list[str]]:
-        return {
-            int(commit["flintmq.batch"]): json.loads(commit["flintmq.end"])
-            for commit in self._history()
-            if commit.get("flintmq.query") == query and "flintmq.end" in commit
-        }
-
-    def last_ends(self) -> dict[str, list[str]]:
-        self._refresh()
-        found: dict[str, list[str]] = {}
-        for commit in self._history():
-            if "flintmq.query" in commit and "flintmq.end" in commit:
-                found.setdefault(commit["flintmq.query"], json.loads(commit["flintmq.end"]))
-        return found
 
     def has_rows(self) -> bool:
         # Another engine may have made it with its rows, in version 0.
@@ -609,9 +638,8 @@ class DeltaTable(Table):
         from deltalake.exceptions import DeltaError
         from deltalake.transaction import CommitProperties, Transaction
 
-        words = {"query": query, "batch": str(batch), "end": json.dumps(end), "token": token}
         noted = CommitProperties(
-            custom_metadata={f"flintmq.{key}": value for key, value in words.items()},
+            custom_metadata=self._words(query, batch, end, token),
             app_transactions=[Transaction(query, batch), Transaction(f"{query}/end", digest(end))],
             # The first one on this very state of the table, which has no rows, and those that depend on its files.
             max_commit_retries=0 if query in self._first or query in self._exact else None,
@@ -650,9 +678,6 @@ class DeltaTable(Table):
         except conflicts as exc:
             raise _Conflict(reason(exc)) from exc
         self._sync()
-
-    def _has_commit(self, token: str) -> bool:
-        return any(commit.get("flintmq.token") == token for commit in self._history())
 
     def _sync(self) -> None:
         """On a disk: bring the newest of the log to the device, before Spark notes that the batch is done."""
@@ -958,24 +983,10 @@ class IcebergTable(Table):
         end = noted.get(f"flintmq.end.{query}")
         return Position(int(batch), None if end is None else int(end))
 
-    def _summaries(self) -> list[Mapping[str, str]]:
-        newest = [] if self._table is None else sorted(self._table.snapshots(), key=lambda found: found.sequence_number)
-        return [found.summary.additional_properties for found in newest[-_KNOWN_ENDS:] if found.summary]
-
-    def ends(self, query: str) -> dict[int, list[str]]:
-        return {
-            int(words["flintmq.batch"]): json.loads(words["flintmq.end"])
-            for words in self._summaries()
-            if words.get("flintmq.query") == query and "flintmq.end" in words
-        }
-
-    def last_ends(self) -> dict[str, list[str]]:
-        self._refresh()
-        found: dict[str, list[str]] = {}
-        for words in reversed(self._summaries()):
-            if "flintmq.query" in words and "flintmq.end" in words:
-                found.setdefault(words["flintmq.query"], json.loads(words["flintmq.end"]))
-        return found
+    def _commits(self) -> Iterable[Mapping[str, Any]]:
+        known = [] if self._table is None else self._table.snapshots()
+        newest = sorted(known, key=lambda found: found.sequence_number, reverse=True)[:_KNOWN_ENDS]
+        return [found.summary.additional_properties for found in newest if found.summary]
 
     def files(self) -> list[DataFile]:
         self._refresh()
@@ -1060,8 +1071,7 @@ class IcebergTable(Table):
     def _add(self, query: str, batch: int, end: list[str], files: Sequence[DataFile], token: str) -> None:
         from pyiceberg.exceptions import CommitFailedException, CommitStateUnknownException
 
-        words = {"query": query, "batch": str(batch), "end": json.dumps(end), "token": token}
-        summary = {f"flintmq.{key}": value for key, value in words.items()}
+        summary = self._words(query, batch, end, token)
         # In this process alone: pyiceberg would add the batch again to a table that has it by now.
         self._table.metadata.properties["commit.retry.num-retries"] = "0"
         scheme = "file://" if self.place.is_local else ""
@@ -1078,9 +1088,6 @@ class IcebergTable(Table):
                 change.set_properties(noted)
         except (CommitFailedException, CommitStateUnknownException, OSError) as exc:
             raise _Conflict(reason(exc)) from exc
-
-    def _has_commit(self, token: str) -> bool:
-        return any(words.get("flintmq.token") == token for words in self._summaries())
 
 
 # --- Plain Parquet ----------------------------------------------------------------------------------------------------
