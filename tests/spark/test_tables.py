@@ -13,6 +13,7 @@ import os
 import random
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -959,6 +960,69 @@ def test_missing_credentials_are_told_soon(monkeypatch: pytest.MonkeyPatch):
         with pytest.raises(PipelineError, match=r"there are no credentials: .*AWS_ACCESS_KEY_ID.*--storage-option"):
             open_table(Place.of("s3://bucket/archive", options))
         assert time.monotonic() - started < 60
+
+
+def z85(data: bytes) -> str:
+    """As ZeroMQ's RFC 32 has it, for the vectors that are in the log itself."""
+    digits = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ.-:+=^!/*?&<>()[]{}@%$#"
+    numbers = [int.from_bytes(data[at : at + 4]) for at in range(0, len(data), 4)]
+    return "".join(digits[number // 85**power % 85] for number in numbers for power in range(4, -1, -1))
+
+
+def delete_by_vector(place: Place, rows: list[int]) -> None:
+    """Mark the first rows of the newest file as deleted, as Spark does where deletion vectors are enabled."""
+    log = Path(place.text) / "_delta_log"
+    known = sorted(log.glob("*.json"))
+    lines = [json.loads(line) for path in known for line in path.read_text().splitlines()]
+    added = [line["add"] for line in lines if "add" in line][-1]
+    # One container of 16-bit numbers, in a bitmap of 32 bits, in one of 64.
+    bitmap = struct.pack(f"<IIHHI{len(rows)}H", 12346, 1, 0, len(rows) - 1, 16, *rows)
+    vector = struct.pack("<iqi", 1681511377, 1, 0) + bitmap
+    vector += bytes(-len(vector) % 4)
+    told = {"storageType": "i", "pathOrInlineDv": z85(vector), "sizeInBytes": len(vector), "cardinality": len(rows)}
+    features = {
+        "readerFeatures": ["deletionVectors"],
+        "writerFeatures": ["deletionVectors", "appendOnly", "invariants"],
+    }
+    gone = {key: added[key] for key in ("path", "partitionValues", "size")}
+    actions = [
+        {"protocol": {"minReaderVersion": 3, "minWriterVersion": 7, **features}},
+        {"remove": {**gone, "deletionTimestamp": 1, "dataChange": True, "extendedFileMetadata": True}},
+        {"add": {**added, "deletionVector": told, "dataChange": True}},
+        {"commitInfo": {"timestamp": int(time.time() * 1000), "operation": "DELETE"}},
+    ]
+    (log / f"{len(known):020d}.json").write_text("".join(json.dumps(action) + "\n" for action in actions))
+
+
+def test_rows_that_another_engine_has_deleted_by_marks_alone_do_not_come_back(
+    table: Table, format: str, monkeypatch: pytest.MonkeyPatch
+):
+    bring(table, 0)
+    if format == "delta":
+        delete_by_vector(table.place, [0, 1])
+        assert len(deltalake.DeltaTable(table.place.text).deletion_vectors().read_all()) == 1
+    else:
+        from pyiceberg.table import DataScan
+
+        plan = DataScan.plan_files
+
+        def marked(scan: Any) -> list[Any]:
+            # pyiceberg reads position deletes, and writes none.
+            found = list(plan(scan))
+            for task in found:
+                task.delete_files = {task.file}
+            return found
+
+        monkeypatch.setattr(DataScan, "plan_files", marked)
+    table = open_table(table.place)
+    with pytest.raises(PipelineError, match=r"which only marked them: \d files still hold such rows .* rewrite"):
+        table.files()
+    with pytest.raises(PipelineError, match="only marked"):
+        archiving.table_files(None, table)
+    # The archive query goes on.
+    assert len(table.files(may_lack_rows=True)) == 2
+    assert table.has_rows()
+    assert bring(table, 1)
 
 
 def test_a_catalog_is_icebergs_alone(tmp_path: Path):

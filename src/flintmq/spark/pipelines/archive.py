@@ -678,7 +678,7 @@ def run(arguments: argparse.Namespace) -> int:
         table = target.open()
         summary.details = {"archive": str(target.place), "format": table.format}
         if not isinstance(table, ParquetFolder):
-            files = table.files()
+            files = table.files(may_lack_rows=True)
             summary.details |= {"files": len(files), "archived": sum(file.rows for file in files)}
             summary.details |= {"bytes": sum(file.bytes for file in files)}
     common.print_summary(summary, as_json=arguments.json)

@@ -128,9 +128,21 @@ class Table:
         """The words of the newest commits, the newest first, in the state of the table that was read."""
         raise NotImplementedError
 
-    def files(self) -> list[DataFile]:
-        """All files that are in."""
+    def files(self, *, may_lack_rows: bool = False) -> list[DataFile]:
+        """All files that are in. PipelineError if another engine has deleted rows that files still hold.
+
+        With `may_lack_rows` these files are listed too: their rows are not to be read.
+        """
         raise NotImplementedError
+
+    def _check_deleted(self, paths: Sequence[str], how: str) -> None:
+        """PipelineError if there are files that still hold deleted rows. `how` says what rewrites them."""
+        if paths:
+            raise PipelineError(
+                f"rows of {self.place} were deleted by another engine, which only marked them: {len(paths):,} files "
+                f"still hold such rows ({paths[0]}), and they would come back. Have that engine rewrite the files, "
+                f"{how}"
+            )
 
     def make(self, schema: pa.Schema, partitioned: bool) -> None:
         """Make the table, or add columns that it does not have."""
@@ -344,7 +356,7 @@ class Table:
         return self._commit_while(check, query, batch, end, files)
 
     def has_rows(self) -> bool:
-        return self.schema() is not None and bool(self.files())
+        return self.schema() is not None and bool(self.files(may_lack_rows=True))
 
     def unknown(self, checkpoint: str) -> PipelineError:
         return PipelineError(
@@ -578,9 +590,21 @@ class DeltaTable(Table):
         with self._asking():
             return self._table is not None and bool(self._table.file_uris())
 
-    def files(self) -> list[DataFile]:
+    def files(self, *, may_lack_rows: bool = False) -> list[DataFile]:
         self._refresh()
+        if not may_lack_rows:
+            self._check_deleted(self._with_deleted(), "in Spark by REORG TABLE … APPLY (PURGE)")
         return [_delta_file(row) for row in self._rows()]
+
+    def _with_deleted(self) -> list[str]:
+        """The files that have a deletion vector, in the state that was read."""
+        import pyarrow as pa
+
+        if self._table is None or "deletionVectors" not in (self._table.protocol().reader_features or ()):
+            return []
+        with self._asking():
+            marked = pa.table(self._table.deletion_vectors())
+        return [str(path) for path in marked["filepath"].to_pylist()]
 
     def _rows(self) -> list[dict[str, Any]]:
         """What the log says of each file, in the state that was read."""
@@ -988,16 +1012,24 @@ class IcebergTable(Table):
         newest = sorted(known, key=lambda found: found.sequence_number, reverse=True)[:_KNOWN_ENDS]
         return [found.summary.additional_properties for found in newest if found.summary]
 
-    def files(self) -> list[DataFile]:
+    def files(self, *, may_lack_rows: bool = False) -> list[DataFile]:
         self._refresh()
         if self._table is None:
             return []
         from pyiceberg.conversions import from_bytes
 
+        try:
+            tasks = list(self._table.scan().plan_files())
+        except (OSError, ValueError, NotImplementedError) as exc:
+            raise PipelineError(f"{self.place} cannot be read: {reason(exc)}") from exc
+        if not may_lack_rows:
+            marked = [task.file.file_path for task in tasks if task.delete_files]
+            self._check_deleted(marked, "in Spark by CALL rewrite_data_files with delete-file-threshold 1")
+
         fields = {column.name: column for column in self._table.schema().fields}
         noted = [fields[name] for name in ("offset", "timestamp_ns") if name in fields]
         found = []
-        for task in self._table.scan().plan_files():
+        for task in tasks:
             file = task.file
             bounds = [
                 {
