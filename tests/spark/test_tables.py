@@ -384,6 +384,57 @@ def test_batches_that_are_missing_in_the_table_stop_it(table: Table):
     assert bring(table, 3)
 
 
+def restore(table: Table, version: int) -> None:
+    """Back to a version, by another program: of Delta its number, of Iceberg that of the snapshot."""
+    if table.format == "delta":
+        deltalake.DeltaTable(table.place.text).restore(version)
+    else:
+        opened = table.load()  # type: ignore[attr-defined]
+        opened.manage_snapshots().set_current_snapshot(opened.snapshots()[version].snapshot_id).commit()
+
+
+def test_a_table_that_was_restored_to_before_a_batch_stops_its_query(table: Table, format: str):
+    versions = []
+    for batch in range(3):
+        bring(table, batch)
+        versions.append(deltalake.DeltaTable(table.place.text).version() if format == "delta" else batch)
+    # Not one that has all batches of it.
+    bring(table, 0, query="other", new_query=True)
+    restore(table, versions[2])
+    table = open_table(table.place)
+    assert bring(table, 3)
+    restore(table, versions[0])
+    table = open_table(table.place)
+    assert offsets(table) == list(range(PER_BATCH))
+    # Neither with the next batch nor with one that comes again, which the table says is in.
+    for batch in (4, 3):
+        with pytest.raises(PipelineError, match=r"restored to an older version.* batches 1 to 3 .* pipeline backfill"):
+            bring(table, batch)
+    assert offsets(table) == list(range(PER_BATCH))
+    with pytest.raises(PipelineError, match=r"batches 0 to 0 of this query"):
+        bring(table, 1, query="other")
+    # New queries write here, and once it was told to go on this one does.
+    assert bring(table, 0, query="new", new_query=True)
+    assert bring(table, 4, new_query=True)
+    assert bring(table, 5)
+    wanted = {*range(PER_BATCH), *range(4 * PER_BATCH, 6 * PER_BATCH)}
+    assert set(offsets(table)) == wanted
+
+
+@pytest.mark.parametrize("back", [{"version": "1"}, {"version": None, "timestamp": "2020-01-01 00:00:00"}, {}])
+def test_a_restore_by_another_engine_is_known_by_any_of_its_forms(
+    place: Place, monkeypatch: pytest.MonkeyPatch, back: dict[str, Any]
+):
+    table = delta(place)
+    for batch in range(2):
+        bring(table, batch)
+    history = table._commits
+    newest = {"version": 99, "timestamp": 2**50, "operation": "RESTORE", "operationParameters": back}
+    monkeypatch.setattr(table, "_commits", lambda limit=9: [newest, *history(limit)])
+    with pytest.raises(PipelineError, match="restored to an older version"):
+        bring(table, 2)
+
+
 def test_a_batch_that_does_not_begin_where_the_last_one_ended_stops(table: Table):
     """Two drivers wrote one checkpoint: its notes are of the one, and the table has the batch of the other."""
     bring(table, 0)

@@ -12,7 +12,8 @@ commit is only taken if no other of this query came in since the table was read,
 
 `Table.wants` judges a batch before it is written, by what the table knows of the query: a batch that is in is skipped
 if it ends where that one did; a number that comes again with another end, and a batch that does not begin where the
-last one ended, are from a checkpoint that does not belong to the table, and stop the writer.
+last one ended, are from a checkpoint that does not belong to the table, and stop the writer. So does a table that was
+restored to a version before the last batch.
 
 Size: the formats answer the same questions, one method each, and are read side by side.
 """
@@ -24,6 +25,7 @@ import contextlib
 import datetime
 import functools
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -124,8 +126,12 @@ class Table:
         """The last batch of a query that is in; None if there is none."""
         raise NotImplementedError
 
-    def _commits(self) -> Iterable[Mapping[str, Any]]:
+    def _commits(self, limit: int = _KNOWN_ENDS) -> Iterable[Mapping[str, Any]]:
         """The words of the newest commits, the newest first, in the state of the table that was read."""
+        raise NotImplementedError
+
+    def _live_commits(self, limit: int) -> Iterable[Mapping[str, Any]]:
+        """Those of the newest commits whose files a restore to an older version has not taken out."""
         raise NotImplementedError
 
     def files(self, *, may_lack_rows: bool = False) -> list[DataFile]:
@@ -255,6 +261,8 @@ class Table:
                     "they went to, an empty --checkpoint to begin anew, or --new-query to go on here without them"
                 )
             return True
+        if not new_query:
+            self._check_restored(query, last)
         if batch <= last.batch:
             self._check_repeat(query, batch, end, last)
             return False
@@ -363,6 +371,25 @@ class Table:
             f"{self.place} has rows already, and {checkpoint} does not know of them: they would be archived twice; "
             "give the --checkpoint they came from, or --new-query if these are others"
         )
+
+    def _check_restored(self, query: str, last: Position) -> None:
+        """PipelineError if the table was restored to a version before the last batch of a query.
+
+        It says still that this batch is in: a restore brings files back, and neither transactions nor properties.
+        """
+        kept = -1
+        # The batch is among the very newest commits, unless others write here too.
+        for limit in (8, 64, _KNOWN_ENDS):
+            live = self._live_commits(limit)
+            batches = (int(words.get("flintmq.batch", -1)) for words in live if words.get("flintmq.query") == query)
+            if (kept := max(batches, default=-1)) >= last.batch:
+                return
+        if kept >= 0 or last.batch in self.ends(query):
+            raise PipelineError(
+                f"{self.place} was restored to an older version, and has no rows of batches {kept + 1} to {last.batch} "
+                "of this query any more, which it is done with. To have these messages in an archive again run "
+                "flintmq pipeline backfill; then start this query once with --new-query, to go on without the batches"
+            )
 
     def _check_repeat(self, query: str, batch: int, end: list[str], last: Position) -> None:
         """Is this the batch that is in under its number? A checkpoint that went back numbers others so."""
@@ -571,9 +598,24 @@ class DeltaTable(Table):
         except (DeltaError, OSError) as exc:
             raise PipelineError(f"{self.place} cannot be read: {reason(exc)}") from exc
 
-    def _commits(self) -> Iterable[Mapping[str, Any]]:
+    def _commits(self, limit: int = _KNOWN_ENDS) -> Iterable[Mapping[str, Any]]:
         with self._asking():
-            return [] if self._table is None else list(self._table.history(_KNOWN_ENDS))
+            return [] if self._table is None else list(self._table.history(limit))
+
+    def _live_commits(self, limit: int) -> Iterable[Mapping[str, Any]]:
+        newest: dict[str, float] = {"version": math.inf, "timestamp": math.inf}
+        for commit in self._commits(limit):
+            if any(commit.get(key, -1) > most for key, most in newest.items()):
+                continue
+            yield commit
+            if commit.get("operation") == "RESTORE":
+                said = commit.get("operationParameters") or {}
+                if str(said.get("version")).isdecimal():
+                    newest["version"] = int(said["version"])
+                elif str(said.get("datetime")).isdecimal():
+                    newest["timestamp"] = int(said["datetime"])
+                else:
+                    newest["version"] = -1  # nobody knows to which: to none that has a batch
 
     def schema(self) -> pa.Schema | None:
         import pyarrow as pa
@@ -1007,9 +1049,16 @@ class IcebergTable(Table):
         end = noted.get(f"flintmq.end.{query}")
         return Position(int(batch), None if end is None else int(end))
 
-    def _commits(self) -> Iterable[Mapping[str, Any]]:
+    def _commits(self, limit: int = _KNOWN_ENDS) -> Iterable[Mapping[str, Any]]:
         known = [] if self._table is None else self._table.snapshots()
-        newest = sorted(known, key=lambda found: found.sequence_number, reverse=True)[:_KNOWN_ENDS]
+        newest = sorted(known, key=lambda found: found.sequence_number, reverse=True)[:limit]
+        return [found.summary.additional_properties for found in newest if found.summary]
+
+    def _live_commits(self, limit: int) -> Iterable[Mapping[str, Any]]:
+        from pyiceberg.table.snapshots import ancestors_of
+
+        known = () if self._table is None else ancestors_of(self._table.current_snapshot(), self._table.metadata)
+        newest = itertools.islice(known, limit)
         return [found.summary.additional_properties for found in newest if found.summary]
 
     def files(self, *, may_lack_rows: bool = False) -> list[DataFile]:
