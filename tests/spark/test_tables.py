@@ -19,6 +19,7 @@ import sys
 import tempfile
 import threading
 import time
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -1134,6 +1135,28 @@ def test_catalog_options_and_names_are_passed_on(tmp_path: Path):
 
     assert load_catalog("lake", **options).load_table("sales.orders").scan().to_arrow().num_rows == PER_BATCH
     assert not bring(target.open(), 0)
+
+
+@pytest.mark.parametrize("noted", [True, False], ids=["noted", "of a version before"])
+def test_two_places_whose_names_end_alike_do_not_share_a_table_of_a_catalog(tmp_path: Path, noted: bool):
+    pytest.importorskip("pyiceberg")
+    pytest.importorskip("sqlalchemy")
+    options = {"type": "sql", "uri": f"sqlite:///{tmp_path}/c.db", "warehouse": f"file://{tmp_path}/w"}
+    first = archiving.Target(Place.of(tmp_path / "x" / "orders"), "iceberg", "lake", options)
+    second = archiving.Target(Place.of(tmp_path / "y" / "orders"), "iceberg", "lake", options)
+    query = str(uuid.UUID(int=7))
+    early = second.open()
+    table = first.open()
+    assert bring(table, 0, query=query)
+    if not noted:
+        with table.load().transaction() as change:  # type: ignore[attr-defined]
+            change.remove_properties("flintmq.place")
+    for begun in (second.open, lambda: bring(early, 0)):
+        with pytest.raises(PipelineError, match=r"has its files in .*/x/orders, not in .*/y/orders: .* --table"):
+            begun()
+    assert bring(first.open(), 1, query=query)
+    assert offsets(first.open()) == list(range(2 * PER_BATCH))
+    assert bring(archiving.Target(second.place, "iceberg", "lake", options, "flintmq.others").open(), 0)
 
 
 @pytest.mark.parametrize(("kind", "module"), [("glue", "boto3"), ("hive", "hive_metastore")])

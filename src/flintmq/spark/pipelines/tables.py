@@ -75,6 +75,8 @@ _OWN_NAME = re.compile(
 )
 #: Files of batches that are not in, and merged files that are not, are spared for so long: they may be added yet.
 _IN_DOUBT = 7 * 86400.0
+#: The property of an Iceberg table that says where its files are: the names of two places may end alike.
+_PLACE = "flintmq.place"
 #: What tells an archive of the form before tables.
 OLD_FORM = "_manifest"
 
@@ -1029,6 +1031,34 @@ class IcebergTable(Table):
             self._table = self._catalog.load_table(self._name) if self._catalog.table_exists(self._name) else None
         except Exception as exc:
             raise PipelineError(f"the table {'.'.join(self._name)} cannot be opened: {reason(exc)}") from exc
+        # Of a catalog that is in the place itself it can be no other.
+        if self._table is not None and self._folder is None:
+            self._check_place()
+
+    def _check_place(self) -> None:
+        """PipelineError if the table that the catalog has under this name is that of another place."""
+        noted = self._table.properties.get(_PLACE) or self._place_of_files()
+        # As they are written: the table names its files so, and by another way to the same folder they are not found.
+        if noted and noted != self.place.text:
+            raise PipelineError(
+                f"the table {'.'.join(self._name)} of the catalog has its files in {noted}, not in {self.place}: give "
+                "another --table, or that --to"
+            )
+
+    def _place_of_files(self) -> str:
+        """Where the files are of a table that does not note it; nothing if none of them is one of ours."""
+        with self._asking():
+            paths = (task.file.file_path for task in self._table.scan().plan_files())
+            found = next(((path, own) for path in paths if (own := _OWN_NAME.search(path))), None)
+        return "" if found is None else found[0][: found[1].start()].removeprefix("file://").rstrip("/")
+
+    @contextlib.contextmanager
+    def _asking(self) -> Iterator[None]:
+        """Errors of the store, while the log of the table is read, as PipelineError."""
+        try:
+            yield
+        except (OSError, ValueError, NotImplementedError) as exc:
+            raise PipelineError(f"{self.place} cannot be read: {reason(exc)}") from exc
 
     def load(self) -> Any:
         """The table, as pyiceberg has it."""
@@ -1067,10 +1097,8 @@ class IcebergTable(Table):
             return []
         from pyiceberg.conversions import from_bytes
 
-        try:
+        with self._asking():
             tasks = list(self._table.scan().plan_files())
-        except (OSError, ValueError, NotImplementedError) as exc:
-            raise PipelineError(f"{self.place} cannot be read: {reason(exc)}") from exc
         if not may_lack_rows:
             marked = [task.file.file_path for task in tasks if task.delete_files]
             self._check_deleted(marked, "in Spark by CALL rewrite_data_files with delete-file-threshold 1")
@@ -1112,7 +1140,8 @@ class IcebergTable(Table):
             self._open(make=True)
             try:
                 self._catalog.create_namespace_if_not_exists(self._name[0])
-                self._catalog.create_table_if_not_exists(self._name, schema=schema)
+                noted = {_PLACE: self.place.text}
+                self._catalog.create_table_if_not_exists(self._name, schema=schema, properties=noted)
             except _REFUSALS as exc:
                 raise PipelineError(f"the table {self.place} cannot be made: {reason(exc)}") from exc
             self._refresh()
@@ -1166,6 +1195,8 @@ class IcebergTable(Table):
                     with change.update_snapshot(snapshot_properties=summary).fast_append():
                         pass
                 noted = {f"flintmq.batch.{query}": str(batch), f"flintmq.end.{query}": str(digest(end))}
+                if _PLACE not in self._table.properties:
+                    noted[_PLACE] = self.place.text
                 change.set_properties(noted)
         except (CommitFailedException, CommitStateUnknownException, OSError) as exc:
             raise _Conflict(reason(exc)) from exc
