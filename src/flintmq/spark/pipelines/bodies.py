@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import uuid
 from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flintmq.errors import PipelineError
-from flintmq.spark.decoding import FORMATS, Decoder, decoder
+from flintmq.spark.decoding import FORMATS, Decoder, JsonDecoder, decoder
 from flintmq.spark.pipelines.common import pair
 from flintmq.spark.shipped.registry import Registry
 
@@ -19,6 +20,8 @@ __all__ = ["check_decoding", "decode_arguments", "decoded", "decoder_of", "is_fo
 
 #: Formats whose schema is in the language of Spark, which parses it.
 _BY_SPARK = ("json", "msgpack")
+#: A key of a JSON object, with its colon.
+_KEY = r'"(?:[^"\\]|\\.)*"\s*:'
 
 
 def decode_arguments(parser: argparse.ArgumentParser, *, by_topic: bool = False) -> None:
@@ -93,12 +96,19 @@ def is_found_out(arguments: argparse.Namespace, schema: str | None) -> bool:
 def decoded(messages: DataFrame, decoder: Decoder | None) -> DataFrame:
     """The messages with what a decoder says of them, and `_undecoded`, the bytes that would not decode.
 
-    None stands for messages that have nothing to be decoded.
+    None stands for messages of which the first have no JSON values: only objects without any, such as {}, are right.
     """
     from pyspark.sql import functions as f
+    from pyspark.sql.types import StringType, StructType
 
     if decoder is None:
-        error = f.lit("none of the first messages is a JSON object")
-        return messages.withColumns({"error": error, "_undecoded": f.col("value")})
-    found = decoder(messages)
+        # By the same parser, for a key that no message has; the column would be an empty one.
+        judged = JsonDecoder(StructType().add(f"_{uuid.uuid4().hex}", StringType()))(messages).drop("data")
+        has_values = ~f.regexp_replace(f.col("value").cast("string"), _KEY, "").rlike(r"^[\s{}\[\],]*$")
+        error = f.when(
+            f.col("error").isNotNull() | has_values, "none of the first messages is a JSON object with values"
+        )
+        found = judged.withColumn("error", error)
+    else:
+        found = decoder(messages)
     return found.withColumn("_undecoded", f.when(f.col("error").isNotNull(), f.col("value")))
