@@ -240,6 +240,17 @@ def test_objects_without_fields_are_not_called_undecodable(spark, messages: Mess
     assert (rows[0]["data"], rows[0]["error"]) == (None, None)
 
 
+def test_names_that_iceberg_takes_for_paths_do_not_stop_an_archive(spark, messages: Messages, tmp_path: Path):
+    pytest.importorskip("pyiceberg")
+    bodies = [b'{"a.b": 1, "a": {"b": 2, "c.d": 3, "c": {"d": 4}}, "e.f": 5}', b'{"g": [{"h": 6}], "g.element.h": 7}']
+    messages.add(0, len(bodies), body=lambda offset: bodies[offset])
+    root = tmp_path / "archive"
+    archiving.archive(spark, messages.stream, root, decode=True, once=True, format="iceberg")
+    rows = [row["data"].asDict(recursive=True) for row in archiving.read(spark, root).orderBy("offset").collect()]
+    assert rows[0] == {"a": {"b": 2, "c": {"d": 4}}, "e.f": 5, "g": None}
+    assert rows[1]["g"] == [{"h": 6}]
+
+
 def test_names_that_spark_finds_ambiguous_do_not_stop_an_archive(spark, messages: Messages, tmp_path: Path):
     bodies = [
         b'{"a": 1, "A": 2}',

@@ -212,6 +212,22 @@ def test_fields_that_differ_by_case_alone_are_refused_at_any_depth(table: Table,
     table.make(schema("id", "other"), True)
 
 
+@pytest.mark.parametrize("inner", [pa.struct([("b", pa.int64())]), pa.list_(pa.struct([("b", pa.int64())]))])
+def test_a_name_with_a_dot_that_is_the_path_of_another_is_refused_by_name(tmp_path: Path, inner: Any):
+    pytest.importorskip("pyiceberg")
+    dotted = "a.b" if pa.types.is_struct(inner) else "a.element.b"
+    wanted = pa.schema([*SCHEMA, ("data", pa.struct([("a", inner), (dotted, pa.int64())]))])
+    with pytest.raises(PipelineError, match=f"two fields are data.{dotted} to Iceberg, .* --schema, or"):
+        open_table(Place.of(tmp_path / "table"), "iceberg").make(wanted, True)
+    assert not open_table(Place.of(tmp_path / "table"), "iceberg").exists
+    # A dot alone is no harm, and Delta's names are no paths.
+    for format, kind in (("iceberg", pa.struct([("a", inner), ("a.c", pa.int64())])), ("delta", wanted[-1].type)):
+        open_table(Place.of(tmp_path / format), format).make(pa.schema([*SCHEMA, ("data", kind)]), True)
+    # Nor is one of them added to the other.
+    with pytest.raises(PipelineError, match=f"two fields are data.{dotted} to Iceberg"):
+        open_table(Place.of(tmp_path / "iceberg")).make(wanted, True)
+
+
 def test_a_batch_is_one_commit_that_names_query_number_and_end(table: Table):
     assert bring(table, 0)
     assert bring(table, 1)

@@ -331,6 +331,8 @@ class _MessageWriter(BatchWriter):
         if (known := _known_json(table)) is not None:
             return known
         found = common.infer_schema(messages)
+        if found is not None and isinstance(table, IcebergTable):
+            found = bodies.apart_by_path(found)
         return None if found is None else JsonDecoder(found)
 
     def _before_commit(

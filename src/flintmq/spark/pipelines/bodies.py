@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import uuid
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -15,8 +15,17 @@ from flintmq.spark.shipped.registry import Registry
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
+    from pyspark.sql.types import DataType, StructType
 
-__all__ = ["check_decoding", "decode_arguments", "decoded", "decoder_of", "is_found_out", "needs_spark"]
+__all__ = [
+    "apart_by_path",
+    "check_decoding",
+    "decode_arguments",
+    "decoded",
+    "decoder_of",
+    "is_found_out",
+    "needs_spark",
+]
 
 #: Formats whose schema is in the language of Spark, which parses it.
 _BY_SPARK = ("json", "msgpack")
@@ -91,6 +100,43 @@ def needs_spark(arguments: argparse.Namespace) -> bool:
 def is_found_out(arguments: argparse.Namespace, schema: str | None) -> bool:
     """Is it left to the messages what they look like, or nothing decoded at all?"""
     return schema is None and arguments.decode in (None, "json") and not arguments.registry
+
+
+def apart_by_path(schema: StructType) -> StructType:
+    """The schema, without fields that Iceberg takes for another: `a.b` is also the name of b inside of a.
+
+    The field without the dot stays.
+    """
+    from pyspark.sql.types import StructField, StructType
+
+    taken: set[str] = set()
+    kept = {}
+    for field in sorted(schema, key=lambda field: "." in field.name):
+        kind = _apart(field.dataType)
+        if taken.isdisjoint(paths := {path.lower() for path in _paths(field.name, kind)}):
+            taken |= paths
+            kept[field.name] = StructField(field.name, kind, field.nullable)
+    return StructType([kept[name] for name in schema.names if name in kept])
+
+
+def _apart(kind: DataType) -> DataType:
+    from pyspark.sql.types import ArrayType, StructType
+
+    if isinstance(kind, ArrayType):
+        return ArrayType(_apart(kind.elementType), kind.containsNull)
+    return apart_by_path(kind) if isinstance(kind, StructType) else kind
+
+
+def _paths(name: str, kind: DataType) -> Iterator[str]:
+    """Yield the names by which Iceberg knows a field and all inside of it."""
+    from pyspark.sql.types import ArrayType, StructType
+
+    yield name
+    if isinstance(kind, ArrayType):
+        yield from _paths(f"{name}.element", kind.elementType)
+    elif isinstance(kind, StructType):
+        for field in kind:
+            yield from _paths(f"{name}.{field.name}", field.dataType)
 
 
 def decoded(messages: DataFrame, decoder: Decoder | None) -> DataFrame:

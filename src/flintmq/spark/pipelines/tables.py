@@ -471,6 +471,25 @@ def _clashes(
         yield from _clashes(_inside(known.get(name)), _inside(kind), f"{path}{name}.")
 
 
+def _check_paths(*schemas: pa.Schema) -> None:
+    """PipelineError if a field has a name with a dot that is the path of another, at any depth: Iceberg's are paths."""
+    found: dict[str, tuple[str, ...]] = {}
+
+    def look(path: tuple[str, ...], kind: pa.DataType) -> None:
+        name = ".".join(path)
+        if found.setdefault(name, path) != path:
+            raise PipelineError(
+                f"two fields are {name} to Iceberg, where b inside of a is named a.b too: leave one of them out of the "
+                "--schema, or take --format delta"
+            )
+        for inner, inside in _inside(kind).items():
+            look((*path, "element" if inner == "[]" else inner), inside)
+
+    for schema in schemas:
+        for column in schema:
+            look((column.name,), column.type)
+
+
 def _inside(kind: pa.DataType | None) -> dict[str, pa.DataType]:
     """The types that a type is made of, by the names of the fields."""
     import pyarrow.types as types
@@ -1137,6 +1156,7 @@ class IcebergTable(Table):
 
         if self._table is None:
             self._check_columns(pa.schema([]), schema)
+            _check_paths(schema)
             self._open(make=True)
             try:
                 self._catalog.create_namespace_if_not_exists(self._name[0])
@@ -1171,6 +1191,7 @@ class IcebergTable(Table):
         self._check_folders(by, partitioned)
         if not (new := self._check_columns(known, schema)):
             return True
+        _check_paths(known, schema)
         try:
             with table.update_schema() as change:
                 change.union_by_name(schema)
