@@ -147,8 +147,8 @@ class Table:
         """PipelineError if there are files that still hold deleted rows. `how` says what rewrites them."""
         if paths:
             raise PipelineError(
-                f"rows of {self.place} were deleted by another engine, which only marked them: {len(paths):,} files "
-                f"still hold such rows ({paths[0]}), and they would come back. Have that engine rewrite the files, "
+                f"rows of {self.place} were deleted by another engine, which only marked them: {len(paths):,} of its "
+                f"files still hold such rows ({paths[0]}), and they would come back. Have that engine rewrite them, "
                 f"{how}"
             )
 
@@ -387,10 +387,12 @@ class Table:
             if (kept := max(batches, default=-1)) >= last.batch:
                 return
         if kept >= 0 or last.batch in self.ends(query):
+            first = kept + 1
+            lost = f"batches {first} to {last.batch}" if first < last.batch else f"batch {last.batch}"
             raise PipelineError(
-                f"{self.place} was restored to an older version, and has no rows of batches {kept + 1} to {last.batch} "
-                "of this query any more, which it is done with. To have these messages in an archive again run "
-                "flintmq pipeline backfill; then start this query once with --new-query, to go on without the batches"
+                f"{self.place} was restored to an older version, and has no rows of {lost} of this query any more, "
+                "which it is done with. To have the messages in an archive again run flintmq pipeline backfill; then "
+                "start this query once with --new-query, to go on without what is lost"
             )
 
     def _check_repeat(self, query: str, batch: int, end: list[str], last: Position) -> None:
@@ -666,8 +668,9 @@ class DeltaTable(Table):
         if self._table is None or "deletionVectors" not in (self._table.protocol().reader_features or ()):
             return []
         with self._asking():
-            marked = pa.table(self._table.deletion_vectors())
-        return [str(path) for path in marked["filepath"].to_pylist()]
+            # Batch by batch: a vector has a value for each row of its file.
+            marked = pa.RecordBatchReader.from_stream(self._table.deletion_vectors())
+            return [str(path) for batch in marked for path in batch["filepath"].to_pylist()]
 
     def _rows(self) -> list[dict[str, Any]]:
         """What the log says of each file, in the state that was read."""
