@@ -31,6 +31,7 @@ from flintmq.spark.pipelines import backfill as filling
 from flintmq.spark.pipelines import common
 from flintmq.spark.pipelines.audit import audit
 from flintmq.spark.pipelines.backfill import ArchiveSource, LogSource, Span, backfill, cut
+from flintmq.spark.pipelines.subscriptions import subscription_of
 
 from .conftest import wait_for
 from .daemons import Node
@@ -445,13 +446,23 @@ def test_what_cannot_be_done_is_said_before_spark_starts(tmp_path: Path, capsys,
     assert said in capsys.readouterr().err
 
 
-def table_with(root: Path, ends: dict[str, list[str]]) -> Any:
+def table_with(root: Path, ends: dict[str, list[str]], subscription: str = "", format: str | None = None) -> Any:
     """A table whose log has the ends of these queries, the oldest first."""
     pa = pytest.importorskip("pyarrow")
-    table = archiving.Target.of(root).open()
-    table.make(pa.schema([("value", pa.binary()), ("timestamp_ns", pa.int64())]), True)
+    table = archiving.Target.of(root, format=format).open()
+    table.make(
+        pa.schema(
+            [
+                ("topic", pa.string()),
+                ("timestamp", pa.timestamp("us", "UTC")),
+                ("value", pa.binary()),
+                ("timestamp_ns", pa.int64()),
+            ]
+        ),
+        True,
+    )
     for query, end in ends.items():
-        table.commit(query, 0, end, [])
+        table.commit(query, 0, end, [], subscription)
         table = archiving.Target.of(root).open()
     return table
 
@@ -476,6 +487,77 @@ def test_of_several_queries_the_one_that_is_furthest_counts(tmp_path: Path):
     }
     found = filling.positions(table_with(tmp_path / "table", ends))
     assert {key[1]: mark.seq for key, mark in found.items()} == {"a": 9, "b": 3, "c": 1}
+
+
+#: Where a query ends that has met `orders` alone.
+MET_ORDERS = ['{"v":1,"mode":"log","p":{"orders":{"a":{"e":"e","o":5}}}}']
+
+
+@pytest.mark.parametrize("format", ["delta", "iceberg"])
+@pytest.mark.parametrize("subscribed", [{"subscribe": "orders,clicks"}, {"subscribePattern": "c.*|orders"}])
+def test_a_topic_that_a_query_subscribes_to_and_has_not_met_is_left_to_it(
+    tmp_path: Path, subscribed: dict[str, str], format: str
+):
+    if format == "iceberg":
+        pytest.importorskip("pyiceberg")
+    source = common.Topics([], {"nsq.nsqd.addresses": "127.0.0.1:1", **subscribed})
+    table = table_with(tmp_path / "table", {"q": MET_ORDERS}, subscription_of(source.stream), format)
+    found = filling.limits_of(None, table, ["clicks", "orders", "other"])
+    assert (list(found.marks), found.left) == ([("orders", "a")], ["clicks"])
+    # No topic that is left is among those of which all is taken.
+    assert "topic NOT IN ('clicks', 'orders')" in found.condition()
+    assert not filling.limits_of(None, table, ["other"])
+    assert filling.limits_of(None, table, ["clicks"], unmet=True).left == []
+
+
+def test_a_table_that_does_not_tell_its_subscriptions_gets_no_topic_that_its_queries_have_not_met(tmp_path: Path):
+    """Of a version before, or of a source that is a function of the user's."""
+    assert subscription_of(lambda spark: spark.table("t")) == ""
+    table = table_with(tmp_path / "table", {"q": MET_ORDERS})
+    with pytest.raises(PipelineError, match=r"whether its archive queries subscribe to clicks, .* give --unmet"):
+        filling.limits_of(None, table, ["orders", "clicks"])
+    assert list(filling.limits_of(None, table, ["orders"]).marks) == [("orders", "a")]
+    assert not filling.limits_of(None, table, ["clicks"], unmet=True)
+    # Nobody fills a table that has nothing but backfills.
+    assert not filling.limits_of(None, table_with(tmp_path / "other", {"b": ['{"mode":"backfill"}']}), ["clicks"])
+
+
+def test_a_node_of_another_archive_that_no_query_has_met_is_left_to_it(spark, tmp_path: Path):
+    pa = pytest.importorskip("pyarrow")
+    root = tmp_path / "other"
+    ids = [(node, offset) for node in ("a", "b") for offset in range(10)]
+    rows = [(b"x", "orders", node, offset, f"{node}{offset}", 1 + offset) for node, offset in ids]
+    columns = "value binary, topic string, node string, offset bigint, id string, timestamp_ns bigint"
+    frame = spark.createDataFrame(rows, columns).selectExpr(
+        "*", "timestamp_micros(0) AS timestamp", "CAST(NULL AS INT) AS attempts"
+    )
+    other = archiving.Target.of(root).open()
+    files = archiving.write_batch(other, frame, "0" * 32, partitioned=True)
+    other.commit("q", 0, ["?"], files)
+    subscribed = json.dumps({"topics": ["orders"]})
+    table = table_with(tmp_path / "table", {"q": MET_ORDERS}, subscribed)
+    table.make(pa.schema([("node", pa.string()), ("id", pa.string())]), True)
+    source = ArchiveSource(archiving.Target.of(root), ["orders"])
+    counted = backfill(spark, source, tmp_path / "table", ALWAYS, dry_run=True)
+    assert (counted.missing, counted.waiting) == (5, 15)
+    counted = backfill(spark, source, tmp_path / "table", ALWAYS, dry_run=True, unmet=True)
+    assert (counted.missing, counted.waiting) == (15, 5)
+
+
+@pytest.mark.parametrize("by", ["subscribe", "subscribePattern"])
+def test_a_new_topic_of_an_archive_query_is_there_once(spark, broker: Node, topic: str, tmp_path: Path, by: str):
+    root, new = tmp_path / "archive", f"{topic[:50]}.new"
+    wanted = {"subscribe": f"{topic},{new}"} if by == "subscribe" else {by: f"{topic[:50]}.*"}
+    source = common.Topics([], {**network(broker), "startingOffsets": "earliest", **wanted})
+    hold(broker, topic)
+    publish(broker, topic, bodies(0, 5))
+    archiving.archive(spark, source.stream, root, once=True)
+    hold(broker, new)
+    publish(broker, new, bodies(0, 7))
+    done = backfill(spark, logs(broker, topic, new), root, ALWAYS)
+    assert (done.added, done.waiting) == (0, 7)
+    assert archiving.archive(spark, source.stream, root, once=True).rows == 7
+    assert rows_of(root) == 12
 
 
 @given(

@@ -224,6 +224,33 @@ def test_json_is_decoded_and_what_is_none_is_kept_aside(spark, messages: Message
         archiving.archive(spark, messages.stream, tmp_path / "wrong", schema="id NUMBERISH", once=True)
 
 
+def test_objects_without_fields_are_not_called_undecodable(spark, messages: Messages, tmp_path: Path):
+    bodies = [b"{}", b' { "a" : { } }\n', b'{"a\\":": [{}]}', b"[1]", b'{"a": }', b"", b'{"a": {}} {}']
+    messages.add(0, len(bodies), body=lambda offset: bodies[offset])
+    root = tmp_path / "archive"
+    archiving.archive(spark, messages.stream, root, decode=True, once=True)
+    rows = archiving.read(spark, root).orderBy("offset").collect()
+    assert [row["error"] is None for row in rows] == [True, True, True, False, False, False, False]
+    assert [row["_undecoded"] and bytes(row["_undecoded"]) for row in rows] == [None, None, None, *bodies[3:]]
+    # The first that has some tells what they look like.
+    messages.add(len(bodies), len(bodies) + 1, body=lambda offset: b'{"a": 1}')
+    archiving.archive(spark, messages.stream, root, decode=True, once=True)
+    rows = archiving.read(spark, root).orderBy("offset").collect()
+    assert rows[-1]["data"].asDict() == {"a": 1}
+    assert (rows[0]["data"], rows[0]["error"]) == (None, None)
+
+
+def test_names_that_iceberg_takes_for_paths_do_not_stop_an_archive(spark, messages: Messages, tmp_path: Path):
+    pytest.importorskip("pyiceberg")
+    bodies = [b'{"a.b": 1, "a": {"b": 2, "c.d": 3, "c": {"d": 4}}, "e.f": 5}', b'{"g": [{"h": 6}], "g.element.h": 7}']
+    messages.add(0, len(bodies), body=lambda offset: bodies[offset])
+    root = tmp_path / "archive"
+    archiving.archive(spark, messages.stream, root, decode=True, once=True, format="iceberg")
+    rows = [row["data"].asDict(recursive=True) for row in archiving.read(spark, root).orderBy("offset").collect()]
+    assert rows[0] == {"a": {"b": 2, "c": {"d": 4}}, "e.f": 5, "g": None}
+    assert rows[1]["g"] == [{"h": 6}]
+
+
 def test_names_that_spark_finds_ambiguous_do_not_stop_an_archive(spark, messages: Messages, tmp_path: Path):
     bodies = [
         b'{"a": 1, "A": 2}',

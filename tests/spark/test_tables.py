@@ -13,11 +13,13 @@ import os
 import random
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+import uuid
 from pathlib import Path
 from typing import Any
 
@@ -210,6 +212,22 @@ def test_fields_that_differ_by_case_alone_are_refused_at_any_depth(table: Table,
     table.make(schema("id", "other"), True)
 
 
+@pytest.mark.parametrize("inner", [pa.struct([("b", pa.int64())]), pa.list_(pa.struct([("b", pa.int64())]))])
+def test_a_name_with_a_dot_that_is_the_path_of_another_is_refused_by_name(tmp_path: Path, inner: Any):
+    pytest.importorskip("pyiceberg")
+    dotted = "a.b" if pa.types.is_struct(inner) else "a.element.b"
+    wanted = pa.schema([*SCHEMA, ("data", pa.struct([("a", inner), (dotted, pa.int64())]))])
+    with pytest.raises(PipelineError, match=f"two fields are data.{dotted} to Iceberg, .* --schema, or"):
+        open_table(Place.of(tmp_path / "table"), "iceberg").make(wanted, True)
+    assert not open_table(Place.of(tmp_path / "table"), "iceberg").exists
+    # A dot alone is no harm, and Delta's names are no paths.
+    for format, kind in (("iceberg", pa.struct([("a", inner), ("a.c", pa.int64())])), ("delta", wanted[-1].type)):
+        open_table(Place.of(tmp_path / format), format).make(pa.schema([*SCHEMA, ("data", kind)]), True)
+    # Nor is one of them added to the other.
+    with pytest.raises(PipelineError, match=f"two fields are data.{dotted} to Iceberg"):
+        open_table(Place.of(tmp_path / "iceberg")).make(wanted, True)
+
+
 def test_a_batch_is_one_commit_that_names_query_number_and_end(table: Table):
     assert bring(table, 0)
     assert bring(table, 1)
@@ -381,6 +399,57 @@ def test_batches_that_are_missing_in_the_table_stop_it(table: Table):
     with pytest.raises(PipelineError, match="ends with batch 2 of this query, and Spark goes on with batch 5"):
         bring(table, 5)
     assert bring(table, 3)
+
+
+def restore(table: Table, version: int) -> None:
+    """Back to a version, by another program: of Delta its number, of Iceberg that of the snapshot."""
+    if table.format == "delta":
+        deltalake.DeltaTable(table.place.text).restore(version)
+    else:
+        opened = table.load()  # type: ignore[attr-defined]
+        opened.manage_snapshots().set_current_snapshot(opened.snapshots()[version].snapshot_id).commit()
+
+
+def test_a_table_that_was_restored_to_before_a_batch_stops_its_query(table: Table, format: str):
+    versions = []
+    for batch in range(3):
+        bring(table, batch)
+        versions.append(deltalake.DeltaTable(table.place.text).version() if format == "delta" else batch)
+    # Not one that has all batches of it.
+    bring(table, 0, query="other", new_query=True)
+    restore(table, versions[2])
+    table = open_table(table.place)
+    assert bring(table, 3)
+    restore(table, versions[0])
+    table = open_table(table.place)
+    assert offsets(table) == list(range(PER_BATCH))
+    # Neither with the next batch nor with one that comes again, which the table says is in.
+    for batch in (4, 3):
+        with pytest.raises(PipelineError, match=r"restored to an older version.* batches 1 to 3 .* pipeline backfill"):
+            bring(table, batch)
+    assert offsets(table) == list(range(PER_BATCH))
+    with pytest.raises(PipelineError, match="no rows of batch 0 of this query"):
+        bring(table, 1, query="other")
+    # New queries write here, and once it was told to go on this one does.
+    assert bring(table, 0, query="new", new_query=True)
+    assert bring(table, 4, new_query=True)
+    assert bring(table, 5)
+    wanted = {*range(PER_BATCH), *range(4 * PER_BATCH, 6 * PER_BATCH)}
+    assert set(offsets(table)) == wanted
+
+
+@pytest.mark.parametrize("back", [{"version": "1"}, {"version": None, "timestamp": "2020-01-01 00:00:00"}, {}])
+def test_a_restore_by_another_engine_is_known_by_any_of_its_forms(
+    place: Place, monkeypatch: pytest.MonkeyPatch, back: dict[str, Any]
+):
+    table = delta(place)
+    for batch in range(2):
+        bring(table, batch)
+    history = table._commits
+    newest = {"version": 99, "timestamp": 2**50, "operation": "RESTORE", "operationParameters": back}
+    monkeypatch.setattr(table, "_commits", lambda limit=9: [newest, *history(limit)])
+    with pytest.raises(PipelineError, match="restored to an older version"):
+        bring(table, 2)
 
 
 def test_a_batch_that_does_not_begin_where_the_last_one_ended_stops(table: Table):
@@ -961,6 +1030,69 @@ def test_missing_credentials_are_told_soon(monkeypatch: pytest.MonkeyPatch):
         assert time.monotonic() - started < 60
 
 
+def z85(data: bytes) -> str:
+    """As ZeroMQ's RFC 32 has it, for the vectors that are in the log itself."""
+    digits = "0123456789abcdefghijklmnopqrstuvwxyzABCDEFGHIJKLMNOPQRSTUVWXYZ.-:+=^!/*?&<>()[]{}@%$#"
+    numbers = [int.from_bytes(data[at : at + 4]) for at in range(0, len(data), 4)]
+    return "".join(digits[number // 85**power % 85] for number in numbers for power in range(4, -1, -1))
+
+
+def delete_by_vector(place: Place, rows: list[int]) -> None:
+    """Mark the first rows of the newest file as deleted, as Spark does where deletion vectors are enabled."""
+    log = Path(place.text) / "_delta_log"
+    known = sorted(log.glob("*.json"))
+    lines = [json.loads(line) for path in known for line in path.read_text().splitlines()]
+    added = [line["add"] for line in lines if "add" in line][-1]
+    # One container of 16-bit numbers, in a bitmap of 32 bits, in one of 64.
+    bitmap = struct.pack(f"<IIHHI{len(rows)}H", 12346, 1, 0, len(rows) - 1, 16, *rows)
+    vector = struct.pack("<iqi", 1681511377, 1, 0) + bitmap
+    vector += bytes(-len(vector) % 4)
+    told = {"storageType": "i", "pathOrInlineDv": z85(vector), "sizeInBytes": len(vector), "cardinality": len(rows)}
+    features = {
+        "readerFeatures": ["deletionVectors"],
+        "writerFeatures": ["deletionVectors", "appendOnly", "invariants"],
+    }
+    gone = {key: added[key] for key in ("path", "partitionValues", "size")}
+    actions = [
+        {"protocol": {"minReaderVersion": 3, "minWriterVersion": 7, **features}},
+        {"remove": {**gone, "deletionTimestamp": 1, "dataChange": True, "extendedFileMetadata": True}},
+        {"add": {**added, "deletionVector": told, "dataChange": True}},
+        {"commitInfo": {"timestamp": int(time.time() * 1000), "operation": "DELETE"}},
+    ]
+    (log / f"{len(known):020d}.json").write_text("".join(json.dumps(action) + "\n" for action in actions))
+
+
+def test_rows_that_another_engine_has_deleted_by_marks_alone_do_not_come_back(
+    table: Table, format: str, monkeypatch: pytest.MonkeyPatch
+):
+    bring(table, 0)
+    if format == "delta":
+        delete_by_vector(table.place, [0, 1])
+        assert len(deltalake.DeltaTable(table.place.text).deletion_vectors().read_all()) == 1
+    else:
+        from pyiceberg.table import DataScan
+
+        plan = DataScan.plan_files
+
+        def marked(scan: Any) -> list[Any]:
+            # pyiceberg reads position deletes, and writes none.
+            found = list(plan(scan))
+            for task in found:
+                task.delete_files = {task.file}
+            return found
+
+        monkeypatch.setattr(DataScan, "plan_files", marked)
+    table = open_table(table.place)
+    with pytest.raises(PipelineError, match=r"which only marked them: \d of its files still hold such rows .* rewrite"):
+        table.files()
+    with pytest.raises(PipelineError, match="only marked"):
+        archiving.table_files(None, table)
+    # The archive query goes on.
+    assert len(table.files(may_lack_rows=True)) == 2
+    assert table.has_rows()
+    assert bring(table, 1)
+
+
 def test_a_catalog_is_icebergs_alone(tmp_path: Path):
     pytest.importorskip("pyiceberg")
     options = {"type": "sql", "uri": f"sqlite:///{tmp_path}/catalog.db", "warehouse": f"file://{tmp_path}/w"}
@@ -1019,6 +1151,28 @@ def test_catalog_options_and_names_are_passed_on(tmp_path: Path):
 
     assert load_catalog("lake", **options).load_table("sales.orders").scan().to_arrow().num_rows == PER_BATCH
     assert not bring(target.open(), 0)
+
+
+@pytest.mark.parametrize("noted", [True, False], ids=["noted", "of a version before"])
+def test_two_places_whose_names_end_alike_do_not_share_a_table_of_a_catalog(tmp_path: Path, noted: bool):
+    pytest.importorskip("pyiceberg")
+    pytest.importorskip("sqlalchemy")
+    options = {"type": "sql", "uri": f"sqlite:///{tmp_path}/c.db", "warehouse": f"file://{tmp_path}/w"}
+    first = archiving.Target(Place.of(tmp_path / "x" / "orders"), "iceberg", "lake", options)
+    second = archiving.Target(Place.of(tmp_path / "y" / "orders"), "iceberg", "lake", options)
+    query = str(uuid.UUID(int=7))
+    early = second.open()
+    table = first.open()
+    assert bring(table, 0, query=query)
+    if not noted:
+        with table.load().transaction() as change:  # type: ignore[attr-defined]
+            change.remove_properties("flintmq.place")
+    for begun in (second.open, lambda: bring(early, 0)):
+        with pytest.raises(PipelineError, match=r"has its files in .*/x/orders, not in .*/y/orders: .* --table"):
+            begun()
+    assert bring(first.open(), 1, query=query)
+    assert offsets(first.open()) == list(range(2 * PER_BATCH))
+    assert bring(archiving.Target(second.place, "iceberg", "lake", options, "flintmq.others").open(), 0)
 
 
 @pytest.mark.parametrize(("kind", "module"), [("glue", "boto3"), ("hive", "hive_metastore")])

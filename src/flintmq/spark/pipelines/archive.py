@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 from flintmq.errors import PipelineError
 from flintmq.spark.decoding import Decoder, JsonDecoder, decoder
 from flintmq.spark.pipelines import bodies, common
+from flintmq.spark.pipelines.subscriptions import subscription_of
 from flintmq.spark.pipelines.tables import DeltaTable, IcebergTable, ParquetFolder, Table, open_table
 from flintmq.spark.shipped.columns import COLUMNS
 from flintmq.spark.shipped.files import PARTITIONS, DataFile, FileReader, FileWriter, Place, describe, partition_of
@@ -133,6 +134,7 @@ def archive(
         decode=bool(decode) or made is not None,
         decoder=made,
         undecodable=undecodable,
+        subscription=subscription_of(source),
     )
     # Behind Spark Connect all files are the server's: the first batch will say what is wrong.
     is_plain = target.format == "parquet" if common.is_remote(spark) else writer.prepare().format == "parquet"
@@ -262,6 +264,8 @@ class BatchWriter:
     written: list[int] = field(default_factory=list)
     #: Are rows put into folders by topic, date and hour?
     partitioned: bool = False
+    #: Topics that the query subscribes to, for the commits of the table; nothing if that is not known.
+    subscription: str = ""
     #: Opened with the first batch, in the process that Spark calls it in.
     table: Table | None = None
 
@@ -290,7 +294,7 @@ class BatchWriter:
         rows = self._laid_out(table, rows)
         files = write_batch(table, rows, f"{query}-{batch:010d}", partitioned=self.partitioned)
         self._before_commit(rows.sparkSession, table, files, query, batch, end)
-        table.commit(query, batch, end, files)
+        table.commit(query, batch, end, files, self.subscription)
         self.written.append(sum(file.rows for file in files))
 
     def _laid_out(self, table: Table, rows: DataFrame) -> DataFrame:
@@ -327,6 +331,8 @@ class _MessageWriter(BatchWriter):
         if (known := _known_json(table)) is not None:
             return known
         found = common.infer_schema(messages)
+        if found is not None and isinstance(table, IcebergTable):
+            found = bodies.apart_by_path(found)
         return None if found is None else JsonDecoder(found)
 
     def _before_commit(
@@ -674,7 +680,7 @@ def run(arguments: argparse.Namespace) -> int:
         table = target.open()
         summary.details = {"archive": str(target.place), "format": table.format}
         if not isinstance(table, ParquetFolder):
-            files = table.files()
+            files = table.files(may_lack_rows=True)
             summary.details |= {"files": len(files), "archived": sum(file.rows for file in files)}
             summary.details |= {"bytes": sum(file.bytes for file in files)}
     common.print_summary(summary, as_json=arguments.json)

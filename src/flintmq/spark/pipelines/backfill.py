@@ -6,22 +6,24 @@ them, under a query name of the backfill's own. A backfill that was stopped or k
 is still missing.
 
 An archive query that runs beside it is not disturbed. Messages that it has yet to read are not missing, but waiting:
-the table's own log says how far each query is, and what lies behind that is left to it. A commit is only taken if no
+the table's own log says how far each query is and to which topics it subscribes. The rest of these topics is left to
+it, with topics and nodes that it has not met yet. A commit is only taken if no
 file with rows of the span came in since they were compared; if one did, the span is compared again.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import datetime
 import json
 import sys
 import time
 import uuid
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from flintmq.errors import DataLossError, PipelineError
 from flintmq.spark.decoding import Decoder
@@ -35,6 +37,7 @@ from flintmq.spark.pipelines.archive import (
     write_batch,
 )
 from flintmq.spark.pipelines.screen import Display, Silent
+from flintmq.spark.pipelines.subscriptions import covers
 from flintmq.spark.pipelines.tables import ParquetFolder, Table, format_of
 from flintmq.spark.shipped.columns import COLUMNS, SCHEMA
 from flintmq.spark.shipped.files import DataFile, describe
@@ -72,6 +75,34 @@ def _shown(ns: int) -> str:
     return when.strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
+@dataclass(frozen=True)
+class Limits:
+    """Up to where messages are taken: how far archive queries are. Of a topic that is not named here, all are."""
+
+    marks: Mapping[Key, Mark] = field(default_factory=dict)
+    #: Topics that queries subscribe to and have not met: all of their messages are left to them.
+    left: Sequence[str] = ()
+    #: Are messages of nodes taken that no query has met, in a topic that one has?
+    others: bool = False
+
+    def __bool__(self) -> bool:
+        return bool(self.marks or self.left)
+
+    def condition(self) -> str:
+        """What is before the limits, in SQL."""
+        known: dict[str, list[str]] = {topic: [] for topic in sorted({*self.left, *(topic for topic, _ in self.marks)})}
+        terms = []
+        for (topic, node), mark in self.marks.items():
+            known[topic].append(node)
+            terms.append(f"(topic = '{topic}' AND node = '{node}' AND offset < {mark.seq})")
+        terms.append(f"(topic NOT IN ({', '.join(repr(topic) for topic in known)}))")
+        if self.others:
+            for topic, nodes in known.items():
+                if topic not in self.left:
+                    terms.append(f"(topic = '{topic}' AND node NOT IN ({', '.join(repr(node) for node in nodes)}))")
+        return " OR ".join(terms)
+
+
 # --- Where messages come from -----------------------------------------------------------------------------------------
 
 
@@ -81,12 +112,11 @@ class LogSource:
 
     topics: Sequence[str]
     options: Mapping[str, str]
-    #: How far archive queries are; nothing of a topic that they know is taken from there on.
-    limits: Mapping[Key, Mark] = field(default_factory=dict)
+    limits: Limits = Limits()
     #: The shortest part of the time, in ns, that is worth reading for itself.
     finest: ClassVar[int] = 1_000_000_000
 
-    def limited(self, limits: Mapping[Key, Mark]) -> LogSource:
+    def limited(self, limits: Limits) -> LogSource:
         return LogSource(self.topics, self.options, limits)
 
     def count(self, spark: SparkSession, span: Span) -> int:
@@ -113,11 +143,11 @@ class LogSource:
         own = next((value for key, value in self.options.items() if key.lower() == "where"), "")
         terms = [f"timestamp_ns >= {span.since} AND timestamp_ns < {span.until}"]
         terms += [own] if own else []
-        terms += [_within(self.limits)] if self.limits else []
+        terms += [self.limits.condition()] if self.limits else []
         joined = " AND ".join(f"({term})" for term in terms)
         return {"subscribe": ",".join(self.topics), **kept, "where": joined}
 
-    def current(self, limits: Mapping[Key, Mark]) -> dict[Key, Mark]:
+    def current(self, limits: Limits) -> Limits:
         """The limits as they are for the logs that there are now: of a log that was made anew nothing was read."""
         from flintmq.spark.log_mode.topic_log import Planner
         from flintmq.spark.shipped.options import read_source_options
@@ -127,14 +157,16 @@ class LogSource:
             infos = planner.observe(strict=True)
         finally:
             planner.close()
-        known = {topic for topic, _ in limits}
-        found = {}
+        known = {topic for topic, _ in limits.marks}
+        # A mark of a log that is not there now keeps its topic among those that are limited.
+        found = dict(limits.marks)
         for key, info in infos.items():
-            if key[0] in known:
-                mark = limits.get(key)
-                is_same = mark is not None and mark.epoch in ("", info.epoch)
-                found[key] = mark if mark is not None and is_same else Mark(info.epoch, 0)
-        return found
+            mark = limits.marks.get(key)
+            if key[0] not in known or (mark is None and limits.others):
+                continue
+            if mark is None or mark.epoch not in ("", info.epoch):
+                found[key] = Mark(info.epoch, 0)
+        return replace(limits, marks=found)
 
 
 @dataclass(frozen=True)
@@ -143,10 +175,10 @@ class ArchiveSource:
 
     target: Target
     topics: Sequence[str]
-    limits: Mapping[Key, Mark] = field(default_factory=dict)
+    limits: Limits = Limits()
     finest: ClassVar[int] = _HOUR_NS
 
-    def limited(self, limits: Mapping[Key, Mark]) -> ArchiveSource:
+    def limited(self, limits: Limits) -> ArchiveSource:
         return ArchiveSource(self.target, self.topics, limits)
 
     def count(self, spark: SparkSession, span: Span) -> int:
@@ -154,7 +186,11 @@ class ArchiveSource:
         return sum(file.rows for file in self._files(spark, span))
 
     def waiting(self, spark: SparkSession, span: Span) -> int:
-        return 0
+        """Count the messages of a span that are left to archive queries."""
+        if not self.limits:
+            return 0
+        whole = ArchiveSource(self.target, self.topics).read(spark, span, (*KEY, "offset"))
+        return int(whole.filter(f"NOT ({self.limits.condition()})").count())
 
     def read(self, spark: SparkSession, span: Span, columns: Sequence[str] = ()) -> DataFrame:
         table, files = self.target.open(), self._files(spark, span)
@@ -163,29 +199,15 @@ class ArchiveSource:
         found = read_files(spark, table, files, columns=tuple(columns) or COLUMNS)
         found = found.filter(f"timestamp_ns >= {span.since} AND timestamp_ns < {span.until}")
         if self.limits and "offset" in found.columns:
-            found = found.filter(_within(self.limits, others=True))
+            found = found.filter(self.limits.condition())
         # It may have a message twice.
         return found.dropDuplicates(list(KEY))
 
-    def current(self, limits: Mapping[Key, Mark]) -> dict[Key, Mark]:
-        return dict(limits)
+    def current(self, limits: Limits) -> Limits:
+        return limits
 
     def _files(self, spark: SparkSession, span: Span) -> list[DataFile]:
         return overlapping(table_files(spark, self.target.open()), self.topics, span)
-
-
-def _within(limits: Mapping[Key, Mark], *, others: bool = False) -> str:
-    """What is before the limits, as a condition; of topics without any, and with `others` of such nodes, all."""
-    topics = sorted({topic for topic, _ in limits})
-    terms = [
-        f"(topic = '{topic}' AND node = '{node}' AND offset < {mark.seq})" for (topic, node), mark in limits.items()
-    ]
-    terms.append(f"(topic NOT IN ({', '.join(repr(topic) for topic in topics)}))")
-    if others:
-        for topic in topics:
-            nodes = ", ".join(repr(node) for name, node in limits if name == topic)
-            terms.append(f"(topic = '{topic}' AND node NOT IN ({nodes}))")
-    return " OR ".join(terms)
 
 
 def overlapping(files: Sequence[DataFile], topics: Sequence[str], span: Span) -> list[DataFile]:
@@ -208,13 +230,8 @@ def positions(table: Table) -> Marks:
     """
     found: Marks = {}
     # The newest first.
-    for end in table.last_ends().values():
-        for line in end:
-            try:
-                said = json.loads(line)
-            except ValueError:
-                continue
-            mode = said.get("mode") if isinstance(said, dict) else None
+    for commit in table.last_commits().values():
+        for mode, said in _offsets(commit.end):
             if mode == "spool":
                 raise PipelineError(
                     f"{table.place} is filled from a channel, which may still have what is missing: give --complete if "
@@ -233,11 +250,45 @@ def positions(table: Table) -> Marks:
     return found
 
 
+def _offsets(end: Sequence[str]) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The offsets of an end that are this source's, each behind its mode."""
+    for line in end:
+        with contextlib.suppress(ValueError):
+            said = json.loads(line)
+            if isinstance(said, dict) and isinstance(said.get("mode"), str):
+                yield said["mode"], said
+
+
+def limits_of(spark: SparkSession, table: Table, topics: Sequence[str], *, unmet: bool = False) -> Limits:
+    """Up to where messages of these topics are no longer the business of archive queries.
+
+    PipelineError if the table does not tell whether one of its queries subscribes to a topic. `unmet` says that none
+    is to read a topic or a node that none has met.
+    """
+    marks = positions(table)
+    met = {topic for topic, _ in marks}
+    commits = table.last_commits().values()
+    queries = [commit for commit in commits if any(mode == "log" for mode, _ in _offsets(commit.end))]
+    new = {topic: [covers(query.subscription, topic) for query in queries] for topic in topics if topic not in met}
+    left = [topic for topic, found in new.items() if True in found and not unmet]
+    # Rows may be of a query whose last batch is too long ago to be found.
+    marks |= _newest_archived(spark, table, [topic for topic in new if topic not in left])
+    met = {topic for topic, _ in marks}
+    unsure = [topic for topic, found in new.items() if None in found and topic not in met and topic not in left]
+    if unsure and not unmet:
+        raise PipelineError(
+            f"{table.place} does not tell whether its archive queries subscribe to {', '.join(unsure)}, which none of "
+            "them has met yet: one that does would add the messages again. Run such a query first; if there is none, "
+            "give --unmet"
+        )
+    return Limits({key: mark for key, mark in marks.items() if key[0] in topics}, left, others=unmet)
+
+
 def _newest_archived(spark: SparkSession, table: Table, topics: Sequence[str]) -> Marks:
     """Up to where these topics are archived, by the rows themselves."""
     from pyspark.sql import functions as f
 
-    files = [file for file in table.files() if file.partition.get("topic") in topics]
+    files = [file for file in table.files() if file.partition.get("topic") in topics] if topics else []
     if not files:
         return {}
     rows = read_files(spark, table, files, columns=("topic", "node", "offset"))
@@ -292,6 +343,7 @@ def backfill(
     *,
     dry_run: bool = False,
     complete: bool = False,
+    unmet: bool = False,
     decode: bool | Decoder = False,
     span_messages: int = SPAN_MESSAGES,
     name: str = "",
@@ -299,9 +351,10 @@ def backfill(
 ) -> Filled:
     """Add to an archive what it lacks of a time, until it is done or a signal comes. PipelineError says why not.
 
-    `complete` says that no archive query fills the table any more, so that what none has read yet is missing too. With
-    `dry_run` it is only counted. Where the archive's messages are decoded `decode` says how: True for JSON, by the
-    schema that the table keeps. `name` is that of the backfill in the table's transactions; the same for the same.
+    `complete` says that no archive query fills the table any more, so that what none has read yet is missing too;
+    `unmet`, that none is to read a topic or a node that none has met. With `dry_run` it is only counted. Where the
+    archive's messages are decoded `decode` says how: True for JSON, by the schema that the table keeps. `name` is that
+    of the backfill in the table's transactions; the same for the same.
     """
     if span.until <= span.since:
         raise PipelineError("--until is a time after --since")
@@ -309,10 +362,7 @@ def backfill(
         common.check_whole(source.options, "an archive is to have")
     table = _opened(Target.of(to), decode)
     if not complete:
-        limits = positions(table)
-        unknown = [topic for topic in source.topics if topic not in {known for known, _ in limits}]
-        limits |= _newest_archived(spark, table, unknown)
-        source = source.limited(source.current({key: mark for key, mark in limits.items() if key[0] in source.topics}))
+        source = source.limited(source.current(limits_of(spark, table, source.topics, unmet=unmet)))
     filling = _Filling(spark, source, table, name or str(uuid.uuid4()), decode)
     done = Filled(dry_run=dry_run)
     started = time.monotonic()
@@ -465,6 +515,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         action="store_true",
         help="no archive query fills the table any more: add messages that none has read, too",
     )
+    parser.add_argument(
+        "--unmet",
+        action="store_true",
+        help="also add messages of topics and nodes that no archive query has met: none is to read them",
+    )
     bodies.decode_arguments(parser)
     common.table_arguments(parser)
     common.broker_arguments(parser, reads=True)
@@ -514,6 +569,7 @@ def run(arguments: argparse.Namespace) -> int:
             span,
             dry_run=arguments.dry_run,
             complete=arguments.complete,
+            unmet=arguments.unmet,
             decode=decode,
             span_messages=SPAN_MESSAGES,
             name=str(uuid.uuid5(_NAMES, json.dumps(terms))),

@@ -3,22 +3,34 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import uuid
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flintmq.errors import PipelineError
-from flintmq.spark.decoding import FORMATS, Decoder, decoder
+from flintmq.spark.decoding import FORMATS, Decoder, JsonDecoder, decoder
 from flintmq.spark.pipelines.common import pair
 from flintmq.spark.shipped.registry import Registry
 
 if TYPE_CHECKING:
     from pyspark.sql import DataFrame
+    from pyspark.sql.types import DataType, StructType
 
-__all__ = ["check_decoding", "decode_arguments", "decoded", "decoder_of", "is_found_out", "needs_spark"]
+__all__ = [
+    "apart_by_path",
+    "check_decoding",
+    "decode_arguments",
+    "decoded",
+    "decoder_of",
+    "is_found_out",
+    "needs_spark",
+]
 
 #: Formats whose schema is in the language of Spark, which parses it.
 _BY_SPARK = ("json", "msgpack")
+#: A key of a JSON object, with its colon.
+_KEY = r'"(?:[^"\\]|\\.)*"\s*:'
 
 
 def decode_arguments(parser: argparse.ArgumentParser, *, by_topic: bool = False) -> None:
@@ -90,15 +102,59 @@ def is_found_out(arguments: argparse.Namespace, schema: str | None) -> bool:
     return schema is None and arguments.decode in (None, "json") and not arguments.registry
 
 
+def apart_by_path(schema: StructType) -> StructType:
+    """The schema, without fields that Iceberg takes for another: `a.b` is also the name of b inside of a.
+
+    The field without the dot stays.
+    """
+    from pyspark.sql.types import StructField, StructType
+
+    taken: set[str] = set()
+    kept = {}
+    for field in sorted(schema, key=lambda field: "." in field.name):
+        kind = _apart(field.dataType)
+        if taken.isdisjoint(paths := {path.lower() for path in _paths(field.name, kind)}):
+            taken |= paths
+            kept[field.name] = StructField(field.name, kind, field.nullable)
+    return StructType([kept[name] for name in schema.names if name in kept])
+
+
+def _apart(kind: DataType) -> DataType:
+    from pyspark.sql.types import ArrayType, StructType
+
+    if isinstance(kind, ArrayType):
+        return ArrayType(_apart(kind.elementType), kind.containsNull)
+    return apart_by_path(kind) if isinstance(kind, StructType) else kind
+
+
+def _paths(name: str, kind: DataType) -> Iterator[str]:
+    """Yield the names by which Iceberg knows a field and all inside of it."""
+    from pyspark.sql.types import ArrayType, StructType
+
+    yield name
+    if isinstance(kind, ArrayType):
+        yield from _paths(f"{name}.element", kind.elementType)
+    elif isinstance(kind, StructType):
+        for field in kind:
+            yield from _paths(f"{name}.{field.name}", field.dataType)
+
+
 def decoded(messages: DataFrame, decoder: Decoder | None) -> DataFrame:
     """The messages with what a decoder says of them, and `_undecoded`, the bytes that would not decode.
 
-    None stands for messages that have nothing to be decoded.
+    None stands for messages of which the first have no JSON values: only objects without any, such as {}, are right.
     """
     from pyspark.sql import functions as f
+    from pyspark.sql.types import StringType, StructType
 
     if decoder is None:
-        error = f.lit("none of the first messages is a JSON object")
-        return messages.withColumns({"error": error, "_undecoded": f.col("value")})
-    found = decoder(messages)
+        # By the same parser, for a key that no message has; the column would be an empty one.
+        judged = JsonDecoder(StructType().add(f"_{uuid.uuid4().hex}", StringType()))(messages).drop("data")
+        has_values = ~f.regexp_replace(f.col("value").cast("string"), _KEY, "").rlike(r"^[\s{}\[\],]*$")
+        error = f.when(
+            f.col("error").isNotNull() | has_values, "none of the first messages is a JSON object with values"
+        )
+        found = judged.withColumn("error", error)
+    else:
+        found = decoder(messages)
     return found.withColumn("_undecoded", f.when(f.col("error").isNotNull(), f.col("value")))

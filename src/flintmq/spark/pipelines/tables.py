@@ -4,15 +4,16 @@ Tasks have written the files of a batch, and nobody sees them yet. The driver ad
 which also names the query, the number of the batch and where it ends:
 
  Delta     the transaction (query, batch) of the table's log, and (query/end, a digest of the end); the end itself is in
-           the commit's own words
- Iceberg   properties of the table, set by the same commit that adds the snapshot, which has the end in its summary
+           the commit's own words, with the topics that the query subscribes to
+ Iceberg   properties of the table, set by the same commit that adds the snapshot, which has these in its summary
 
 So a batch is in for every reader at once, or not at all. Two drivers that write one query cannot both add a batch: a
 commit is only taken if no other of this query came in since the table was read, and the second of the two stops.
 
 `Table.wants` judges a batch before it is written, by what the table knows of the query: a batch that is in is skipped
 if it ends where that one did; a number that comes again with another end, and a batch that does not begin where the
-last one ended, are from a checkpoint that does not belong to the table, and stop the writer.
+last one ended, are from a checkpoint that does not belong to the table, and stop the writer. So does a table that was
+restored to a version before the last batch.
 
 Size: the formats answer the same questions, one method each, and are read side by side.
 """
@@ -24,6 +25,7 @@ import contextlib
 import datetime
 import functools
 import hashlib
+import itertools
 import json
 import math
 import os
@@ -32,7 +34,7 @@ import re
 import secrets
 import time
 import urllib.parse
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -44,7 +46,17 @@ from flintmq.spark.shipped.reasons import reason
 if TYPE_CHECKING:
     import pyarrow as pa
 
-__all__ = ["FORMATS", "DeltaTable", "IcebergTable", "ParquetFolder", "Position", "Table", "format_of", "open_table"]
+__all__ = [
+    "FORMATS",
+    "Commit",
+    "DeltaTable",
+    "IcebergTable",
+    "ParquetFolder",
+    "Position",
+    "Table",
+    "format_of",
+    "open_table",
+]
 
 FORMATS = ("delta", "iceberg", "parquet")
 #: So many commits of the table are searched for where a batch ended. Spark keeps 100 batches in its checkpoint.
@@ -63,6 +75,8 @@ _OWN_NAME = re.compile(
 )
 #: Files of batches that are not in, and merged files that are not, are spared for so long: they may be added yet.
 _IN_DOUBT = 7 * 86400.0
+#: The property of an Iceberg table that says where its files are: the names of two places may end alike.
+_PLACE = "flintmq.place"
 #: What tells an archive of the form before tables.
 OLD_FORM = "_manifest"
 
@@ -76,6 +90,15 @@ class Position:
     digest: int | None
 
 
+@dataclass(frozen=True)
+class Commit:
+    """One batch, as its commit tells of it."""
+
+    end: list[str]
+    #: Topics that its query subscribes to; nothing if the table was not told.
+    subscription: str
+
+
 class Table:
     """What the formats share. One object belongs to one process."""
 
@@ -87,6 +110,8 @@ class Table:
         self._first: dict[str, str] = {}
         #: Queries whose commits are only taken on the very state of the table that was read.
         self._exact: set[str] = set()
+        #: Topics that queries subscribe to, for their commits.
+        self._subscriptions: dict[str, str] = {}
 
     # --- What a format does ------------------------------------------------------------------------------------------
 
@@ -103,17 +128,29 @@ class Table:
         """The last batch of a query that is in; None if there is none."""
         raise NotImplementedError
 
-    def ends(self, query: str) -> dict[int, list[str]]:
-        """Where the newest batches of a query ended."""
+    def _commits(self, limit: int = _KNOWN_ENDS) -> Iterable[Mapping[str, Any]]:
+        """The words of the newest commits, the newest first, in the state of the table that was read."""
         raise NotImplementedError
 
-    def last_ends(self) -> dict[str, list[str]]:
-        """Where the last batch of each query ended that newest commits tell of, the newest first."""
+    def _live_commits(self, limit: int) -> Iterable[Mapping[str, Any]]:
+        """Those of the newest commits whose files a restore to an older version has not taken out."""
         raise NotImplementedError
 
-    def files(self) -> list[DataFile]:
-        """All files that are in."""
+    def files(self, *, may_lack_rows: bool = False) -> list[DataFile]:
+        """All files that are in. PipelineError if another engine has deleted rows that files still hold.
+
+        With `may_lack_rows` these files are listed too: their rows are not to be read.
+        """
         raise NotImplementedError
+
+    def _check_deleted(self, paths: Sequence[str], how: str) -> None:
+        """PipelineError if there are files that still hold deleted rows. `how` says what rewrites them."""
+        if paths:
+            raise PipelineError(
+                f"rows of {self.place} were deleted by another engine, which only marked them: {len(paths):,} of its "
+                f"files still hold such rows ({paths[0]}), and they would come back. Have that engine rewrite them, "
+                f"{how}"
+            )
 
     def make(self, schema: pa.Schema, partitioned: bool) -> None:
         """Make the table, or add columns that it does not have."""
@@ -123,13 +160,40 @@ class Table:
         """One commit, on the state of the table that `_refresh` read. _Conflict if somebody was faster."""
         raise NotImplementedError
 
+    def _words(self, query: str, batch: int, end: list[str], token: str) -> dict[str, str]:
+        """A batch in the words of its commit."""
+        words = {"query": query, "batch": str(batch), "end": json.dumps(end), "token": token}
+        if subscription := self._subscriptions.get(query):
+            words["subscription"] = subscription
+        return {f"flintmq.{key}": value for key, value in words.items()}
+
     def _refresh(self) -> None:
         """Read the state of the table."""
         raise NotImplementedError
 
+    # --- What its commits say -----------------------------------------------------------------------------------------
+
+    def ends(self, query: str) -> dict[int, list[str]]:
+        """Where the newest batches of a query ended."""
+        found: dict[int, list[str]] = {}
+        for words in self._commits():
+            if words.get("flintmq.query") == query and "flintmq.end" in words:
+                found.setdefault(int(words["flintmq.batch"]), json.loads(words["flintmq.end"]))
+        return found
+
+    def last_commits(self) -> dict[str, Commit]:
+        """The last batch of each query that newest commits tell of, the newest first."""
+        self._refresh()
+        found: dict[str, Commit] = {}
+        for words in self._commits():
+            if "flintmq.query" in words and "flintmq.end" in words:
+                commit = Commit(json.loads(words["flintmq.end"]), words.get("flintmq.subscription", ""))
+                found.setdefault(words["flintmq.query"], commit)
+        return found
+
     def _has_commit(self, token: str) -> bool:
         """Is the commit of this token in?"""
-        raise NotImplementedError
+        return any(words.get("flintmq.token") == token for words in self._commits())
 
     # --- Columns ------------------------------------------------------------------------------------------------------
 
@@ -199,6 +263,8 @@ class Table:
                     "they went to, an empty --checkpoint to begin anew, or --new-query to go on here without them"
                 )
             return True
+        if not new_query:
+            self._check_restored(query, last)
         if batch <= last.batch:
             self._check_repeat(query, batch, end, last)
             return False
@@ -215,8 +281,9 @@ class Table:
             )
         return True
 
-    def commit(self, query: str, batch: int, end: list[str], files: Sequence[DataFile]) -> None:
+    def commit(self, query: str, batch: int, end: list[str], files: Sequence[DataFile], subscription: str = "") -> None:
         """Add a batch whose files are complete. PipelineError if another process has added it: then nothing is."""
+        self._subscriptions[query] = subscription
 
         def check() -> bool:
             begun = query in self._first and self.has_rows()
@@ -299,13 +366,34 @@ class Table:
         return self._commit_while(check, query, batch, end, files)
 
     def has_rows(self) -> bool:
-        return self.schema() is not None and bool(self.files())
+        return self.schema() is not None and bool(self.files(may_lack_rows=True))
 
     def unknown(self, checkpoint: str) -> PipelineError:
         return PipelineError(
             f"{self.place} has rows already, and {checkpoint} does not know of them: they would be archived twice; "
             "give the --checkpoint they came from, or --new-query if these are others"
         )
+
+    def _check_restored(self, query: str, last: Position) -> None:
+        """PipelineError if the table was restored to a version before the last batch of a query.
+
+        It says still that this batch is in: a restore brings files back, and neither transactions nor properties.
+        """
+        kept = -1
+        # The batch is among the very newest commits, unless others write here too.
+        for limit in (8, 64, _KNOWN_ENDS):
+            live = self._live_commits(limit)
+            batches = (int(words.get("flintmq.batch", -1)) for words in live if words.get("flintmq.query") == query)
+            if (kept := max(batches, default=-1)) >= last.batch:
+                return
+        if kept >= 0 or last.batch in self.ends(query):
+            first = kept + 1
+            lost = f"batches {first} to {last.batch}" if first < last.batch else f"batch {last.batch}"
+            raise PipelineError(
+                f"{self.place} was restored to an older version, and has no rows of {lost} of this query any more, "
+                "which it is done with. To have the messages in an archive again run flintmq pipeline backfill; then "
+                "start this query once with --new-query, to go on without what is lost"
+            )
 
     def _check_repeat(self, query: str, batch: int, end: list[str], last: Position) -> None:
         """Is this the batch that is in under its number? A checkpoint that went back numbers others so."""
@@ -383,6 +471,25 @@ def _clashes(
             yield f"{path}{first}", f"{path}{name}"
     for name, kind in wanted.items():
         yield from _clashes(_inside(known.get(name)), _inside(kind), f"{path}{name}.")
+
+
+def _check_paths(*schemas: pa.Schema) -> None:
+    """PipelineError if a field has a name with a dot that is the path of another, at any depth: Iceberg's are paths."""
+    found: dict[str, tuple[str, ...]] = {}
+
+    def look(path: tuple[str, ...], kind: pa.DataType) -> None:
+        name = ".".join(path)
+        if found.setdefault(name, path) != path:
+            raise PipelineError(
+                f"two fields are {name} to Iceberg, where b inside of a is named a.b too: leave one of them out of the "
+                "--schema, or take --format delta"
+            )
+        for inner, inside in _inside(kind).items():
+            look((*path, "element" if inner == "[]" else inner), inside)
+
+    for schema in schemas:
+        for column in schema:
+            look((column.name,), column.type)
 
 
 def _inside(kind: pa.DataType | None) -> dict[str, pa.DataType]:
@@ -514,10 +621,24 @@ class DeltaTable(Table):
         except (DeltaError, OSError) as exc:
             raise PipelineError(f"{self.place} cannot be read: {reason(exc)}") from exc
 
-    def _history(self) -> list[dict[str, Any]]:
-        """The newest commits, the newest first."""
+    def _commits(self, limit: int = _KNOWN_ENDS) -> Iterable[Mapping[str, Any]]:
         with self._asking():
-            return [] if self._table is None else list(self._table.history(_KNOWN_ENDS))
+            return [] if self._table is None else list(self._table.history(limit))
+
+    def _live_commits(self, limit: int) -> Iterable[Mapping[str, Any]]:
+        newest: dict[str, float] = {"version": math.inf, "timestamp": math.inf}
+        for commit in self._commits(limit):
+            if any(commit.get(key, -1) > most for key, most in newest.items()):
+                continue
+            yield commit
+            if commit.get("operation") == "RESTORE":
+                said = commit.get("operationParameters") or {}
+                if str(said.get("version")).isdecimal():
+                    newest["version"] = int(said["version"])
+                elif str(said.get("datetime")).isdecimal():
+                    newest["timestamp"] = int(said["datetime"])
+                else:
+                    newest["version"] = -1  # nobody knows to which: to none that has a batch
 
     def schema(self) -> pa.Schema | None:
         import pyarrow as pa
@@ -529,29 +650,27 @@ class DeltaTable(Table):
             batch = None if self._table is None else self._table.transaction_version(query)
             return None if batch is None else Position(batch, self._table.transaction_version(f"{query}/end"))
 
-    def ends(self, query: str) -> dict[int, list[str]]:
-        return {
-            int(commit["flintmq.batch"]): json.loads(commit["flintmq.end"])
-            for commit in self._history()
-            if commit.get("flintmq.query") == query and "flintmq.end" in commit
-        }
-
-    def last_ends(self) -> dict[str, list[str]]:
-        self._refresh()
-        found: dict[str, list[str]] = {}
-        for commit in self._history():
-            if "flintmq.query" in commit and "flintmq.end" in commit:
-                found.setdefault(commit["flintmq.query"], json.loads(commit["flintmq.end"]))
-        return found
-
     def has_rows(self) -> bool:
         # Another engine may have made it with its rows, in version 0.
         with self._asking():
             return self._table is not None and bool(self._table.file_uris())
 
-    def files(self) -> list[DataFile]:
+    def files(self, *, may_lack_rows: bool = False) -> list[DataFile]:
         self._refresh()
+        if not may_lack_rows:
+            self._check_deleted(self._with_deleted(), "in Spark by REORG TABLE … APPLY (PURGE)")
         return [_delta_file(row) for row in self._rows()]
+
+    def _with_deleted(self) -> list[str]:
+        """The files that have a deletion vector, in the state that was read."""
+        import pyarrow as pa
+
+        if self._table is None or "deletionVectors" not in (self._table.protocol().reader_features or ()):
+            return []
+        with self._asking():
+            # Batch by batch: a vector has a value for each row of its file.
+            marked = pa.RecordBatchReader.from_stream(self._table.deletion_vectors())
+            return [str(path) for batch in marked for path in batch["filepath"].to_pylist()]
 
     def _rows(self) -> list[dict[str, Any]]:
         """What the log says of each file, in the state that was read."""
@@ -609,9 +728,8 @@ class DeltaTable(Table):
         from deltalake.exceptions import DeltaError
         from deltalake.transaction import CommitProperties, Transaction
 
-        words = {"query": query, "batch": str(batch), "end": json.dumps(end), "token": token}
         noted = CommitProperties(
-            custom_metadata={f"flintmq.{key}": value for key, value in words.items()},
+            custom_metadata=self._words(query, batch, end, token),
             app_transactions=[Transaction(query, batch), Transaction(f"{query}/end", digest(end))],
             # The first one on this very state of the table, which has no rows, and those that depend on its files.
             max_commit_retries=0 if query in self._first or query in self._exact else None,
@@ -650,9 +768,6 @@ class DeltaTable(Table):
         except conflicts as exc:
             raise _Conflict(reason(exc)) from exc
         self._sync()
-
-    def _has_commit(self, token: str) -> bool:
-        return any(commit.get("flintmq.token") == token for commit in self._history())
 
     def _sync(self) -> None:
         """On a disk: bring the newest of the log to the device, before Spark notes that the batch is done."""
@@ -938,6 +1053,34 @@ class IcebergTable(Table):
             self._table = self._catalog.load_table(self._name) if self._catalog.table_exists(self._name) else None
         except Exception as exc:
             raise PipelineError(f"the table {'.'.join(self._name)} cannot be opened: {reason(exc)}") from exc
+        # Of a catalog that is in the place itself it can be no other.
+        if self._table is not None and self._folder is None:
+            self._check_place()
+
+    def _check_place(self) -> None:
+        """PipelineError if the table that the catalog has under this name is that of another place."""
+        noted = self._table.properties.get(_PLACE) or self._place_of_files()
+        # As they are written: the table names its files so, and by another way to the same folder they are not found.
+        if noted and noted != self.place.text:
+            raise PipelineError(
+                f"the table {'.'.join(self._name)} of the catalog has its files in {noted}, not in {self.place}: give "
+                "another --table, or that --to"
+            )
+
+    def _place_of_files(self) -> str:
+        """Where the files are of a table that does not note it; nothing if none of them is one of ours."""
+        with self._asking():
+            paths = (task.file.file_path for task in self._table.scan().plan_files())
+            found = next(((path, own) for path in paths if (own := _OWN_NAME.search(path))), None)
+        return "" if found is None else found[0][: found[1].start()].removeprefix("file://").rstrip("/")
+
+    @contextlib.contextmanager
+    def _asking(self) -> Iterator[None]:
+        """Errors of the store, while the log of the table is read, as PipelineError."""
+        try:
+            yield
+        except (OSError, ValueError, NotImplementedError) as exc:
+            raise PipelineError(f"{self.place} cannot be read: {reason(exc)}") from exc
 
     def load(self) -> Any:
         """The table, as pyiceberg has it."""
@@ -958,35 +1101,34 @@ class IcebergTable(Table):
         end = noted.get(f"flintmq.end.{query}")
         return Position(int(batch), None if end is None else int(end))
 
-    def _summaries(self) -> list[Mapping[str, str]]:
-        newest = [] if self._table is None else sorted(self._table.snapshots(), key=lambda found: found.sequence_number)
-        return [found.summary.additional_properties for found in newest[-_KNOWN_ENDS:] if found.summary]
+    def _commits(self, limit: int = _KNOWN_ENDS) -> Iterable[Mapping[str, Any]]:
+        known = [] if self._table is None else self._table.snapshots()
+        newest = sorted(known, key=lambda found: found.sequence_number, reverse=True)[:limit]
+        return [found.summary.additional_properties for found in newest if found.summary]
 
-    def ends(self, query: str) -> dict[int, list[str]]:
-        return {
-            int(words["flintmq.batch"]): json.loads(words["flintmq.end"])
-            for words in self._summaries()
-            if words.get("flintmq.query") == query and "flintmq.end" in words
-        }
+    def _live_commits(self, limit: int) -> Iterable[Mapping[str, Any]]:
+        from pyiceberg.table.snapshots import ancestors_of
 
-    def last_ends(self) -> dict[str, list[str]]:
-        self._refresh()
-        found: dict[str, list[str]] = {}
-        for words in reversed(self._summaries()):
-            if "flintmq.query" in words and "flintmq.end" in words:
-                found.setdefault(words["flintmq.query"], json.loads(words["flintmq.end"]))
-        return found
+        known = () if self._table is None else ancestors_of(self._table.current_snapshot(), self._table.metadata)
+        newest = itertools.islice(known, limit)
+        return [found.summary.additional_properties for found in newest if found.summary]
 
-    def files(self) -> list[DataFile]:
+    def files(self, *, may_lack_rows: bool = False) -> list[DataFile]:
         self._refresh()
         if self._table is None:
             return []
         from pyiceberg.conversions import from_bytes
 
+        with self._asking():
+            tasks = list(self._table.scan().plan_files())
+        if not may_lack_rows:
+            marked = [task.file.file_path for task in tasks if task.delete_files]
+            self._check_deleted(marked, "in Spark by CALL rewrite_data_files with delete-file-threshold 1")
+
         fields = {column.name: column for column in self._table.schema().fields}
         noted = [fields[name] for name in ("offset", "timestamp_ns") if name in fields]
         found = []
-        for task in self._table.scan().plan_files():
+        for task in tasks:
             file = task.file
             bounds = [
                 {
@@ -1017,10 +1159,12 @@ class IcebergTable(Table):
 
         if self._table is None:
             self._check_columns(pa.schema([]), schema)
+            _check_paths(schema)
             self._open(make=True)
             try:
                 self._catalog.create_namespace_if_not_exists(self._name[0])
-                self._catalog.create_table_if_not_exists(self._name, schema=schema)
+                noted = {_PLACE: self.place.text}
+                self._catalog.create_table_if_not_exists(self._name, schema=schema, properties=noted)
             except _REFUSALS as exc:
                 raise PipelineError(f"the table {self.place} cannot be made: {reason(exc)}") from exc
             self._refresh()
@@ -1050,6 +1194,7 @@ class IcebergTable(Table):
         self._check_folders(by, partitioned)
         if not (new := self._check_columns(known, schema)):
             return True
+        _check_paths(known, schema)
         try:
             with table.update_schema() as change:
                 change.union_by_name(schema)
@@ -1060,8 +1205,7 @@ class IcebergTable(Table):
     def _add(self, query: str, batch: int, end: list[str], files: Sequence[DataFile], token: str) -> None:
         from pyiceberg.exceptions import CommitFailedException, CommitStateUnknownException
 
-        words = {"query": query, "batch": str(batch), "end": json.dumps(end), "token": token}
-        summary = {f"flintmq.{key}": value for key, value in words.items()}
+        summary = self._words(query, batch, end, token)
         # In this process alone: pyiceberg would add the batch again to a table that has it by now.
         self._table.metadata.properties["commit.retry.num-retries"] = "0"
         scheme = "file://" if self.place.is_local else ""
@@ -1075,12 +1219,11 @@ class IcebergTable(Table):
                     with change.update_snapshot(snapshot_properties=summary).fast_append():
                         pass
                 noted = {f"flintmq.batch.{query}": str(batch), f"flintmq.end.{query}": str(digest(end))}
+                if _PLACE not in self._table.properties:
+                    noted[_PLACE] = self.place.text
                 change.set_properties(noted)
         except (CommitFailedException, CommitStateUnknownException, OSError) as exc:
             raise _Conflict(reason(exc)) from exc
-
-    def _has_commit(self, token: str) -> bool:
-        return any(words.get("flintmq.token") == token for words in self._summaries())
 
 
 # --- Plain Parquet ----------------------------------------------------------------------------------------------------
