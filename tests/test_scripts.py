@@ -135,6 +135,35 @@ def test_an_environment_whose_python_was_removed_is_made_again(clone: Path) -> N
     assert not environment.exists()
 
 
+@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("setpriv") is None, reason="needs root and setpriv")
+@pytest.mark.parametrize("mode", [0o700, 0o777])
+def test_an_environment_of_another_user_is_neither_used_nor_deleted(clone: Path, mode: int) -> None:
+    environment = environment_of(clone, clone)
+    (environment / "bin" / "python").unlink()
+    (environment / "bin" / "python").symlink_to("/root/of/its/owner/python3")
+    os.chown(environment, 65534, 65534)
+    environment.chmod(mode)
+    said, error = prepare(clone, *AS_A_USER)
+    assert said == "" and (environment / "bin" / "flintmq").exists()
+    assert error.startswith(f"up: {environment} belongs to another user, and root cannot use it: clone ")
+    assert error.count("\n") == 1
+
+
+def test_without_a_package_index_pip_is_told_in_a_sentence(tmp_path: Path) -> None:
+    pip = tmp_path / "pip"
+    pip.write_text(
+        "#!/bin/bash\n"
+        "echo \"WARNING: Retrying (Retry(total=0, connect=None)) after connection broken by 'NewConnectionError('\"\n"
+        "echo 'ERROR: No matching distribution found for setuptools<84,>=77'\n"
+        '[[ $PIP_RETRIES == 2 ]] || echo "retries: $PIP_RETRIES"\nexit 1\n'
+    )
+    pip.chmod(0o755)
+    command = ["bash", "-c", "source scripts/up; python=$1; pip_install flintmq", "bash", str(pip)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == "no package index can be reached: check the network, or name an index with PIP_INDEX_URL\n"
+
+
 def test_an_environment_in_its_place_stays(clone: Path) -> None:
     environment = environment_of(clone, clone)
     said, _ = prepare(clone)
