@@ -38,6 +38,19 @@ def test_every_script_tells_what_it_is_for_and_does_nothing(script: Path, flag: 
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    "script",
+    [script for script in SCRIPTS if b"python" in script.read_bytes().partition(b"\n")[0]],
+    ids=lambda path: path.name,
+)
+def test_the_help_of_a_script_needs_no_environment(script: Path, tmp_path: Path) -> None:
+    # Without the packages of any environment.
+    command = [sys.executable, "-I", "-S", str(script), "--help"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert script.name in done.stdout
+
+
 def test_check_refuses_an_option_that_it_does_not_know() -> None:
     words = [str(ROOT / "scripts" / "check"), "--nodocs"]
     done = subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE, check=False)
