@@ -66,6 +66,15 @@ def test_ls_shows_a_tree_of_all_nsqds(capfd: pytest.CaptureFixture[str], where: 
     assert [line.split()[:3] for line in channels] == [["├─", "billing", "15"], ["└─", "shipping", "15"]]
 
 
+@pytest.mark.parametrize("more", [(), ("--json",)])
+def test_ls_of_a_topic_that_is_missing_fails(
+    capfd: pytest.CaptureFixture[str], where: list[str], more: tuple[str, ...]
+) -> None:
+    status, out, err = flintmq(capfd, "ls", "nosuch", "other*", "--interval", "0", *where, *more)
+    told = "flintmq ls: no nsqd has a topic nosuch or other*; flintmq ls lists all\n"
+    assert (status, out, err) == (1, "", told)
+
+
 def test_ls_prints_json(capfd: pytest.CaptureFixture[str], cluster: NsqCluster) -> None:
     address = cluster.brokers[0].http_address
     _, out, _ = flintmq(capfd, "ls", "or*", "--json", "--interval", "0", "--nsqd-http-address", address)

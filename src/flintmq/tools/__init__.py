@@ -408,6 +408,9 @@ async def _advice(node: NodeClient, error: HttpError, arguments: argparse.Namesp
         return f"{node.address} refuses ({error.code}): {right}; give one that has it with --token-file"
     if error.code == "NOT_FOUND":
         return f"the nsqd at {node.address} cannot do this: it is NSQ's own, or an older version of flintmq"
+    if error.status == 410 and "first" in error.details:
+        first = error.details["first"]
+        return f"{node.address} has deleted the messages of {topic} before {first}: begin there, or at earliest"
     if error.code in ("TOPIC_NOT_FOUND", "CHANNEL_NOT_FOUND"):
         with contextlib.suppress(FlintError):
             stats = await node.stats(topic if error.code.startswith("CHANNEL") else "", clients=False)

@@ -364,7 +364,7 @@ def cluster_flags(parser: argparse.ArgumentParser) -> None:
         help=f"nsqd: host:port, a URL or the path of a unix socket (repeatable; default {DEFAULT_NSQD_HTTP})",
     )
     group.add_argument(
-        "--timeout", metavar="SECONDS", type=parse_timeout, default=5.0, help="of each request (%(default)s)"
+        "--timeout", metavar="DURATION", type=parse_timeout, default=5.0, help="of each request (default 5s)"
     )
     group.add_argument("--token", metavar="TOKEN", help="for daemons that ask for one; other users can see it in ps")
     group.add_argument("--token-file", metavar="FILE", help="read the token from this file")
