@@ -25,7 +25,7 @@ import pytest
 from flintmq import cli, sync
 from flintmq.options import option_table
 from flintmq.testing import NsqBroker, NsqCluster
-from flintmq.tools import doctor
+from flintmq.tools import _cluster, doctor
 from flintmq.tools.completion import answers
 from flintmq.tools.doctor import clock_finding
 from tools.programs import PATIENCE, until
@@ -271,7 +271,7 @@ def test_doctor_finds_the_daemons_and_names_what_is_wrong(
 
 
 def test_doctor_tells_its_daemons_from_other_programs_at_their_ports(
-    cluster: NsqCluster, monkeypatch: pytest.MonkeyPatch
+    cluster: NsqCluster, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     class Files(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
@@ -295,11 +295,16 @@ def test_doctor_tells_its_daemons_from_other_programs_at_their_ports(
         for thread in threads:
             thread.start()
         findings = list(doctor._ports())
+        monkeypatch.setattr(_cluster, "DEFAULT_NSQD_HTTP", f"127.0.0.1:{others[0].server_address[1]}")
+        status, out, _ = flintmq(capfd, "doctor", "--data-path", str(tmp_path), "--json")
         for each, thread in zip(others, threads, strict=True):
             each.shutdown()
             thread.join()
     assert [finding.level for finding in findings] == ["warning"] * 4
     assert all("another program listens there" in finding.text and finding.advice for finding in findings)
+    [nsqds] = [about for about in map(json.loads, out.splitlines()) if about["check"] == "nsqds"]
+    assert (status, nsqds["level"]) == (0, "warning")
+    assert nsqds["text"].endswith("does not answer like an nsqd (HTTP 404)")
 
 
 def test_clocks_that_differ_are_a_warning() -> None:

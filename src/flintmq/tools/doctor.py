@@ -321,6 +321,9 @@ async def _nsqds(cluster: Cluster, asked_for: bool) -> list[Finding]:
             if cluster.needs_token:
                 advice = "give a token with the right read: --token-file"
             found.append(Finding("nsqds", "failure", reason, advice))
+        elif reason.startswith("what listens at"):
+            advice = "stop it, or name the nsqd with --nsqd-http-address"
+            found.append(Finding("nsqds", "warning", reason, advice))
         else:
             found.append(Finding("nsqds", "ok", "no nsqd runs here; flintmq up starts one"))
     versions = {str(info.get("version", "")) for info in infos.values()}
