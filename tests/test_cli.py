@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import errno
 import http.client
 import importlib.util
 import json
@@ -29,8 +30,9 @@ import pytest
 import flintmq
 from flintmq import __main__ as programs
 from flintmq import cli, kernel
-from flintmq.errors import StartError
+from flintmq.errors import ConnectError, StartError
 from flintmq.options import NsqdOptions, NsqlookupdOptions, option_table
+from flintmq.tools import Link
 from flintmq.tools._fleet import ports
 
 ROOT = Path(__file__).parents[1]
@@ -175,12 +177,34 @@ def test_a_missing_config_file_ends_nsqd_with_status_1_and_the_prefix_of_the_fla
 
 
 @pytest.mark.parametrize("argv", [["pub", "greetings", "hello"], ["sub", "greetings/printer"]])
-def test_a_missing_broker_is_one_line_that_says_how_to_start_one(argv, closed_port):
+def test_a_missing_broker_is_one_line_that_names_the_flag(argv, closed_port):
     result = run(*argv, "--nsqd", closed_port)
     assert result.returncode == 1
     (line,) = result.stderr.decode().splitlines()
-    reason = f"cannot connect to a broker at {closed_port} (Connection refused); start one with: flintmq up"
+    reason = f"cannot connect to a broker at {closed_port} (Connection refused); see --nsqd"
     assert line == f"flintmq {argv[0]}: {reason}"
+
+
+@pytest.mark.parametrize(
+    ("address", "remedy"),
+    [
+        ("127.0.0.1:4150", "; start one with: flintmq up"),
+        ("localhost:4150", "; start one with: flintmq up"),
+        ("localhost:1", "; see --nsqd"),
+        ("10.0.0.5:4150", "; see --nsqd"),
+    ],
+)
+def test_a_platform_is_offered_where_it_would_listen(address, remedy):
+    refused = ConnectError(address)
+    refused.__cause__ = ConnectionRefusedError(errno.ECONNREFUSED, "Connection refused")
+    assert str(Link(address)._explained(refused)).endswith(f"(Connection refused){remedy}")
+
+
+def test_a_url_is_not_taken_for_a_unix_socket():
+    result = run("pub", "topic", "x", "--nsqd", "tcp://127.0.0.1:4150")
+    assert result.returncode == 2
+    reason = '"tcp://127.0.0.1:4150" is not an address (it is a URL): write host:port, '
+    assert reason in result.stderr.decode()
 
 
 @pytest.mark.parametrize(
@@ -268,7 +292,9 @@ def test_something_that_is_no_broker_is_named():
             connection.sendall(b"HTTP/1.1 400 Bad Request\r\n\r\n")
             _, stderr = running.communicate(timeout=PATIENCE)
     assert running.returncode == 1
-    assert f"what listens at {address} does not answer like an NSQ broker" in stderr.decode()
+    reason = "an HTTP server answers there: is that the HTTP port of a broker?"
+    told = f"flintmq pub: what listens at {address} does not answer like an NSQ broker ({reason})"
+    assert stderr.decode().splitlines() == [told]
 
 
 # --- nsqd

@@ -132,3 +132,10 @@ def interrupted(words: list[str], moment: float, folder: Path) -> tuple[int, str
                 os.killpg(running.pid, signal.SIGKILL)
                 running.communicate()
     return running.returncode, said
+
+
+def test_nothing_but_its_own_two_files_is_imported_before_a_program_hears_ctrl_c() -> None:
+    program = "import re, sys, __future__; before = set(sys.modules); import flintmq.__main__; "
+    program += "print(sorted(set(sys.modules) - before))"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout == "['flintmq', 'flintmq.__main__']\n"

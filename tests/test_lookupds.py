@@ -71,6 +71,26 @@ async def found(*answers: Answer, **options: Any) -> tuple[list[str], list[str]]
         return sorted(node.tcp_address for node in answer.value), list(answer.failures.values())
 
 
+async def is_a_page(request: web.Request) -> web.StreamResponse:
+    return web.Response(status=404, text="<!DOCTYPE HTML>\n<html>\n<h1>Error response</h1>")
+
+
+async def test_the_page_of_another_web_server_is_not_shown() -> None:
+    assert (await found(is_a_page, knows("one")))[1] == ["HTTP 404: not an nsqlookupd"]
+
+
+async def test_a_port_without_http_is_told_in_plain_words() -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        writer.write(b"\0\0\0\x0aE_INVALID\n")
+        writer.close()
+
+    async with await asyncio.start_server(serve, "127.0.0.1", 0) as server:
+        host, port = server.sockets[0].getsockname()
+        async with Lookupds([f"{host}:{port}"]) as lookupds:
+            with pytest.raises(ClusterError, match=r"what listens there does not speak HTTP$"):
+                await lookupds.nodes()
+
+
 async def test_an_answer_may_come_in_pieces() -> None:
     whole = asyncio.Event()
 

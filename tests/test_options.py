@@ -496,6 +496,8 @@ def test_the_example_file_shows_known_keys_and_true_defaults(config):
     defaults = NsqdOptions()
     changed = {key for key in vars(defaults) if getattr(options, key) != getattr(defaults, key)}
     assert changed == examples
+    marked = set(re.findall(r"^# (\w+) = .*  # example$", EXAMPLE.read_text(), re.MULTILINE))
+    assert marked == examples - {"data_path", "topic", "config", "tcp_address", "http_address"}
 
 
 # --- Validation
@@ -664,6 +666,8 @@ def test_the_example_file_of_nsqlookupd_shows_known_keys_and_true_defaults(tmp_p
     loopback = {"tcp_address", "http_address"}
     examples = {"broadcast_address", "http_auth_token_file", "tls_cert", "tls_key", "tls_root_ca_file"}
     assert changed == examples | loopback
+    marked = re.findall(r"^# (\w+) = .*  # example$", EXAMPLE_OF_NSQLOOKUPD.read_text(), re.MULTILINE)
+    assert set(marked) == examples
 
 
 @pytest.mark.parametrize(

@@ -51,6 +51,16 @@ def test_the_commands_print_what_is_shown(tmp_path: Path) -> None:
     assert [command.split()[0] for command, _ in commands] == ["source", "flintmq", "flintmq"]
 
 
+def test_the_samples_of_scripts_up_have_a_topic_that_no_example_reads() -> None:
+    # It is read from the source: this test needs no Spark.
+    source = (ROOT / "src" / "flintmq" / "spark" / "pipelines" / "sample.py").read_text()
+    [topic] = re.findall(r'^TOPIC = "(.+)"$', source, re.MULTILINE)
+    pages = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+    blocks = [(page.name, block) for page in pages for block in re.findall(r"```.*?```", page.read_text(), re.DOTALL)]
+    named = re.compile(rf"(?<![\w.-]){re.escape(topic)}(?![\w-])")
+    assert [(name, block) for name, block in blocks if named.search(block)] == []
+
+
 def test_every_link_leads_to_a_file() -> None:
     links = re.findall(r"\]\(([^)#]+)[^)]*\)|(?:src|srcset)=\"([^\"]+)\"", README)
     targets = [first or second for first, second in links]

@@ -38,6 +38,19 @@ def test_every_script_tells_what_it_is_for_and_does_nothing(script: Path, flag: 
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    "script",
+    [script for script in SCRIPTS if b"python" in script.read_bytes().partition(b"\n")[0]],
+    ids=lambda path: path.name,
+)
+def test_the_help_of_a_script_needs_no_environment(script: Path, tmp_path: Path) -> None:
+    # Without the packages of any environment.
+    command = [sys.executable, "-I", "-S", str(script), "--help"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert script.name in done.stdout
+
+
 def test_check_refuses_an_option_that_it_does_not_know() -> None:
     words = [str(ROOT / "scripts" / "check"), "--nodocs"]
     done = subprocess.run(words, capture_output=True, text=True, timeout=PATIENCE, check=False)
@@ -133,6 +146,35 @@ def test_an_environment_whose_python_was_removed_is_made_again(clone: Path) -> N
     (environment / "bin" / "python").symlink_to("/nowhere/python3")
     assert "was removed" in prepare(clone)[0]
     assert not environment.exists()
+
+
+@pytest.mark.skipif(os.geteuid() != 0 or shutil.which("setpriv") is None, reason="needs root and setpriv")
+@pytest.mark.parametrize("mode", [0o700, 0o777])
+def test_an_environment_of_another_user_is_neither_used_nor_deleted(clone: Path, mode: int) -> None:
+    environment = environment_of(clone, clone)
+    (environment / "bin" / "python").unlink()
+    (environment / "bin" / "python").symlink_to("/root/of/its/owner/python3")
+    os.chown(environment, 65534, 65534)
+    environment.chmod(mode)
+    said, error = prepare(clone, *AS_A_USER)
+    assert said == "" and (environment / "bin" / "flintmq").exists()
+    assert error.startswith(f"up: {environment} belongs to another user, and root cannot use it: clone ")
+    assert error.count("\n") == 1
+
+
+def test_without_a_package_index_pip_is_told_in_a_sentence(tmp_path: Path) -> None:
+    pip = tmp_path / "pip"
+    pip.write_text(
+        "#!/bin/bash\n"
+        "echo \"WARNING: Retrying (Retry(total=0, connect=None)) after connection broken by 'NewConnectionError('\"\n"
+        "echo 'ERROR: No matching distribution found for setuptools<84,>=77'\n"
+        '[[ $PIP_RETRIES == 2 ]] || echo "retries: $PIP_RETRIES"\nexit 1\n'
+    )
+    pip.chmod(0o755)
+    command = ["bash", "-c", "source scripts/up; python=$1; pip_install flintmq", "bash", str(pip)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=PATIENCE, check=False)
+    assert (done.returncode, done.stdout) == (1, "")
+    assert done.stderr == "no package index can be reached: check the network, or name an index with PIP_INDEX_URL\n"
 
 
 def test_an_environment_in_its_place_stays(clone: Path) -> None:

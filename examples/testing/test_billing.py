@@ -1,4 +1,4 @@
-"""Tests of a program that bills orders: `pip install flintmq pytest pytest-asyncio`, and nothing else runs."""
+"""Tests of a program that bills orders. They need flintmq, pytest and pytest-asyncio, and nothing else runs."""
 
 from collections.abc import Callable
 

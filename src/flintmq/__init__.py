@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any
-
+# Nothing is imported here: ctrl-C in the first moments of a command would meet that, before anybody hears it.
+TYPE_CHECKING = False
 if TYPE_CHECKING:
+    from typing import Any
+
     from flintmq import errors as errors
     from flintmq.broker.daemon import Broker as Broker
     from flintmq.client.connection import Message as Message
@@ -27,6 +28,8 @@ _PUBLIC = {
 
 def __getattr__(name: str) -> Any:
     # Imported late: `import flintmq` in a script that only wants an error class should cost nothing.
+    import importlib
+
     if name in _PUBLIC:
         return getattr(importlib.import_module(_PUBLIC[name]), name)
     if name == "errors":

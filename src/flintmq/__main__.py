@@ -1,17 +1,11 @@
 """`python -m flintmq <command>`, and the first lines of every program: ctrl-C ends them quietly from here on.
 
-A program's imports take most of its first moments, so they happen inside.
+Imports take most of a program's first moments, so all but one happen inside.
 """
 
 from __future__ import annotations
 
-import importlib
-import io
-import os
-import signal
 import sys
-
-from flintmq.garbage import no_collection
 
 __all__ = [
     "flintmq",
@@ -32,6 +26,10 @@ _INTERRUPTED = 130
 
 def _run(module: str, function: str) -> int:
     try:
+        import importlib
+
+        from flintmq.garbage import no_collection
+
         if None in (sys.stdout, sys.stderr):
             # Closed by whoever started us (`>&-`).
             from flintmq.tools._output import open_standard_files
@@ -67,6 +65,8 @@ def _run(module: str, function: str) -> int:
         _drop_output()
         return 1
     finally:
+        import signal
+
         # Python tidies up now, and would show where ctrl-C has met it.
         signal.signal(signal.SIGINT, signal.SIG_DFL)
     return status
@@ -74,6 +74,8 @@ def _run(module: str, function: str) -> int:
 
 def _print_anything() -> None:
     """Let no character end a program: where the terminal is not UTF-8 they are replaced, and so are odd file names."""
+    import io
+
     if isinstance(sys.stdout, io.TextIOWrapper):
         is_utf8 = sys.stdout.encoding.lower() in ("utf-8", "utf8")
         sys.stdout.reconfigure(errors="backslashreplace" if is_utf8 else "replace")
@@ -81,6 +83,8 @@ def _print_anything() -> None:
 
 def _drop_output() -> None:
     """Have the last flush, at Python's end, go nowhere."""
+    import os
+
     os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 

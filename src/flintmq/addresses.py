@@ -50,6 +50,8 @@ def split(address: str, *, listening: bool = False, unix: bool = True) -> Addres
     """
     if not isinstance(address, str):
         raise OptionError(f"{address!r} is not an address: it is a {type(address).__name__}, not a str")
+    if re.match("[A-Za-z][A-Za-z0-9+.-]*://", address):
+        raise _refusal(address, "it is a URL", unix)
     host, colon, port = address.rpartition(":")
     if unix and address and ("/" in address or (listening and not colon)):
         if "\0" in address:

@@ -46,6 +46,7 @@ from flintmq.options import (
     changes,
     help_text,
     nearest,
+    option_table,
     read_flags,
     resolve,
 )
@@ -67,6 +68,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     command, *rest = (sys.argv[1:] if argv is None else list(argv)) or ["--help"]
     if command in _COMMANDS:
         return _COMMANDS[command][0](rest)
+    if command == "help" and rest:
+        return main([rest[0], "--help"])
     if command in ("-h", "-help", "--help", "help"):
         print(_usage())
         return 0
@@ -80,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         status: int = importlib.import_module(f"flintmq.tools.{command}").main(rest)
         return status
     known = [*_COMMANDS, *_tools()]
-    meant = nearest(command, known)
+    meant = nearest(command, [*known, "--help", "--version"])
     hint = f"did you mean {meant}?" if meant else f"the commands are {', '.join(known)}"
     print(f"flintmq: there is no command '{command}', {hint}", file=sys.stderr)
     print("run 'flintmq --help'", file=sys.stderr)
@@ -215,6 +218,7 @@ def _up(argv: Sequence[str]) -> int:
     parser = Parser(
         prog="flintmq up",
         description="Run the whole platform, reachable from this machine only. Ctrl-C ends it.",
+        epilog="Other options of the broker, such as --durability, are those of flintmq nsqd.",
     )
     parser.add_argument(
         "--data-path", metavar="DIR", default="flintmq-data", help="created if missing (default ./%(default)s)"
@@ -261,6 +265,8 @@ def _up(argv: Sequence[str]) -> int:
         choices=("debug", "info", "warn", "error", "fatal"),
         help="debug, info, warn, error or fatal (default %(default)s)",
     )
+    place = "it is one of the broker alone: see flintmq nsqd --help"
+    parser.elsewhere = {f"--{flag}": place for flag in option_table(NsqdOptions)}
     arguments = parser.parse_args(argv)
     if not 1 <= arguments.nodes <= MOST_NODES:
         parser.error(f"--nodes must be from 1 to {MOST_NODES}")

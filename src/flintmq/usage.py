@@ -8,7 +8,7 @@ be meant. Programs under NSQ's names read their flags in `flintmq.options`.
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, NoReturn
 
 from flintmq.options import nearest
@@ -21,6 +21,8 @@ class Parser(argparse.ArgumentParser):
 
     #: The words that it reads, or read last.
     _words: Sequence[str] = ()
+    #: Flags of other commands that are looked for here, and where they are.
+    elsewhere: Mapping[str, str] = {}
 
     def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
         self._remember(args)
@@ -35,12 +37,21 @@ class Parser(argparse.ArgumentParser):
         if words is not None and len(words) > len(self._words):
             self._words = words
 
+    def _check_value(self, action: argparse.Action, value: Any) -> None:
+        choices = action.choices
+        if choices is not None and value not in choices and (meant := nearest(str(value), map(str, choices))):
+            raise argparse.ArgumentError(action, f"invalid choice: {str(value)!r}, did you mean {meant}?")
+        super()._check_value(action, value)
+
     def error(self, message: str) -> NoReturn:
         if message.startswith(("the following arguments are required", "unrecognized arguments")):
             for action in self._actions:
                 # A subcommand leaves the words that it does not know to its parent, which knows fewer flags.
                 if isinstance(action, argparse._SubParsersAction) and self._words and self._words[0] in action.choices:
                     action.choices[self._words[0]].error(message)
+                is_missing = message == f"the following arguments are required: {action.metavar}"
+                if isinstance(action, argparse._SubParsersAction) and is_missing:
+                    message += f", one of {', '.join(action.choices)}"
             message = self._unknown_flag() or message
         super().error(message)
 
@@ -55,6 +66,8 @@ class Parser(argparse.ArgumentParser):
                 continue
             # The value of a letter may stand right behind it; a long flag may be cut short.
             is_known = any(each.startswith(flag) for each in known) if flag.startswith("--") else flag[:2] in known
+            if not is_known and flag in self.elsewhere:
+                return f"there is no flag {flag}, {self.elsewhere[flag]}"
             if not is_known:
                 meant = nearest(flag, known)
                 return f"there is no flag {flag}, {f'did you mean {meant}?' if meant else 'see --help'}"

@@ -37,6 +37,18 @@ async def test_every_route_is_in_the_docs_with_its_role(start: Start) -> None:
     assert {name: role for name, role in routes.items() if name.removeprefix("GET ") not in PAGES} == rows
 
 
+@pytest.mark.parametrize("base", ["/", "/queues"])
+async def test_a_browser_gets_a_page_where_there_is_none(start: Start, base: str) -> None:
+    cluster = await start(1, base_path=base)
+    path = f"{base.rstrip('/')}/nosuchpage"
+    shown = await cluster.get(path, "Accept: text/html,application/xhtml+xml,*/*;q=0.8")
+    assert (shown.status, shown.headers["content-type"]) == (404, "text/html; charset=utf-8")
+    # Its script has the page with a link to the overview.
+    assert shown.body == (await cluster.get(base)).body
+    told = await cluster.get(path, "Accept: */*")
+    assert (told.status, told.json) == (404, {"message": "NOT_FOUND"})
+
+
 async def test_rates_depths_and_what_is_wrong(cluster: Cluster) -> None:
     await cluster.sample()
     await cluster.nsqd(0, "/mpub?topic=orders", b"\n".join([b"x"] * 20))

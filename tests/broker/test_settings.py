@@ -1214,7 +1214,9 @@ async def test_a_killed_socket_gives_its_messages_back_and_a_crash_after_it_keep
 
 
 @pytest.mark.parametrize(
-    ("title", "table"), [("Of a topic", TOPIC_SETTINGS), ("Of a channel", CHANNEL_SETTINGS)], ids=["topic", "channel"]
+    ("title", "table"),
+    [("Settings of a topic", TOPIC_SETTINGS), ("Settings of a channel", CHANNEL_SETTINGS)],
+    ids=["topic", "channel"],
 )
 def test_every_setting_is_in_the_document(title: str, table: dict[str, Setting]) -> None:
     section = DOCUMENT.partition(f"## {title}\n")[2].partition("\n## ")[0]

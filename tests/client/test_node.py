@@ -263,6 +263,18 @@ async def test_a_refusal_that_is_no_envelope_is_shown() -> None:
             await node.ping()
 
 
+@pytest.mark.parametrize("page", [b"<!DOCTYPE HTML>\n<html>", b"two\nlines", b"x" * 500, b"\x1b[2J"])
+async def test_the_page_of_another_web_server_is_not_shown(page: bytes) -> None:
+    async def serve(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 404 Not Found\r\nContent-Length: %d\r\n\r\n" % len(page) + page)
+
+    async with answering(serve) as address, NodeClient(address) as node:
+        with pytest.raises(ConnectError) as caught:
+            await node.stats()
+    assert str(caught.value) == f"what listens at {address} does not answer like an nsqd (HTTP 404)"
+
+
 # --- Reading the log --------------------------------------------------------------------------------------------------
 
 

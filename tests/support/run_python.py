@@ -1,4 +1,4 @@
-"""Run a file whose top level may await: ``python -m support.run_python FILE``."""
+"""Run a file whose top level may await: ``python -m support.run_python FILE``. A whole program runs as it is."""
 
 from __future__ import annotations
 
@@ -9,12 +9,19 @@ import sys
 from pathlib import Path
 
 
-async def main(path: str) -> None:
+def main(path: str) -> None:
     code = compile(Path(path).read_text(), path, "exec", flags=ast.PyCF_ALLOW_TOP_LEVEL_AWAIT)
-    result = eval(code, {"__name__": "__main__"})
-    if inspect.iscoroutine(result):
-        await result
+    names = {"__name__": "__main__"}
+    if not code.co_flags & inspect.CO_COROUTINE:
+        # It has an event loop of its own, or none.
+        exec(code, names)
+        return
+
+    async def run() -> None:
+        await eval(code, names)
+
+    asyncio.run(run())
 
 
 if __name__ == "__main__":
-    asyncio.run(main(sys.argv[1]))
+    main(sys.argv[1])

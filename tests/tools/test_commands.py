@@ -25,6 +25,7 @@ import pytest
 from flintmq import cli, sync
 from flintmq.options import option_table
 from flintmq.testing import NsqBroker, NsqCluster
+from flintmq.tools import _cluster, doctor
 from flintmq.tools.completion import answers
 from flintmq.tools.doctor import clock_finding
 from tools.programs import PATIENCE, until
@@ -63,6 +64,15 @@ def test_ls_shows_a_tree_of_all_nsqds(capfd: pytest.CaptureFixture[str], where: 
     assert header.split()[:3] == ["TOPIC", "/", "CHANNEL"]
     assert topic.split() == ["orders", "0", "0", "0"]
     assert [line.split()[:3] for line in channels] == [["├─", "billing", "15"], ["└─", "shipping", "15"]]
+
+
+@pytest.mark.parametrize("more", [(), ("--json",)])
+def test_ls_of_a_topic_that_is_missing_fails(
+    capfd: pytest.CaptureFixture[str], where: list[str], more: tuple[str, ...]
+) -> None:
+    status, out, err = flintmq(capfd, "ls", "nosuch", "other*", "--interval", "0", *where, *more)
+    told = "flintmq ls: no nsqd has a topic nosuch or other*; flintmq ls lists all\n"
+    assert (status, out, err) == (1, "", told)
 
 
 def test_ls_prints_json(capfd: pytest.CaptureFixture[str], cluster: NsqCluster) -> None:
@@ -258,6 +268,43 @@ def test_doctor_finds_the_daemons_and_names_what_is_wrong(
     assert status == 1
     assert "✗ disk       /nowhere is not a directory" in out
     assert "✗ lookupds   127.0.0.1:1: " in out
+
+
+def test_doctor_tells_its_daemons_from_other_programs_at_their_ports(
+    cluster: NsqCluster, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    class Files(BaseHTTPRequestHandler):
+        def do_GET(self) -> None:
+            self.send_error(404)
+
+        def log_message(self, format: str, *args: object) -> None: ...
+
+    names = ["nsqd (TCP)", "nsqd (HTTP)", "nsqlookupd (TCP)", "nsqlookupd (HTTP)"]
+    broker, lookupd = cluster.brokers[0], cluster.lookupds[0]
+    ours = [broker.address, broker.http_address, lookupd.address, lookupd.http_address]
+    monkeypatch.setattr(doctor, "_PROBE_SECONDS", 5.0)
+    ports = {int(address.rpartition(":")[2]): name for address, name in zip(ours, names, strict=True)}
+    monkeypatch.setattr(doctor, "_PORTS", ports)
+    assert {finding.level for finding in doctor._ports()} == {"ok"}
+    with contextlib.ExitStack() as stack:
+        others = [stack.enter_context(ThreadingHTTPServer(("127.0.0.1", 0), Files)) for _ in names]
+        monkeypatch.setattr(
+            doctor, "_PORTS", {each.server_address[1]: name for each, name in zip(others, names, strict=True)}
+        )
+        threads = [threading.Thread(target=each.serve_forever, args=(0.01,)) for each in others]
+        for thread in threads:
+            thread.start()
+        findings = list(doctor._ports())
+        monkeypatch.setattr(_cluster, "DEFAULT_NSQD_HTTP", f"127.0.0.1:{others[0].server_address[1]}")
+        status, out, _ = flintmq(capfd, "doctor", "--data-path", str(tmp_path), "--json")
+        for each, thread in zip(others, threads, strict=True):
+            each.shutdown()
+            thread.join()
+    assert [finding.level for finding in findings] == ["warning"] * 4
+    assert all("another program listens there" in finding.text and finding.advice for finding in findings)
+    [nsqds] = [about for about in map(json.loads, out.splitlines()) if about["check"] == "nsqds"]
+    assert (status, nsqds["level"]) == (0, "warning")
+    assert nsqds["text"].endswith("does not answer like an nsqd (HTTP 404)")
 
 
 def test_clocks_that_differ_are_a_warning() -> None:

@@ -74,6 +74,10 @@ class Assets:
         ]
 
     async def _page(self, request: web.Request, identity: Identity) -> web.Answer:
+        return self.document()
+
+    def document(self) -> web.Answer:
+        """Return the document of every page, also of those that there are not: its script tells."""
         body, _ = self._read("index.html")
         document = body.decode().replace("{{BASE}}", html.escape(self._base)).replace("{{VERSION}}", __version__)
         return web.Answer(document.encode(), _TYPES[".html"])

@@ -73,6 +73,7 @@ class Admin:
         options.validate()
         #: Replaced as a whole, never changed.
         self.options = replace(options, base_path=clean_base(options.base_path))
+        self._assets = Assets(self.options)
         self.now = now
         self.wall = wall
         #: Changes with every start: pages that were loaded before it load anew.
@@ -138,7 +139,14 @@ class Admin:
         self.hub = Hub(self.state, self.boot, interval // 1_000_000, __version__)
         self._jobs = Jobs(self.wall, lambda job: self.hub.tell("job", job.describe(), OPERATE))
         self.actions.followers.append(lambda entry: self.hub.tell("action", msgspec.to_builtins(entry)))
-        self.site = AdminSite(self._routes(), self.access, options.base_path, options.http_allowed_hosts, self.graphite)
+        self.site = AdminSite(
+            self._routes(),
+            self.access,
+            options.base_path,
+            options.http_allowed_hosts,
+            self.graphite,
+            self._assets.document,
+        )
         names = Names((socket.gethostname(), *options.http_allowed_hosts), is_guarded=is_loopback(sock))
         self._http = Server(self.site, names=names)
         await self._http.listen(sock, self._tls)
@@ -244,7 +252,7 @@ class Admin:
     def _routes(self) -> list[Guarded]:
         return [
             Guarded("GET", "/ping", self._ping, NOBODY, plain=True),
-            *Assets(self.options).routes(),
+            *self._assets.routes(),
             *NsqApi(self).routes(),
             *PagesApi(self).routes(),
             *MessagesApi(self, self._jobs).routes(),

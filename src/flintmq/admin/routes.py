@@ -59,9 +59,17 @@ class Guarded:
 
 class AdminSite(web.Site):
     def __init__(
-        self, routes: Iterable[Guarded], access: Access, base_path: str, pages: Iterable[str], graphite: str
+        self,
+        routes: Iterable[Guarded],
+        access: Access,
+        base_path: str,
+        pages: Iterable[str],
+        graphite: str,
+        document: Callable[[], web.Answer],
     ) -> None:
         self.access = access
+        #: What browsers get where there is nothing.
+        self._document = document
         #: As they were given.
         self.guarded = tuple(routes)
         super().__init__(
@@ -115,6 +123,13 @@ class AdminSite(web.Site):
                 body = packer.compress(body) + packer.flush()
                 headers["Content-Encoding"] = encoding
         return replace(answer, headers=headers, body=body)
+
+    def _not_found(self, request: web.Request, started: int) -> web.Answer:
+        answer = super()._not_found(request, started)
+        is_page = request.method in ("GET", "HEAD") and "text/html" in request.headers.get("Accept", "")
+        if answer.status != 404 or not is_page:
+            return answer
+        return replace(self._document(), status=404)
 
 
 def _check_text(request: web.Request) -> None:

@@ -16,6 +16,7 @@ from urllib.parse import parse_qsl, urlencode, urlsplit, urlunsplit
 import msgspec
 
 from flintmq.addresses import http_url, join, split
+from flintmq.cluster.shapes import short_text
 from flintmq.errors import ClusterError, OptionError
 
 if TYPE_CHECKING:
@@ -169,8 +170,10 @@ class Lookupds:
                 if response.status == 404 and b"TOPIC_NOT_FOUND" in body:
                     return b'{"producers":[]}'
                 if response.status != 200:
-                    raise ClusterError(f"HTTP {response.status}: {body[:200].decode(errors='replace')}", {})
+                    raise ClusterError(f"HTTP {response.status}: {short_text(body) or 'not an nsqlookupd'}", {})
                 return body
+        except aiohttp.ClientResponseError as exc:
+            raise ClusterError("what listens there does not speak HTTP", {}) from exc
         except (aiohttp.ClientError, OSError) as exc:
             raise ClusterError(str(exc) or type(exc).__name__, {}) from exc
 

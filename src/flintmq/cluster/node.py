@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, TypeVar
 import msgspec
 
 from flintmq.addresses import http_url
+from flintmq.cluster.shapes import short_text
 from flintmq.errors import ConnectError, HttpError, permission_hint
 from flintmq.protocol.seqs import seq_of
 from flintmq.protocol.wire import FrameDecoder, decode_message
@@ -466,7 +467,7 @@ class NodeClient:
         response = await self._send("GET", "log/fetch", query)
         try:
             if response.status != 200:
-                raise _refusal(response.status, await _whole(response, self.address))
+                raise _refusal(response.status, await _whole(response, self.address), self.address)
             yield Fetch(response, self.address)
         finally:
             # Whoever has seen enough of it does not want the rest.
@@ -527,7 +528,7 @@ class NodeClient:
         async with await self._send(method, path, query, body) as response:
             answer = await _whole(response, self.address)
         if response.status != 200:
-            raise _refusal(response.status, answer)
+            raise _refusal(response.status, answer, self.address)
         return answer
 
     async def _send(
@@ -579,15 +580,21 @@ async def _whole(response: aiohttp.ClientResponse, address: str) -> bytes:
     return bytes(body)
 
 
-def _refusal(status: int, body: bytes) -> HttpError:
-    """The error of an answer: ``{"message":"CODE: a sentence"}``, perhaps with more beside it; or plain text."""
+def _refusal(status: int, body: bytes, address: str) -> HttpError | ConnectError:
+    """The error of an answer: ``{"message":"CODE: a sentence"}``, perhaps with more beside it; or plain text.
+
+    ConnectError for anything else, such as the page of another web server or of a proxy.
+    """
     try:
         answer = msgspec.json.decode(body, type=dict[str, Any])
         error = HttpError(status, str(answer.pop("message")))
         error.details |= answer
         return error
     except (msgspec.MsgspecError, KeyError):
-        return HttpError(status, body[:200].decode(errors="replace").strip() or "no reason given")
+        text = short_text(body)
+        if body and not text:
+            return ConnectError(f"what listens at {address} does not answer like an nsqd (HTTP {status})")
+        return HttpError(status, text or "no reason given")
 
 
 def _decoded(kind: type[_T], body: bytes, address: str) -> _T:

@@ -10,7 +10,18 @@ from typing import Any, Literal
 
 import msgspec
 
-__all__ = ["check"]
+__all__ = ["check", "short_text"]
+
+#: Bytes of an answer above which it is no sentence of a daemon.
+_SENTENCE_BYTES = 200
+
+
+def short_text(body: bytes) -> str:
+    """Return an answer that is one line of text; empty for a web page and what else no daemon of NSQ's kind says."""
+    text = body.decode(errors="replace").strip()
+    is_line = len(body) <= _SENTENCE_BYTES and text.isprintable() and not text.startswith("<")
+    return text if is_line else ""
+
 
 Number = int | float | None
 Text = str | None

@@ -160,7 +160,9 @@ class Link:
         """What to do about it, where that is known."""
         cause = error.__cause__
         if not self._is_reached and isinstance(cause, Exception):
-            remedy = "; start one with: flintmq up"
+            # Where `flintmq up` would listen.
+            is_default = self.address in (DEFAULT_NSQD, DEFAULT_NSQD.replace("127.0.0.1", "localhost"))
+            remedy = "; start one with: flintmq up" if is_default else "; see --nsqd"
             if isinstance(cause, socket.gaierror):
                 remedy = "; check the host name"
             elif isinstance(cause, PermissionError):
@@ -169,7 +171,8 @@ class Link:
             return ConnectError(f"cannot connect to a broker at {self.address} ({_reason(cause)}){remedy}")
         # No answer, no frames, no JSON: an HTTP port, for example.
         if isinstance(cause, TimeoutError | ProtocolError):
-            return ConnectError(f"what listens at {self.address} does not answer like an NSQ broker ({cause})")
+            reason = _reason(cause) if isinstance(cause, TimeoutError) else cause.text or cause.code
+            return ConnectError(f"what listens at {self.address} does not answer like an NSQ broker ({reason})")
         if "no auth_secret" in str(error):
             return ConnectError(f"{self.address} asks for AUTH: give --auth-secret")
         return error
@@ -405,6 +408,9 @@ async def _advice(node: NodeClient, error: HttpError, arguments: argparse.Namesp
         return f"{node.address} refuses ({error.code}): {right}; give one that has it with --token-file"
     if error.code == "NOT_FOUND":
         return f"the nsqd at {node.address} cannot do this: it is NSQ's own, or an older version of flintmq"
+    if error.status == 410 and "first" in error.details:
+        first = error.details["first"]
+        return f"{node.address} has deleted the messages of {topic} before {first}: begin there, or at earliest"
     if error.code in ("TOPIC_NOT_FOUND", "CHANNEL_NOT_FOUND"):
         with contextlib.suppress(FlintError):
             stats = await node.stats(topic if error.code.startswith("CHANNEL") else "", clients=False)

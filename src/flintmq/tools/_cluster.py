@@ -23,7 +23,7 @@ import msgspec
 from flintmq.addresses import join, split
 from flintmq.cluster.lookupds import Lookupds, Node, lookupd_url
 from flintmq.cluster.node import NodeClient
-from flintmq.cluster.shapes import check
+from flintmq.cluster.shapes import check, short_text
 from flintmq.errors import UNREADABLE, ClusterError, ConnectError, FlintError, HttpError, OptionError
 from flintmq.tools import DEFAULT_NSQD_HTTP, read_token, refuses_plain_http, run, tls_flags, tls_of
 from flintmq.tools._output import open_standard_files
@@ -320,10 +320,12 @@ class Cluster:
             try:
                 url = f"{lookupd_url(address).rstrip('/')}/{path}?{urlencode(query)}"
                 async with session.post(url, ssl=self._tls) as response:
-                    body = await response.text(errors="replace")
+                    body = await response.read()
                     # What is not there need not be deleted.
                     if response.status not in (200, 404):
-                        failures[address] = f"HTTP {response.status}: {body[:200]}"
+                        failures[address] = f"HTTP {response.status}: {short_text(body) or 'not an nsqlookupd'}"
+            except aiohttp.ClientResponseError:
+                failures[address] = "what listens there does not speak HTTP"
             except (aiohttp.ClientError, OSError, TimeoutError, OptionError) as exc:
                 failures[address] = str(exc) or type(exc).__name__
 
@@ -362,7 +364,7 @@ def cluster_flags(parser: argparse.ArgumentParser) -> None:
         help=f"nsqd: host:port, a URL or the path of a unix socket (repeatable; default {DEFAULT_NSQD_HTTP})",
     )
     group.add_argument(
-        "--timeout", metavar="SECONDS", type=parse_timeout, default=5.0, help="of each request (%(default)s)"
+        "--timeout", metavar="DURATION", type=parse_timeout, default=5.0, help="of each request (default 5s)"
     )
     group.add_argument("--token", metavar="TOKEN", help="for daemons that ask for one; other users can see it in ps")
     group.add_argument("--token-file", metavar="FILE", help="read the token from this file")

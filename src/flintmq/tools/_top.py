@@ -65,7 +65,7 @@ class History:
         return [sum(row[place] for row in found if place >= -len(row)) for place in range(-longest, 0)]
 
 
-_TOPIC_COLUMNS = ("topic", "depth", "in/s", "out/s", "in flight", "deferred", "clients", "channels", "course of depth")
+_TOPIC_COLUMNS = ("topic", "depth", "in/s", "out/s", "in flight", "deferred", "clients", "channels", "depth over time")
 _CHANNEL_COLUMNS = (
     "channel",
     "depth",
@@ -76,7 +76,7 @@ _CHANNEL_COLUMNS = (
     "clients",
     "requeued",
     "timed out",
-    "course of depth",
+    "depth over time",
 )
 
 

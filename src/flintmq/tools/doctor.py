@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
+import http.client
 import importlib.util
 import os
 import platform
@@ -52,6 +54,8 @@ _FEW_CONNECTIONS = 1024
 #: Seconds that clocks may differ. HTTP tells the time in whole seconds.
 _CLOCK_SECONDS = 2.0
 _OLDEST_JAVA = 17
+#: Seconds that what listens at a port may take to answer.
+_PROBE_SECONDS = 2.0
 
 
 @dataclass(frozen=True)
@@ -147,10 +151,39 @@ def _ports() -> Iterator[Finding]:
             except PermissionError as exc:
                 yield Finding("ports", "failure", f"{port} for {name}: {exc.strerror}", "choose a port above 1023")
             except OSError:
-                # In use is as it should be where the daemon runs; only its owner can tell.
-                yield Finding("ports", "ok", f"{port} for {name} is in use")
+                # In use is as it should be where the daemon runs.
+                if _is_one_of_ours(port, name):
+                    yield Finding("ports", "ok", f"{port} for {name} is in use")
+                else:
+                    advice = "stop it (ss -ltnp shows its process), or choose other ports: flintmq up --help"
+                    text = f"{port} for {name}: another program listens there"
+                    yield Finding("ports", "warning", text, advice)
             else:
                 yield Finding("ports", "ok", f"{port} for {name} is free")
+
+
+def _is_one_of_ours(port: int, name: str) -> bool:
+    """Tell whether a daemon of NSQ's kind answers at a port, or none that could be asked."""
+    try:
+        if "(TCP)" in name:
+            return _speaks_nsq(port, b"  V1PING\n" if "lookupd" in name else b"  V2IDENTIFY\n\0\0\0\2{}")
+        connection = http.client.HTTPConnection("127.0.0.1", port, timeout=_PROBE_SECONDS)
+        with contextlib.closing(connection):
+            connection.request("GET", "/ping")
+            # Unwell, or for those with a token or TLS alone: it is one all the same.
+            return connection.getresponse().read(1 << 16).startswith((b"OK", b"NOK", b'{"message"'))
+    except ConnectionRefusedError:
+        # Nobody listens: it is the near end of a connection, or of another address.
+        return True
+    except (OSError, http.client.HTTPException):
+        return False
+
+
+def _speaks_nsq(port: int, greeting: bytes) -> bool:
+    with socket.create_connection(("127.0.0.1", port), timeout=_PROBE_SECONDS) as probe:
+        probe.sendall(greeting)
+        # A frame of a few bytes: an answer with or without a type.
+        return probe.recv(2) == b"\0\0"
 
 
 def _disk(path: str) -> Iterator[Finding]:
@@ -288,6 +321,9 @@ async def _nsqds(cluster: Cluster, asked_for: bool) -> list[Finding]:
             if cluster.needs_token:
                 advice = "give a token with the right read: --token-file"
             found.append(Finding("nsqds", "failure", reason, advice))
+        elif reason.startswith("what listens at"):
+            advice = "stop it, or name the nsqd with --nsqd-http-address"
+            found.append(Finding("nsqds", "warning", reason, advice))
         else:
             found.append(Finding("nsqds", "ok", "no nsqd runs here; flintmq up starts one"))
     versions = {str(info.get("version", "")) for info in infos.values()}

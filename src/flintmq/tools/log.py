@@ -37,6 +37,8 @@ def main(argv: Sequence[str]) -> int:
     asked = [reads, arguments.time is not None, arguments.positions, arguments.set_position, arguments.delete_position]
     if sum(map(bool, asked)) > 1:
         parser.error("messages, --time and reader positions exclude each other")
+    if _is_before(arguments.stop, arguments.start):
+        parser.error("--to lies before --from")
     if arguments.raw == "-" and sys.stdout.isatty():
         parser.error("--raw writes binary frames: name a file, or redirect the output")
     if arguments.raw and arguments.json:
@@ -86,6 +88,16 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--json", action="store_true", help="print JSON, one message or one thing a line")
     node_flags(parser)
     return parser
+
+
+def _is_before(place: str | int | datetime | None, other: str | int | datetime | None) -> bool:
+    """Tell whether a place lies before another one, as far as that is known without asking."""
+    if isinstance(place, int) and isinstance(other, int):
+        return place < other
+    # A time without a zone is a local one.
+    return (
+        isinstance(place, datetime) and isinstance(other, datetime) and place.astimezone() < other.astimezone()
+    ) or (place == "earliest" and other == "latest")
 
 
 def _time(text: str) -> datetime:

@@ -8,6 +8,7 @@ import fnmatch
 from collections.abc import Sequence
 from typing import Any
 
+from flintmq.errors import OptionError
 from flintmq.tools import print_json, print_line
 from flintmq.tools._cluster import Cluster, Sample, TopicStats, cluster_flags, run_on_cluster, warn
 from flintmq.tools._show import BOLD, YELLOW, count, new_parser, parse_seconds, rate, table
@@ -70,8 +71,10 @@ async def _list(cluster: Cluster, arguments: argparse.Namespace) -> int:
     elif names:
         for line in _tree(names, topics, rates, bool(before), arguments.topics_only):
             print_line(line)
-    else:
-        print_line("no topics" if not arguments.patterns else f"no topic is like {' or '.join(arguments.patterns)}")
+    elif not arguments.patterns:
+        print_line("no topics")
+    if arguments.patterns and not names:
+        raise OptionError(f"no nsqd has a topic {' or '.join(arguments.patterns)}; flintmq ls lists all")
     return 1 if sample.failures else 0
 
 

@@ -58,8 +58,8 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("source", metavar="TOPIC[/CHANNEL]", help="a topic alone: its log, from the oldest on")
     parser.add_argument(
         "--state",
-        type=lambda text: text.replace("-", "_"),
-        choices=("ready", "in_flight", "deferred"),
+        type=lambda text: text.replace("_", "-"),
+        choices=("ready", "in-flight", "deferred"),
         default="ready",
         help="which messages of the channel (default %(default)s)",
     )
@@ -141,7 +141,7 @@ async def _peek(node: NodeClient, topic: str, channel: str, arguments: argparse.
     if arguments.json:
         return 0
     if not found:
-        print_line(f"no {arguments.state.replace('_', ' ')} messages" if channel else "no messages")
+        print_line(f"no {arguments.state.replace('-', ' ')} messages" if channel else "no messages")
         return 0
     _print_table(found)
     if more:
@@ -158,7 +158,9 @@ async def _messages(
     while True:
         page: Page
         if channel:
-            page = await node.peek(topic, channel, arguments.state, limit=limit, after=after, shown=arguments.bytes)
+            page = await node.peek(
+                topic, channel, arguments.state.replace("-", "_"), limit=limit, after=after, shown=arguments.bytes
+            )
         else:
             page = await node.peek_topic(topic, limit=limit, after=after, shown=arguments.bytes)
         for message in page.messages:

@@ -47,6 +47,9 @@ def main(argv: Sequence[str]) -> int:
     topic, slash, channel = arguments.source.partition("/")
     if not _NAME.fullmatch(topic) or (slash and not _NAME.fullmatch(channel)):
         parser.error(f'"{arguments.source}" is not TOPIC or TOPIC/CHANNEL, such as orders or orders/billing')
+    keys = [key for key, _ in arguments.change] + arguments.unset
+    if twice := [key for key in keys if keys.count(key) > 1]:
+        parser.error(f"{twice[0]} is given twice")
     changes: dict[str, Any] = dict(arguments.change) | dict.fromkeys(arguments.unset)
     return run_on_node("settings", arguments, lambda node: _settings(node, topic, channel, changes, arguments.json))
 

@@ -44,7 +44,9 @@ def main(argv: Sequence[str]) -> int:
     parser.add_argument("topics", metavar="TOPIC", nargs="+", help="topics that exist; * and ? stand for any text")
     parser.add_argument("-n", metavar="COUNT", dest="count", type=parse_count, help="end after COUNT messages")
     parser.add_argument("--grep", metavar="TEXT", help="only messages that contain this text")
-    parser.add_argument("--print-topic", action="store_true", help="begin each line with the topic, as with several")
+    parser.add_argument(
+        "--print-topic", action="store_true", help="begin each line with the topic (always so with several topics)"
+    )
     parser.add_argument("--json", action="store_true", help="print topic, id, timestamp, attempts and body as JSON")
     parser.add_argument(
         "--auth-secret", metavar="SECRET", help="for brokers that ask for it; other users can see it in ps"

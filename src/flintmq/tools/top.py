@@ -25,7 +25,7 @@ ABOUT = "show a dashboard of topics and channels in the terminal"
 def main(argv: Sequence[str]) -> int:
     parser = new_parser(
         "top",
-        "Show topics and channels with depth, rates and their course, live. Enter opens a topic, Escape goes back, "
+        "Show topics and channels with depth, rates and depth over time, live. Enter opens a topic, Escape goes back, "
         "s changes the order, r reverses it, p pauses or unpauses, / filters, q ends. Needs the extra tui.",
         [
             "flintmq top",

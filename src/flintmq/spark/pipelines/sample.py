@@ -26,7 +26,8 @@ if TYPE_CHECKING:
 
 __all__ = ["add_arguments", "run", "sample"]
 
-TOPIC = "orders"
+#: No topic of the documentation's examples: their output shows only what a reader published.
+TOPIC = "sample.orders"
 _COUNTRIES = ("de", "fr", "it", "pl", "se")
 #: Messages of one publish come this often.
 _PACE_SECONDS = 0.25
@@ -48,7 +49,7 @@ def sample(spark: SparkSession, nsqd: str, folder: Path, *, rate: float = 20.0, 
     board = metrics.Board(lambda board: metrics.plot(board, folder / "metrics.html"))
     jobs: tuple[Callable[[], object], ...] = (
         lambda: asyncio.run(_publish(nsqd, rate, stop)),
-        lambda: archive.archive(spark, source.stream, folder / "archive", every=10.0),
+        lambda: archive.archive(spark, source.stream, folder / TOPIC, every=10.0),
         lambda: metrics.metrics(spark, source.stream, window=10.0, path="$.country", board=board, every=5.0),
     )
     threads = [threading.Thread(target=guarded, args=(job,), daemon=True) for job in jobs]
@@ -106,8 +107,8 @@ def run(arguments: argparse.Namespace) -> int:
         say(
             f"orders are published to the topic {TOPIC}, archived and measured\n"
             f"  metrics   {(folder / 'metrics.html').as_uri()}\n"
-            f"  archive   {folder / 'archive'}\n"
-            f"  check it  flintmq pipeline audit {TOPIC} --nsqd {arguments.nsqd} --archive {folder / 'archive'}"
+            f"  archive   {folder / TOPIC}\n"
+            f"  check it  flintmq pipeline audit {TOPIC} --nsqd {arguments.nsqd} --archive {folder / TOPIC}"
         )
         sample(spark, arguments.nsqd, folder, rate=arguments.rate, stop=stop)
     return 0
