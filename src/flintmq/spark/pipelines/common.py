@@ -88,6 +88,8 @@ Source = Callable[["SparkSession"], "DataFrame"]
 
 # How often a query is asked how it stands.
 _POLL_SECONDS = 0.5
+# How often one that is to end is asked whether its batch is done: the less of the next one is done in vain.
+_BATCH_POLL_SECONDS = 0.02
 # A batch that is under way when we are told to stop gets this long to end. Nothing is lost if it does not.
 _LAST_BATCH_SECONDS = 60.0
 # One that is cut short gets this long to be told so.
@@ -608,10 +610,22 @@ def _follow(query: StreamingQuery, pipeline: str, once: bool, quiet: bool) -> Su
 
 
 def _stop(query: StreamingQuery) -> None:
+    """Stop a query after the batch that is under way.
+
+    The batches of a backlog follow each other at once, so that hardly ever none is seen to be under way: the next one,
+    which has just begun, is given up. The next run repeats it.
+    """
     give_up = time.monotonic() + _LAST_BATCH_SECONDS
-    while query.status["isTriggerActive"] and time.monotonic() < give_up:
-        time.sleep(0.1)
+    under_way = _finished(query)
+    while query.status["isTriggerActive"] and _finished(query) == under_way and time.monotonic() < give_up:
+        time.sleep(_BATCH_POLL_SECONDS)
     query.stop()
+
+
+def _finished(query: StreamingQuery) -> tuple[int, str] | None:
+    """Return the number and the begin of the last batch that is done."""
+    progress = query.lastProgress
+    return None if progress is None else (progress.batchId, progress.timestamp)
 
 
 def _cut_short(query: StreamingQuery) -> None:
