@@ -41,6 +41,7 @@ __all__ = [
     "Target",
     "add_arguments",
     "archive",
+    "check_archived",
     "checkpoint_of",
     "compact",
     "laid_out",
@@ -515,6 +516,19 @@ def table_files(spark: SparkSession, table: Table) -> list[DataFile]:
     return [
         file if file.oldest is not None else describe(table.place, file.path, file.partition) for file in table.files()
     ]
+
+
+def check_archived(place: Place, files: Sequence[DataFile], topics: Sequence[str]) -> None:
+    """PipelineError if an archive has no messages of some topics. A file without the topic in its folder may have any.
+
+    It says which topics there are.
+    """
+    there = {file.partition.get("topic") for file in files}
+    missing = [topic for topic in topics if topic not in there]
+    if missing and None not in there:
+        known = ", ".join(sorted(topic for topic in there if topic))
+        has = f"it has {known}" if known else "it is empty"
+        raise PipelineError(f"the archive {place} has no messages of the topic {', '.join(missing)}: {has}")
 
 
 def read_files(

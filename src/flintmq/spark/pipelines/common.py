@@ -237,9 +237,13 @@ def check_topics(arguments: argparse.Namespace, *, batch: bool) -> int:
     # Before anybody is asked: without it nothing can be done.
     check_pyspark()
     wanted = topics_of(arguments)
-    if arguments.remote or "subscribePattern" in wanted.options:
+    if arguments.remote:
         return 0
     options = read_source_options(wanted.all_options, streaming=not batch)
+    if batch and options.channel:
+        raise PipelineError("a channel is consumed by streams alone, and here logs are read: leave out --channel")
+    if options.pattern:
+        return 0
     if batch and options.mode == "spool":
         return 0  # it reads files and asks nobody
     cluster = Cluster(options.network)
