@@ -41,6 +41,8 @@ if TYPE_CHECKING:
     from pyspark.sql.streaming.readwriter import DataStreamWriter
     from pyspark.sql.types import DataType, StructField, StructType
 
+    from flintmq.spark.shipped.options import SourceOptions
+
 __all__ = [
     "Source",
     "Summary",
@@ -60,12 +62,14 @@ __all__ = [
     "hour_columns",
     "infer_schema",
     "is_remote",
+    "known_topics",
     "moment",
     "nanoseconds",
     "need_topics",
     "network_options",
     "observation",
     "open_session",
+    "options_of",
     "pair",
     "parallelism",
     "place_of",
@@ -148,11 +152,15 @@ def check_whole(source: Source | Mapping[str, str], what: str, *more: str) -> No
 
     `what` says what would be wrong, and `more` are options that leave out too much beside `columns`.
     """
-    topics = getattr(source, "__self__", None)
-    options = source if isinstance(source, Mapping) else topics.options if isinstance(topics, Topics) else {}
-    for key in options:
+    for key in source if isinstance(source, Mapping) else options_of(source):
         if key.lower() in ("columns", *more):
             raise PipelineError(f"the option {key} leaves out what {what}: take it away")
+
+
+def options_of(source: Source) -> dict[str, str]:
+    """The options of a source that `Topics` has made, the topics among them; of any other nothing is known."""
+    topics = getattr(source, "__self__", None)
+    return topics.all_options if isinstance(topics, Topics) else {}
 
 
 def temporary(source: Source) -> Source:
@@ -231,7 +239,6 @@ def check_topics(arguments: argparse.Namespace, *, batch: bool) -> int:
     not answer, or where only a Connect server reaches them: the query itself will.
     """
     from flintmq.spark.session import check_pyspark
-    from flintmq.spark.shipped.net import Cluster
     from flintmq.spark.shipped.options import read_source_options
 
     # Before anybody is asked: without it nothing can be done.
@@ -246,24 +253,13 @@ def check_topics(arguments: argparse.Namespace, *, batch: bool) -> int:
         return 0
     if batch and options.mode == "spool":
         return 0  # it reads files and asks nobody
-    cluster = Cluster(options.network)
-    try:
-        found = cluster.survey()
-        if not found.brokers and found.failures:
-            raise PipelineError("; ".join(found.failures))
-        brokers = found.brokers
-        known = {topic for broker in brokers for topic in cluster.topics(broker)}
-        if found.failures or not brokers:
-            return 0
-    except (ConnectError, HttpError):
+    known, asked = _survey(options)
+    if not asked:
         return 0
-    finally:
-        cluster.close()
     missing = [topic for topic in wanted.names if topic not in known]
     if not missing:
         return 0
-    asked = ", ".join(sorted(broker.tcp or broker.http for broker in brokers))
-    text = f"no broker knows the topic {', '.join(missing)}; asked were {asked}"
+    text = f"no broker knows the topic {', '.join(missing)}; asked were {', '.join(asked)}"
     if not batch and not arguments.once:
         say(f"{text}. It is read when it appears")
         return 0
@@ -271,6 +267,38 @@ def check_topics(arguments: argparse.Namespace, *, batch: bool) -> int:
         raise PipelineError(text)
     say(text)
     return 1
+
+
+def known_topics(arguments: argparse.Namespace) -> list[str]:
+    """The topics of brokers that fit a command line, as far as all brokers say now."""
+    from flintmq.spark.session import check_pyspark
+    from flintmq.spark.shipped.options import read_source_options
+
+    check_pyspark()
+    options = read_source_options(topics_of(arguments).all_options, streaming=True)
+    return [] if arguments.remote else sorted(filter(options.wants, _survey(options)[0]))
+
+
+def _survey(options: SourceOptions) -> tuple[set[str], list[str]]:
+    """Return the topics of all brokers, and who was asked; nobody, where some do not answer.
+
+    PipelineError if none does.
+    """
+    from flintmq.spark.shipped.net import Cluster
+
+    cluster = Cluster(options.network)
+    try:
+        found = cluster.survey()
+        if not found.brokers and found.failures:
+            raise PipelineError("; ".join(found.failures))
+        known = {topic for broker in found.brokers for topic in cluster.topics(broker)}
+        if found.failures:
+            return set(), []
+        return known, sorted(broker.tcp or broker.http for broker in found.brokers)
+    except (ConnectError, HttpError):
+        return set(), []
+    finally:
+        cluster.close()
 
 
 def check_places(arguments: argparse.Namespace, *names: str) -> None:

@@ -28,6 +28,7 @@ from flintmq.errors import ConnectError, PipelineError
 from flintmq.spark.pipelines import common
 from flintmq.spark.pipelines.archive import Target, check_archived, read_files, table_files, target_of
 from flintmq.spark.pipelines.given import DEFAULT_START, check_network_only, check_unused, names_target
+from flintmq.spark.pipelines.loops import check_loop
 from flintmq.spark.pipelines.replay_notes import Chunk, Notes
 from flintmq.spark.pipelines.screen import Display, Silent
 from flintmq.spark.pipelines.tables import ParquetFolder
@@ -630,6 +631,8 @@ def run(arguments: argparse.Namespace) -> int:
         table = target.open()
         if not isinstance(table, ParquetFolder):  # of which only Spark knows the files
             check_archived(table.place, table.files(), arguments.topics)
+    if not arguments.archive and not known:
+        check_loop(common.topics_of(arguments).all_options, arguments.to, network, "--to")
     status = 0 if arguments.archive else common.check_topics(arguments, batch=True)
     spark = common.open_session(arguments, "flintmq replay")
     summary = replay(
