@@ -15,6 +15,7 @@ pytest.importorskip("pyarrow")
 
 from flintmq.errors import PipelineError
 from flintmq.spark.pipelines import PIPELINES, common, replay
+from flintmq.spark.pipelines.archive import write_batch
 from flintmq.spark.pipelines.tables import open_table
 from flintmq.spark.shipped.files import DataFile, FileWriter
 
@@ -309,3 +310,90 @@ def test_a_channel_is_refused_where_logs_are_read(
     monkeypatch.chdir(tmp_path)
     assert main(["pipeline", *argv, "--channel", "c"]) == 1
     assert "leave out --channel" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("given", "taken"),
+    [
+        ("336h", "1209600000000 microseconds"),
+        ("20m34567ms", "1234567000 microseconds"),
+        ("0.05s", "50000 microseconds"),
+    ],
+)
+def test_a_long_time_between_batches_is_one_that_spark_reads(monkeypatch: pytest.MonkeyPatch, given: str, taken: str):
+    class Writer:
+        def trigger(self, *, processingTime: str) -> None:
+            assert processingTime == taken
+            raise KeyError("done")
+
+    every = archive("t", "--every", given).every
+    with pytest.raises(KeyError, match="done"):
+        common.run_stream(Writer(), "archive", once=False, every=every)  # type: ignore[arg-type]
+
+
+def test_a_folder_of_a_user_that_there_is_not_is_refused_in_a_sentence(capsys: Any, tmp_path: Path):
+    pytest.importorskip("pyspark")
+    from flintmq.cli import main
+
+    for argv in (
+        ["archive", "t", "--to", "~nosuchuser/x"],
+        ["status", "--checkpoint", "~nosuchuser/x"],
+        ["archive", "t", "--to", str(tmp_path / "a"), "--schema", "@~nosuchuser/x"],
+        ["archive", "t", "--to", str(tmp_path / "a"), "--decode", "avro", "--schema", "@~nosuchuser/x"],
+        ["sql", "~nosuchuser/x", "--topic", "t"],
+    ):
+        assert main(["pipeline", *argv]) == 1, argv
+        said = capsys.readouterr().err
+        assert "nosuchuser" in said and said.count("\n") == 1, argv
+
+
+@pytest.mark.parametrize("format", ["json", "msgpack", "avro", "protobuf"])
+def test_a_schema_that_cannot_be_read_is_told_before_spark_starts(
+    capsys: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, format: str
+):
+    pytest.importorskip("pyspark")
+    from flintmq.cli import main
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(common, "open_session", lambda *_: pytest.fail("Spark started"))
+    monkeypatch.setattr(common, "check_topics", lambda *_, **__: 0)
+    (tmp_path / "q").write_text("SELECT 1")
+    (tmp_path / "latin").write_bytes(b"\xe4 INT")
+    table_of(tmp_path / "b", "t")
+    for argv in (
+        ["archive", "t", "--to", "a", "--schema", "@nowhere"],
+        ["sql", "q", "--topic", "t", "--schema", "t=@nowhere"],
+        ["backfill", "t", "--to", "b", "--since", "2020-01-01", "--schema", "@nowhere"],
+    ):
+        assert main(["pipeline", *argv, "--decode", format]) == 1
+        assert "the schema cannot be read: " in capsys.readouterr().err
+    if format != "protobuf":
+        assert main(["pipeline", "archive", "t", "--to", "a", "--schema", "@latin", "--decode", format]) == 1
+        assert "latin is not UTF-8" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("format", ["delta", "iceberg"])
+def test_a_type_that_a_table_does_not_have_is_named(tmp_path: Path, format: str):
+    """Before a task of the first batch runs, and in one line, as it comes through Java."""
+    types = pytest.importorskip("pyspark.sql.types")
+    pytest.importorskip("deltalake" if format == "delta" else "pyiceberg")
+    from flintmq.spark.shipped.files import Place
+
+    kind = types.TimeType(6) if format == "delta" else types.DayTimeIntervalType()
+    rows: Any = argparse.Namespace(schema=types.StructType([types.StructField("t", kind)]))
+    table = open_table(Place.of(tmp_path / "a"), format)
+    with pytest.raises(
+        PipelineError, match=r"(?i)cannot be made: .*(invalid data|unsupported) type.*(Time64|duration)"
+    ):
+        write_batch(table, rows, "n", partitioned=False)
+
+
+def test_the_words_of_a_plain_exception_come_out_of_spark():
+    said = """[STREAM_FAILED] Query [id = a, runId = b] terminated with exception: [X] An error
+py4j.Py4JException: An exception was raised by the Python Proxy. Return Message: Traceback (most recent call last):
+  File "x.py", line 1, in call
+    self.func(DataFrame(jdf, wrapped_session_jdf), batch_id)
+Exception: the store says no
+
+	at py4j.Protocol.getReturnValue(Protocol.java:476)"""
+    assert common.explain(RuntimeError(said)) == "the store says no"

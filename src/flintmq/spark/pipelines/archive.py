@@ -21,7 +21,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flintmq.errors import PipelineError
+from flintmq.errors import FlintError, PipelineError
 from flintmq.spark.decoding import Decoder, JsonDecoder, decoder
 from flintmq.spark.pipelines import bodies, common
 from flintmq.spark.pipelines.loops import Reads, check_loop, target_of_topic
@@ -458,7 +458,12 @@ def write_batch(table: Table, rows: DataFrame, name: str, *, partitioned: bool) 
     from pyspark.sql import functions as f
 
     schema = arrow_schema(rows.schema)
-    table.make(schema, partitioned)
+    try:
+        table.make(schema, partitioned)
+    except FlintError:
+        raise
+    except Exception as exc:  # a format lacks some of Spark's types
+        raise PipelineError(f"the table {table.place} cannot be made: {common.explain(exc)}") from exc
     writer = FileWriter(table.place, name, schema, partitioned=partitioned, keeps_topic=isinstance(table, IcebergTable))
     counted = common.observation(rows)
     # Right before the write, in the same tasks: a task that is tried again counts once.

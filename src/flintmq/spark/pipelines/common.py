@@ -61,6 +61,7 @@ __all__ = [
     "hadoop_settings",
     "hour_columns",
     "infer_schema",
+    "interval",
     "is_remote",
     "known_topics",
     "moment",
@@ -418,6 +419,11 @@ def duration(text: str) -> float:
     return seconds
 
 
+def interval(seconds: float) -> str:
+    """A duration as Spark reads it: it takes no exponents, and a text of a float may have one."""
+    return f"{round(seconds * 1e6)} microseconds"
+
+
 def moment(text: str) -> datetime.datetime:
     """A time of a command line; in UTC where it says no zone."""
     try:
@@ -570,7 +576,7 @@ def run_stream(writer: DataStreamWriter, pipeline: str, *, once: bool, every: fl
 
     PipelineError says why it failed.
     """
-    writer = writer.trigger(availableNow=True) if once else writer.trigger(processingTime=f"{every:g} seconds")
+    writer = writer.trigger(availableNow=True) if once else writer.trigger(processingTime=interval(every))
     starts = 1
     while True:
         try:
@@ -704,8 +710,8 @@ def explain(exc: BaseException) -> str:
         return str(ours[-1]).strip()
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     # Spark puts the class of error in front, and the last line of a Python traceback says most.
-    if raised := list(re.finditer(r"^(?:: )?(?:\w+\.)*(\w+(?:Error|Exception): .+)$", text, re.MULTILINE)):
-        return reason(text[raised[-1].start(1) :])
+    if raised := list(re.finditer(r"^(?:: )?(?:\w+\.)*(\w*(?:Error|Exception): .+)$", text, re.MULTILINE)):
+        return reason(text[raised[-1].start(1) :]).removeprefix("Exception: ")
     # [STREAM_FAILED] Query [id = …] terminated with exception: [REASON] why. SQLSTATE: 12345
     first = re.sub(r"^.*? terminated with exception: ", "", lines[0]) if lines else type(exc).__name__
     return re.sub(r"^\[[A-Z_.]+\] |\s*SQLSTATE: \w+.*$", "", first)

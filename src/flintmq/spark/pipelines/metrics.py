@@ -61,8 +61,8 @@ def measure(messages: DataFrame, *, window: float, lateness: float, path: str | 
         value = f.get_json_object(f.col("value").cast("string"), path)
         numbers.append(f.expr(f"approx_top_k(_found, {int(top)})").alias("top"))
         messages = messages.withColumn("_found", value)
-    windows = f.window("timestamp", f"{window:g} seconds")
-    measured = messages.withWatermark("timestamp", f"{lateness:g} seconds").groupBy(windows, "topic").agg(*numbers)
+    windows = f.window("timestamp", common.interval(window))
+    measured = messages.withWatermark("timestamp", common.interval(lateness)).groupBy(windows, "topic").agg(*numbers)
     columns = [f.col("window.start").alias("start"), f.col("window.end").alias("end"), "topic", "messages", "bytes"]
     columns.append((f.col("messages") / window).alias("rate"))
     for name in ("size", "delay_ms"):
