@@ -378,7 +378,14 @@ class Aside:
     #: What was said of topics whose messages are not published.
     said: set[str] = field(default_factory=set)
 
-    def check(self, archive: Target, source: Mapping[str, str], *, is_decoded: bool, known: Iterable[str] = ()) -> None:
+    def check(
+        self,
+        archive: Target,
+        source: Mapping[str, str] | None = None,
+        *,
+        is_decoded: bool,
+        known: Iterable[str] = (),
+    ) -> None:
         """PipelineError if nothing is decoded, if the table is not apart from the archive, or for a wrong topic.
 
         `source` are the options of the archive's source, and `known` are topics that match its pattern. Others are
