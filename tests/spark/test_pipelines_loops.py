@@ -126,3 +126,15 @@ def test_a_query_whose_rows_say_themselves_that_they_go_back_stops(
             once=True,
         )
     assert texts(spark, broker, topic) == ["one"]
+
+
+def test_brokers_are_asked_which_topics_match_a_pattern(
+    broker: Node, topic: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any
+):
+    from flintmq.cli import main
+
+    monkeypatch.setattr(common, "open_session", lambda *_: pytest.fail("Spark started"))
+    broker.post("/topic/create", topic=topic)
+    flags = ["--to", str(tmp_path / "a"), "--nsqd", broker.tcp, "--option", f"subscribePattern={topic}.*", "--decode"]
+    assert main(["pipeline", "archive", *flags, "--undecodable", "topic:{topic}.bad"]) == 1
+    assert "that are read, so that each message would come back" in capsys.readouterr().err
