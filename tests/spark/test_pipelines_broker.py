@@ -566,6 +566,22 @@ def test_commands_end_to_end_and_their_exit_status(spark_environment, broker: No
     assert "Traceback" not in bad.stderr
 
 
+def test_an_audit_of_a_pattern_is_of_the_topics_that_match_it(spark, broker: Node, topic: str, tmp_path: Path, capsys):
+    one, other = f"{topic[:50]}.one", f"{topic[:50]}.two"
+    for name in (one, other):
+        hold(broker, name)
+        publish(broker, name, bodies(0, 5))
+    archiving.archive(spark, topics(broker, one, other).stream, tmp_path / "a", once=True)
+    flags = ["--archive", str(tmp_path / "a"), "--nsqd", broker.tcp]
+    assert main(["pipeline", "audit", *flags, "--option", f"subscribePattern={topic[:50]}.o.*", "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert [(node["topic"], node["archived"], node["gone"]) for node in told["nodes"]] == [(one, 5, 0)]
+    # Where a part of the log is read, nothing is said of the rest.
+    assert main(["pipeline", "audit", one, *flags, "--from", "latest"]) == 0
+    told = " ".join(capsys.readouterr().out.split())
+    assert "5 were published before the part of the log that was read" in told and "no longer" not in told
+
+
 def test_brokers_that_nobody_answers_for_are_named_without_starting_spark(topic: str, tmp_path: Path, capsys):
     address = f"127.0.0.1:{held_port()}"
     assert main(["pipeline", "archive", topic, "--to", str(tmp_path / "other"), "--once", "--nsqd", address]) == 1

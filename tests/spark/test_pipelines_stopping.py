@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+import types
 from pathlib import Path
 from typing import Any
 
@@ -142,6 +143,7 @@ class Query:
     """As much of a streaming query as is followed: one that is signalled, and ends its batch at once."""
 
     recentProgress = ()
+    lastProgress: Any = None
 
     def __init__(self, number: signal.Signals, error: str = "") -> None:
         self.stopped = False
@@ -182,3 +184,31 @@ def test_what_fails_because_java_heard_a_signal_too_is_told_as_that():
     query: Any = Query(signal.SIGTERM, "Failed: Traceback (most recent call last):")
     with pytest.raises(PipelineError, match="a signal ended Spark within a batch"):
         common._follow(query, "archive", False, quiet=True)
+
+
+class Backlog(Query):
+    """A query whose batches follow each other: there is no moment without one. Each takes three questions."""
+
+    def __init__(self, number: signal.Signals) -> None:
+        super().__init__(number)
+        self.asked = 0
+
+    @property
+    def batch(self) -> int:
+        return self.asked // 3
+
+    @property
+    def status(self) -> dict[str, bool]:
+        self.asked += 1
+        return {"isTriggerActive": True}
+
+    @property
+    def lastProgress(self) -> Any:
+        return types.SimpleNamespace(batchId=self.batch, timestamp=f"2026-11-16T08:00:{self.batch:02}.000Z")
+
+
+def test_a_stream_with_a_backlog_ends_after_the_batch_that_is_under_way(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(common, "_LAST_BATCH_SECONDS", 5.0)
+    query: Any = Backlog(signal.SIGTERM)
+    common._follow(query, "archive", False, quiet=True)
+    assert query.stopped and query.batch == 1

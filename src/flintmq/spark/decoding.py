@@ -22,6 +22,7 @@ from flintmq.errors import PipelineError, system_reason
 from flintmq.spark.registration import shipping
 from flintmq.spark.shipped.avro import Avro
 from flintmq.spark.shipped.bodies import NO_BODY, UNFRAMED, Bodies, Format
+from flintmq.spark.shipped.files import expanded
 from flintmq.spark.shipped.messagepack import MessagePack
 from flintmq.spark.shipped.protobuf import Protobuf, descriptor_set
 from flintmq.spark.shipped.registry import FRAME, Registry, Schema, UnknownSchemaError
@@ -79,7 +80,7 @@ def decoder(
     asked = None if registry is None else Registry.of(registry)
     if asked is not None and format == "msgpack":
         raise PipelineError("registries have no schemas of MessagePack: give the schema alone")
-    content = _content(schema, format)
+    content = content_of(schema, format)
     if format == "json":
         return JsonDecoder(_spark_schema(content, format), is_framed=asked is not None)
     found: Format
@@ -276,12 +277,12 @@ def _free_name(name: str, taken: list[str]) -> str:
     return name
 
 
-def _content(schema: Any, format: str) -> Any:
+def content_of(schema: Any, format: str) -> Any:
     """What a file says, or what was given."""
     if not isinstance(schema, Path):
         return schema
     try:
-        data = schema.expanduser().read_bytes()
+        data = expanded(schema).read_bytes()
         return data if format == "protobuf" else data.decode()
     except OSError as exc:
         raise PipelineError(f"the schema cannot be read: {system_reason(exc)}") from exc

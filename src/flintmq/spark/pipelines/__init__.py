@@ -37,7 +37,10 @@ _SPARK_PACKAGES = frozenset({"pyspark", "py4j", "pyarrow", "pandas", "deltalake"
 
 
 def main(argv: Sequence[str]) -> int:
-    """`flintmq pipeline`: 0 after a clean end, 1 when something failed or does not add up, 2 for a wrong call."""
+    """`flintmq pipeline`: 0 after a clean end, 1 when something failed or does not add up, 2 for a wrong call.
+
+    130 if ctrl-C has cut work short; a stream whose batch ended in time has a clean end.
+    """
     parser = Parser(
         prog="flintmq pipeline",
         description="Ready-made Spark pipelines; flintmq pipeline NAME --help describes one.",

@@ -16,14 +16,16 @@ import re
 import sys
 import time
 import uuid
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from flintmq.errors import PipelineError
+from flintmq.errors import FlintError, PipelineError
 from flintmq.spark.decoding import Decoder, JsonDecoder, decoder
 from flintmq.spark.pipelines import bodies, common
+from flintmq.spark.pipelines.loops import Reads, check_loop, target_of_topic
+from flintmq.spark.pipelines.screen import say
 from flintmq.spark.pipelines.subscriptions import subscription_of
 from flintmq.spark.pipelines.tables import DeltaTable, IcebergTable, ParquetFolder, Table, open_table
 from flintmq.spark.shipped.columns import COLUMNS
@@ -42,6 +44,7 @@ __all__ = [
     "Target",
     "add_arguments",
     "archive",
+    "check_archived",
     "checkpoint_of",
     "compact",
     "laid_out",
@@ -124,7 +127,7 @@ def archive(
         made = decoder(decode if isinstance(decode, str) else "json", schema=schema)
     target = Target.of(to, format=format)
     if undecodable is not None:
-        undecodable.check(target, is_decoded=bool(decode) or made is not None)
+        undecodable.check(target, common.options_of(source), is_decoded=bool(decode) or made is not None)
     at = checkpoint_of(target.place, checkpoint)
     common.check_hadoop(spark, at)
     writer = _MessageWriter(
@@ -374,11 +377,26 @@ class Aside:
     network: Mapping[str, str] = field(default_factory=dict)
     #: By topic, date and hour, as an archive is, so that it can be replayed.
     target: Target | None = None
+    #: The topics of the archive: nothing is published to them.
+    reads: Reads = field(default_factory=Reads)
     #: Opened with the first batch, in the process that Spark calls it in.
     table: Table | None = None
+    #: What was said of topics whose messages are not published.
+    said: set[str] = field(default_factory=set)
 
-    def check(self, archive: Target, *, is_decoded: bool) -> None:
-        """PipelineError if nothing is decoded, or if the table is not apart from the archive."""
+    def check(
+        self,
+        archive: Target,
+        source: Mapping[str, str] | None = None,
+        *,
+        is_decoded: bool,
+        known: Iterable[str] = (),
+    ) -> None:
+        """PipelineError if nothing is decoded, if the table is not apart from the archive, or for a wrong topic.
+
+        `source` are the options of the archive's source, and `known` are topics that match its pattern. Others are
+        looked at in their batches.
+        """
         if not is_decoded:
             raise PipelineError("--undecodable is for messages that are decoded: say what they are, by --decode FORMAT")
         if self.target is not None:
@@ -388,6 +406,13 @@ class Aside:
                     f"--undecodable {self.target.place} and the archive {archive.place} are one inside of the other, "
                     "and a vacuum of a table deletes files in its folder: take a place beside it"
                 )
+
+        if self.topic:
+            check_loop(source or {}, self.topic, self.network, "--undecodable topic")
+            self.reads = Reads.of(source or {}, self.network)
+            for topic in (*self.reads.names, *known) or ("x",):
+                if why := self.reads.refusal(topic, self.topic):
+                    raise PipelineError(f"--undecodable topic:{self.topic}: {why}")
 
     def put(self, rows: DataFrame, checkpoint: Place, query: str, batch: int, end: list[str]) -> None:
         """Put the messages of a batch aside, unless that was done."""
@@ -411,6 +436,16 @@ class Aside:
     def _publish(self, rows: DataFrame, checkpoint: Place, query: str, batch: int) -> None:
         from pyspark.sql import functions as f
 
+        targets: dict[str, str] = {}
+        for row in rows.select("topic").distinct().collect():
+            if not (why := self.reads.refusal(row["topic"], self.topic)):
+                targets[row["topic"]] = target_of_topic(self.topic, row["topic"])
+            elif why not in self.said:
+                self.said.add(why)
+                say(f"messages that do not decode stay in the archive alone: {why}")
+        if not targets:
+            return
+        rows = rows.where(f.col("topic").isin(list(targets)))
         topic = f.replace(f.lit(self.topic), f.lit("{topic}"), f.col("topic")).alias("topic")
         writer = rows.select("value", topic).write.format("nsq").mode("append").options(**self.network)
         # With a schema that has changed meanwhile a repeated batch may have others: the first ones count.
@@ -436,7 +471,12 @@ def write_batch(table: Table, rows: DataFrame, name: str, *, partitioned: bool) 
     from pyspark.sql import functions as f
 
     schema = arrow_schema(rows.schema)
-    table.make(schema, partitioned)
+    try:
+        table.make(schema, partitioned)
+    except FlintError:
+        raise
+    except Exception as exc:  # a format lacks some of Spark's types
+        raise PipelineError(f"the table {table.place} cannot be made: {common.explain(exc)}") from exc
     writer = FileWriter(table.place, name, schema, partitioned=partitioned, keeps_topic=isinstance(table, IcebergTable))
     counted = common.observation(rows)
     # Right before the write, in the same tasks: a task that is tried again counts once.
@@ -521,6 +561,19 @@ def table_files(spark: SparkSession, table: Table) -> list[DataFile]:
     return [
         file if file.oldest is not None else describe(table.place, file.path, file.partition) for file in table.files()
     ]
+
+
+def check_archived(place: Place, files: Sequence[DataFile], topics: Sequence[str]) -> None:
+    """PipelineError if an archive has no messages of some topics. A file without the topic in its folder may have any.
+
+    It says which topics there are.
+    """
+    there = {file.partition.get("topic") for file in files}
+    missing = [topic for topic in topics if topic not in there]
+    if missing and None not in there:
+        known = ", ".join(sorted(topic for topic in there if topic))
+        has = f"it has {known}" if known else "it is empty"
+        raise PipelineError(f"the archive {place} has no messages of the topic {', '.join(missing)}: {has}")
 
 
 def read_files(
@@ -652,8 +705,13 @@ def run(arguments: argparse.Namespace) -> int:
     common.need_topics(arguments)
     common.check_whole(common.stream_reader(arguments), "an archive is to have")
     bodies.check_decoding(arguments)
-    if (aside := _aside_of(arguments)) is not None:
-        aside.check(target, is_decoded=bool(arguments.decode or arguments.schema))
+    aside = _aside_of(arguments)
+    if aside is not None:
+        source = common.topics_of(arguments)
+        # Of names nobody has to be asked.
+        known = [] if source.names or not aside.topic else common.known_topics(arguments)
+        is_decoded = bool(arguments.decode or arguments.schema)
+        aside.check(target, source.all_options, is_decoded=is_decoded, known=known)
     common.check_places(arguments, "to", "checkpoint")
     status = common.check_topics(arguments, batch=False)
     if not arguments.remote:

@@ -8,7 +8,7 @@ before the log, so that what is published meanwhile is waiting and not missing.
  changed      another body than in the log
  late         in the folder of another hour than it was published in
  unexpected   in the archive, and the log, which reaches back that far, has no such message
- gone         in the archive, and no longer in the log: nothing can be said about it
+ gone         in the archive, and no longer in the log, or before the part of it that is read: nothing can be said
  waiting      in the log, newer than anything archived of its node
  before       in the log, older than anything archived of its node: the archive began later
 
@@ -28,7 +28,9 @@ from typing import TYPE_CHECKING, Any
 from flintmq.errors import PipelineError
 from flintmq.spark.pipelines import common
 from flintmq.spark.pipelines.archive import read, target_of
+from flintmq.spark.pipelines.given import DEFAULT_START
 from flintmq.spark.pipelines.screen import working
+from flintmq.spark.shipped.options import read_source_options
 
 if TYPE_CHECKING:
     from pyspark.sql import SparkSession
@@ -184,15 +186,21 @@ def run(arguments: argparse.Namespace) -> int:
     spark = common.open_session(arguments, "flintmq audit")
     from pyspark.sql import functions as f
 
-    topics = list(arguments.topics)
+    given = common.topics_of(arguments)
     try:
         tracker = None if common.is_remote(spark) else spark.sparkContext.statusTracker()
         with working("audit", "comparing archive and log", tracker):
             archived = read(spark, target, columns=COLUMNS)
+            topics = given.names
+            if not topics:
+                # Of other topics the log was not read.
+                wants = read_source_options(given.all_options, streaming=False).wants
+                there = [row["topic"] for row in archived.select("topic").distinct().collect()]
+                topics = list(filter(wants, there))
             report = audit(
                 spark,
                 common.batch_reader(arguments),
-                lambda spark: archived.filter(f.col("topic").isin(topics)) if topics else archived,
+                lambda spark: archived.filter(f.col("topic").isin(list(topics))),
                 complete=arguments.complete,
             )
     except PipelineError:
@@ -202,11 +210,12 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.json:
         sys.stdout.write(report.as_json() + "\n")
     else:
-        print_report(report)
+        print_report(report, is_part=given.all_options.get("startingOffsets") != DEFAULT_START)
     return status if report.passed else 1
 
 
-def print_report(report: Report) -> None:
+def print_report(report: Report, *, is_part: bool = False) -> None:
+    """Print a report. `is_part`: the log was not read from its begin."""
     from rich.console import Console
     from rich.table import Table
 
@@ -230,7 +239,8 @@ def print_report(report: Report) -> None:
             console.print(f"{kind}: {topic}, node {node}, offset {offset}", highlight=False)
     if report.passed:
         gone = report.total("gone")
-        unknown = f"; {gone:,} are no longer in the log, so that nothing can be said of them" if gone else ""
+        where = "were published before the part of the log that was read" if is_part else "are no longer in the log"
+        unknown = f"; {gone:,} {where}, so that nothing can be said of them" if gone else ""
         console.print(f"every message that must be archived is, once{unknown}", highlight=False)
     else:
         console.print("the archive and the log do not agree", style="bold red", highlight=False)

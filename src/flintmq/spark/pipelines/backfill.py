@@ -30,12 +30,14 @@ from flintmq.spark.decoding import Decoder
 from flintmq.spark.pipelines import bodies, common
 from flintmq.spark.pipelines.archive import (
     Target,
+    check_archived,
     laid_out,
     read_files,
     table_files,
     target_of,
     write_batch,
 )
+from flintmq.spark.pipelines.given import check_unused
 from flintmq.spark.pipelines.screen import Display, Silent
 from flintmq.spark.pipelines.subscriptions import covers
 from flintmq.spark.pipelines.tables import ParquetFolder, Table, format_of
@@ -543,11 +545,14 @@ def run(arguments: argparse.Namespace) -> int:
     topics = list(dict.fromkeys(arguments.topics))
     status = 0
     if arguments.archive:
+        check_unused(arguments, ("nsqd", "lookupd", "option"), "with --archive, which asks no broker")
         other = Target(common.place_of(arguments, arguments.archive))
         if other.place.is_inside(target.place) and target.place.is_inside(other.place):
             raise PipelineError("--archive and --to are the same table")
         if format_of(other.place) is None:
             raise PipelineError(f"there is no archive at {other.place}")
+        if not isinstance(opened := other.open(), ParquetFolder):  # of which only Spark knows the files
+            check_archived(opened.place, opened.files(), topics)
         source = ArchiveSource(other, topics)
     else:
         named = argparse.Namespace(**{**vars(arguments), "topics": topics, "channel": None, "start": None})

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from flintmq.errors import PipelineError
-from flintmq.spark.decoding import FORMATS, Decoder, JsonDecoder, decoder
+from flintmq.spark.decoding import FORMATS, Decoder, JsonDecoder, content_of, decoder
 from flintmq.spark.pipelines.common import pair
 from flintmq.spark.shipped.registry import Registry
 
@@ -76,6 +76,9 @@ def check_decoding(arguments: argparse.Namespace) -> None:
             raise PipelineError(f"--{name.replace('_', '-')} says how to decode: say what, by --decode FORMAT")
     if arguments.registry_option and not arguments.registry:
         raise PipelineError("--registry-option is for a --registry")
+    given = arguments.schema or []
+    for schema in [given] if isinstance(given, str) else [schema for _, schema in given]:
+        content_of(_given(schema), arguments.decode or "json")
 
 
 def decoder_of(
@@ -88,8 +91,12 @@ def decoder_of(
         if len(topics) != 1:
             raise PipelineError("several topics have one column data: name the --subject that it is of")
         subject = f"{topics[0]}-value"
-    given = Path(schema[1:]) if schema is not None and schema.startswith("@") else schema
-    return decoder(format, schema=given, message=message, registry=registry, subject=subject)
+    return decoder(format, schema=_given(schema), message=message, registry=registry, subject=subject)
+
+
+def _given(schema: str | None) -> Path | str | None:
+    """A schema of a command line, which may be in a file."""
+    return Path(schema[1:]) if schema is not None and schema.startswith("@") else schema
 
 
 def needs_spark(arguments: argparse.Namespace) -> bool:

@@ -41,6 +41,8 @@ if TYPE_CHECKING:
     from pyspark.sql.streaming.readwriter import DataStreamWriter
     from pyspark.sql.types import DataType, StructField, StructType
 
+    from flintmq.spark.shipped.options import SourceOptions
+
 __all__ = [
     "Source",
     "Summary",
@@ -59,13 +61,16 @@ __all__ = [
     "hadoop_settings",
     "hour_columns",
     "infer_schema",
+    "interval",
     "is_remote",
+    "known_topics",
     "moment",
     "nanoseconds",
     "need_topics",
     "network_options",
     "observation",
     "open_session",
+    "options_of",
     "pair",
     "parallelism",
     "place_of",
@@ -88,6 +93,8 @@ Source = Callable[["SparkSession"], "DataFrame"]
 
 # How often a query is asked how it stands.
 _POLL_SECONDS = 0.5
+# How often one that is to end is asked whether its batch is done: the less of the next one is done in vain.
+_BATCH_POLL_SECONDS = 0.02
 # A batch that is under way when we are told to stop gets this long to end. Nothing is lost if it does not.
 _LAST_BATCH_SECONDS = 60.0
 # One that is cut short gets this long to be told so.
@@ -146,11 +153,15 @@ def check_whole(source: Source | Mapping[str, str], what: str, *more: str) -> No
 
     `what` says what would be wrong, and `more` are options that leave out too much beside `columns`.
     """
-    topics = getattr(source, "__self__", None)
-    options = source if isinstance(source, Mapping) else topics.options if isinstance(topics, Topics) else {}
-    for key in options:
+    for key in source if isinstance(source, Mapping) else options_of(source):
         if key.lower() in ("columns", *more):
             raise PipelineError(f"the option {key} leaves out what {what}: take it away")
+
+
+def options_of(source: Source) -> dict[str, str]:
+    """The options of a source that `Topics` has made, the topics among them; of any other nothing is known."""
+    topics = getattr(source, "__self__", None)
+    return topics.all_options if isinstance(topics, Topics) else {}
 
 
 def temporary(source: Source) -> Source:
@@ -229,35 +240,27 @@ def check_topics(arguments: argparse.Namespace, *, batch: bool) -> int:
     not answer, or where only a Connect server reaches them: the query itself will.
     """
     from flintmq.spark.session import check_pyspark
-    from flintmq.spark.shipped.net import Cluster
     from flintmq.spark.shipped.options import read_source_options
 
     # Before anybody is asked: without it nothing can be done.
     check_pyspark()
     wanted = topics_of(arguments)
-    if arguments.remote or "subscribePattern" in wanted.options:
+    if arguments.remote:
         return 0
     options = read_source_options(wanted.all_options, streaming=not batch)
+    if batch and options.channel:
+        raise PipelineError("a channel is consumed by streams alone, and here logs are read: leave out --channel")
+    if options.pattern:
+        return 0
     if batch and options.mode == "spool":
         return 0  # it reads files and asks nobody
-    cluster = Cluster(options.network)
-    try:
-        found = cluster.survey()
-        if not found.brokers and found.failures:
-            raise PipelineError("; ".join(found.failures))
-        brokers = found.brokers
-        known = {topic for broker in brokers for topic in cluster.topics(broker)}
-        if found.failures or not brokers:
-            return 0
-    except (ConnectError, HttpError):
+    known, asked = _survey(options)
+    if not asked:
         return 0
-    finally:
-        cluster.close()
     missing = [topic for topic in wanted.names if topic not in known]
     if not missing:
         return 0
-    asked = ", ".join(sorted(broker.tcp or broker.http for broker in brokers))
-    text = f"no broker knows the topic {', '.join(missing)}; asked were {asked}"
+    text = f"no broker knows the topic {', '.join(missing)}; asked were {', '.join(asked)}"
     if not batch and not arguments.once:
         say(f"{text}. It is read when it appears")
         return 0
@@ -265,6 +268,38 @@ def check_topics(arguments: argparse.Namespace, *, batch: bool) -> int:
         raise PipelineError(text)
     say(text)
     return 1
+
+
+def known_topics(arguments: argparse.Namespace) -> list[str]:
+    """The topics of brokers that fit a command line, as far as all brokers say now."""
+    from flintmq.spark.session import check_pyspark
+    from flintmq.spark.shipped.options import read_source_options
+
+    check_pyspark()
+    options = read_source_options(topics_of(arguments).all_options, streaming=True)
+    return [] if arguments.remote else sorted(filter(options.wants, _survey(options)[0]))
+
+
+def _survey(options: SourceOptions) -> tuple[set[str], list[str]]:
+    """Return the topics of all brokers, and who was asked; nobody, where some do not answer.
+
+    PipelineError if none does.
+    """
+    from flintmq.spark.shipped.net import Cluster
+
+    cluster = Cluster(options.network)
+    try:
+        found = cluster.survey()
+        if not found.brokers and found.failures:
+            raise PipelineError("; ".join(found.failures))
+        known = {topic for broker in found.brokers for topic in cluster.topics(broker)}
+        if found.failures:
+            return set(), []
+        return known, sorted(broker.tcp or broker.http for broker in found.brokers)
+    except (ConnectError, HttpError):
+        return set(), []
+    finally:
+        cluster.close()
 
 
 def check_places(arguments: argparse.Namespace, *names: str) -> None:
@@ -382,6 +417,11 @@ def duration(text: str) -> float:
     if seconds < 0:
         raise argparse.ArgumentTypeError("a duration is not below 0")
     return seconds
+
+
+def interval(seconds: float) -> str:
+    """A duration as Spark reads it: it takes no exponents, and a text of a float may have one."""
+    return f"{round(seconds * 1e6)} microseconds"
 
 
 def moment(text: str) -> datetime.datetime:
@@ -536,7 +576,7 @@ def run_stream(writer: DataStreamWriter, pipeline: str, *, once: bool, every: fl
 
     PipelineError says why it failed.
     """
-    writer = writer.trigger(availableNow=True) if once else writer.trigger(processingTime=f"{every:g} seconds")
+    writer = writer.trigger(availableNow=True) if once else writer.trigger(processingTime=interval(every))
     starts = 1
     while True:
         try:
@@ -608,10 +648,22 @@ def _follow(query: StreamingQuery, pipeline: str, once: bool, quiet: bool) -> Su
 
 
 def _stop(query: StreamingQuery) -> None:
+    """Stop a query after the batch that is under way.
+
+    The batches of a backlog follow each other at once, so that hardly ever none is seen to be under way: the next one,
+    which has just begun, is given up. The next run repeats it.
+    """
     give_up = time.monotonic() + _LAST_BATCH_SECONDS
-    while query.status["isTriggerActive"] and time.monotonic() < give_up:
-        time.sleep(0.1)
+    under_way = _finished(query)
+    while query.status["isTriggerActive"] and _finished(query) == under_way and time.monotonic() < give_up:
+        time.sleep(_BATCH_POLL_SECONDS)
     query.stop()
+
+
+def _finished(query: StreamingQuery) -> tuple[int, str] | None:
+    """Return the number and the begin of the last batch that is done."""
+    progress = query.lastProgress
+    return None if progress is None else (progress.batchId, progress.timestamp)
 
 
 def _cut_short(query: StreamingQuery) -> None:
@@ -658,8 +710,8 @@ def explain(exc: BaseException) -> str:
         return str(ours[-1]).strip()
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     # Spark puts the class of error in front, and the last line of a Python traceback says most.
-    if raised := list(re.finditer(r"^(?:: )?(?:\w+\.)*(\w+(?:Error|Exception): .+)$", text, re.MULTILINE)):
-        return reason(text[raised[-1].start(1) :])
+    if raised := list(re.finditer(r"^(?:: )?(?:\w+\.)*(\w*(?:Error|Exception): .+)$", text, re.MULTILINE)):
+        return reason(text[raised[-1].start(1) :]).removeprefix("Exception: ")
     # [STREAM_FAILED] Query [id = …] terminated with exception: [REASON] why. SQLSTATE: 12345
     first = re.sub(r"^.*? terminated with exception: ", "", lines[0]) if lines else type(exc).__name__
     return re.sub(r"^\[[A-Z_.]+\] |\s*SQLSTATE: \w+.*$", "", first)

@@ -13,7 +13,16 @@ from collections.abc import Iterable
 from flintmq.errors import PipelineError
 from flintmq.spark.shipped.options import OPTIONS
 
-__all__ = ["DEFAULT_NSQD", "DEFAULT_START", "check_network_only", "network_options", "sink_options", "source_options"]
+__all__ = [
+    "DEFAULT_NSQD",
+    "DEFAULT_START",
+    "check_network_only",
+    "check_unused",
+    "names_target",
+    "network_options",
+    "sink_options",
+    "source_options",
+]
 
 #: Where `flintmq up` puts it.
 DEFAULT_NSQD = "127.0.0.1:4150"
@@ -36,6 +45,8 @@ _OF_QUERIES = {
     "outputmode": "leave it out",
     "path": "leave it out",
 }
+#: Arguments whose flag has another name.
+_FLAGS = {"start": "from"}
 _OF_REPLAYS = {"topic": "give --to", "writeid": "leave it out"}
 
 
@@ -75,6 +86,13 @@ def check_network_only(arguments: argparse.Namespace) -> None:
             raise PipelineError(f"--option {name}: only options of brokers are taken here, nsq.… and fetch.…")
 
 
+def check_unused(arguments: argparse.Namespace, names: Iterable[str], why: str) -> None:
+    """PipelineError for an argument that is given although nothing reads it; ``why`` says why nothing does."""
+    for name in names:
+        if getattr(arguments, name, None):
+            raise PipelineError(f"--{_FLAGS.get(name, name).replace('_', '-')} has no meaning {why}: leave it out")
+
+
 def sink_options(arguments: argparse.Namespace) -> dict[str, str]:
     """Return the options that a command line gives for the sink, by --to-…; where that names no brokers, the source's.
 
@@ -82,9 +100,14 @@ def sink_options(arguments: argparse.Namespace) -> dict[str, str]:
     """
     said = _pairs(arguments.to_option, "--to-option", _OF_QUERIES | _OF_REPLAYS)
     _check(arguments, said, "--to-option", _OF_BROKERS, "to_")
-    names_brokers = arguments.to_nsqd or arguments.to_lookupd or any(name.endswith(".addresses") for name in said)
-    network = _network(arguments, said, "to_") if names_brokers else network_options(arguments)
+    network = _network(arguments, said, "to_") if names_target(arguments) else network_options(arguments)
     return network | said
+
+
+def names_target(arguments: argparse.Namespace) -> bool:
+    """Does a command line name brokers to publish to, beside those that it reads from?"""
+    said = _pairs(arguments.to_option, "--to-option", _OF_QUERIES | _OF_REPLAYS)
+    return bool(arguments.to_nsqd or arguments.to_lookupd or any(name.endswith(".addresses") for name in said))
 
 
 def _flag(prefix: str) -> str:

@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any
 from flintmq.errors import PipelineError, permission_hint
 from flintmq.spark.pipelines import common
 from flintmq.spark.pipelines.archive import Target, checkpoint_of, table_writer, target_of
+from flintmq.spark.pipelines.loops import check_loop
 from flintmq.spark.shipped.files import Place
 
 if TYPE_CHECKING:
@@ -60,8 +61,8 @@ def measure(messages: DataFrame, *, window: float, lateness: float, path: str | 
         value = f.get_json_object(f.col("value").cast("string"), path)
         numbers.append(f.expr(f"approx_top_k(_found, {int(top)})").alias("top"))
         messages = messages.withColumn("_found", value)
-    windows = f.window("timestamp", f"{window:g} seconds")
-    measured = messages.withWatermark("timestamp", f"{lateness:g} seconds").groupBy(windows, "topic").agg(*numbers)
+    windows = f.window("timestamp", common.interval(window))
+    measured = messages.withWatermark("timestamp", common.interval(lateness)).groupBy(windows, "topic").agg(*numbers)
     columns = [f.col("window.start").alias("start"), f.col("window.end").alias("end"), "topic", "messages", "bytes"]
     columns.append((f.col("messages") / window).alias("rate"))
     for name in ("size", "delay_ms"):
@@ -152,6 +153,8 @@ def metrics(
     if sum(target is not None for target in (topic, table, board)) != 1:
         raise PipelineError("metrics go to a topic, to a table or to the screen: to one of them")
     common.check_whole(source, "is measured")
+    if topic is not None:
+        check_loop(common.options_of(source), topic, network or {}, "--to-topic")
     _check(window, topic, checkpoint, draws_elsewhere=board is not None and common.is_remote(spark))
     if board is not None:
         board.window, board.path, board.every = window, path, None if once else every
@@ -361,6 +364,9 @@ def run(arguments: argparse.Namespace) -> int:
     board, show = (Board(), None)
     if live:
         board, show = _live(arguments)
+    if arguments.to_topic:
+        options = common.topics_of(arguments).all_options
+        check_loop(options, arguments.to_topic, common.network_options(arguments), "--to-topic")
     common.check_places(arguments, "to_table", "checkpoint")
     status = common.check_topics(arguments, batch=False)
     spark = common.open_session(arguments, "flintmq metrics")

@@ -26,10 +26,12 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from flintmq.errors import ConnectError, PipelineError
 from flintmq.spark.pipelines import common
-from flintmq.spark.pipelines.archive import Target, read_files, table_files, target_of
-from flintmq.spark.pipelines.given import DEFAULT_START
+from flintmq.spark.pipelines.archive import Target, check_archived, read_files, table_files, target_of
+from flintmq.spark.pipelines.given import DEFAULT_START, check_network_only, check_unused, names_target
+from flintmq.spark.pipelines.loops import check_loop
 from flintmq.spark.pipelines.replay_notes import Chunk, Notes
 from flintmq.spark.pipelines.screen import Display, Silent
+from flintmq.spark.pipelines.tables import ParquetFolder
 from flintmq.spark.shipped.files import DataFile, Place, partition_of
 from flintmq.spark.shipped.options import read_sink_options
 
@@ -122,7 +124,9 @@ def archive_chunks(
     since_ns, until_ns = _ns(since, 0), _ns(until, 2**63 - 1)
     hours: dict[int, list[DataFile]] = {}
     table = Target.of(root).open()
-    for file in table_files(spark, table):
+    found = table_files(spark, table)
+    check_archived(table.place, found, topics)
+    for file in found:
         if file.oldest is None:
             raise PipelineError(f"{table.place} is no archive of messages: {file.path} does not say their times")
         # One that another engine has written may have several topics.
@@ -597,6 +601,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(arguments: argparse.Namespace) -> int:
     if not arguments.archive and not arguments.topics and "subscribePattern" not in common.topics_of(arguments).options:
         raise PipelineError("say what to replay: topics, or --archive DIR")
+    _check_meaning(arguments)
     network = common.sink_options(arguments)
     read_sink_options(network)
     if arguments.rate < 0 or not math.isfinite(arguments.rate):
@@ -622,6 +627,12 @@ def run(arguments: argparse.Namespace) -> int:
     known = Notes(checkpoint, {"to": arguments.to, "where": arguments.where, **terms}).check()
     if arguments.archive and not known and not arguments.remote and not target.open().exists:
         raise PipelineError(f"there is no archive at {target.place}: flintmq pipeline archive makes one, by --to")
+    if arguments.archive and not known and not arguments.remote:
+        table = target.open()
+        if not isinstance(table, ParquetFolder):  # of which only Spark knows the files
+            check_archived(table.place, table.files(), arguments.topics)
+    if not arguments.archive and not known:
+        check_loop(common.topics_of(arguments).all_options, arguments.to, network, "--to")
     status = 0 if arguments.archive else common.check_topics(arguments, batch=True)
     spark = common.open_session(arguments, "flintmq replay")
     summary = replay(
@@ -639,6 +650,20 @@ def run(arguments: argparse.Namespace) -> int:
     )
     common.print_summary(summary, as_json=arguments.json)
     return 1 if summary.lag else status
+
+
+def _check_meaning(arguments: argparse.Namespace) -> None:
+    """PipelineError for what a command line says and nothing would read."""
+    if not arguments.archive:
+        check_unused(arguments, ("format", "catalog", "catalog_option", "table"), "without --archive")
+        return
+    check_unused(arguments, ("start",), "with --archive, whose messages are chosen by --since and --until")
+    check_unused(arguments, ("channel",), "with --archive")
+    if names_target(arguments):
+        why = "with --archive and brokers to publish to, which --to-nsqd, --to-lookupd and --to-option name"
+        check_unused(arguments, ("nsqd", "lookupd", "option"), why)
+    # Those of brokers say where to publish.
+    check_network_only(arguments)
 
 
 def terms_of(arguments: argparse.Namespace) -> dict[str, Any]:

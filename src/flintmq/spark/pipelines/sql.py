@@ -29,6 +29,7 @@ from flintmq.spark.pipelines.archive import (
     target_of,
     write_batch,
 )
+from flintmq.spark.pipelines.loops import Reads, check_loop
 from flintmq.spark.pipelines.tables import ParquetFolder
 from flintmq.spark.shipped.files import Place
 
@@ -84,9 +85,10 @@ def stream(
     mode: str = "append",
     once: bool = False,
     every: float = 10.0,
+    reads: Reads | None = None,
     quiet: bool = True,
 ) -> common.Summary:
-    """Run a query over streams: to a topic, to a table, or to the screen."""
+    """Run a query over streams: to a topic, to a table, or to the screen. It stops at a row for a topic of `reads`."""
     rows = _query(spark, query)
     if not rows.isStreaming:
         raise PipelineError("the query reads no topic as a stream; to run it once, say --batch")
@@ -96,12 +98,12 @@ def stream(
         at = checkpoint_of(target.place, checkpoint) if target is not None else Place.of(checkpoint or scratch)
         common.check_hadoop(spark, at)
         if topic is not None and mode == "append":
-            writer = as_messages(rows, topic).writeStream.format("nsq").options(**(network or {}))
+            writer = as_messages(rows, topic, reads).writeStream.format("nsq").options(**(network or {}))
         elif topic is not None:
             # A stream's sink in Python is not told which rows are new, and Spark has it overwrite or refuses it.
             common.register(spark)
             with common.shipping(spark):
-                writer = rows.writeStream.foreachBatch(Publisher(topic, dict(network or {}), at))
+                writer = rows.writeStream.foreachBatch(Publisher(topic, dict(network or {}), at, reads))
         elif target is not None:
             with common.shipping(spark):
                 writer = rows.writeStream.foreachBatch(table_writer(spark, target, at, new_query))
@@ -129,9 +131,10 @@ class Publisher:
     topic: str
     network: dict[str, str]
     checkpoint: Place
+    reads: Reads | None = None
 
     def __call__(self, rows: DataFrame, batch: int) -> None:
-        writer = as_messages(rows, self.topic).write.format("nsq").mode("append").options(**self.network)
+        writer = as_messages(rows, self.topic, self.reads).write.format("nsq").mode("append").options(**self.network)
         # One broker keeps the decisions of all batches, and the checkpoint names it.
         writer = writer.option("checkpointLocation", self.checkpoint.for_spark)
         writer.option("writeId", f"{query_id(self.checkpoint)}-{batch}").save()
@@ -165,14 +168,25 @@ def batch(
     return rows
 
 
-def as_messages(rows: DataFrame, topic: str) -> DataFrame:
-    """What is published: the column `value` if there is one, else each row as JSON."""
+def as_messages(rows: DataFrame, topic: str, reads: Reads | None = None) -> DataFrame:
+    """What is published: the column `value` if there is one, else each row as JSON.
+
+    A column `topic` says where a row goes: an error if that is read, too.
+    """
     from pyspark.sql import functions as f
 
-    if "value" in rows.columns:
-        wanted = [name for name in ("value", "topic", "defer_ms") if name in rows.columns]
-        return rows.select(*wanted) if "topic" in wanted else rows.select(*wanted, f.lit(topic).alias("topic"))
-    return rows.select(f.to_json(f.struct("*")).alias("value"), f.lit(topic).alias("topic"))
+    if "value" not in rows.columns:
+        return rows.select(f.to_json(f.struct("*")).alias("value"), f.lit(topic).alias("topic"))
+    wanted = [f.col(name) for name in ("value", "defer_ms") if name in rows.columns]
+    target = f.col("topic") if "topic" in rows.columns else f.lit(topic)
+    if "topic" in rows.columns and reads is not None and reads.is_here:
+        text = f.concat(
+            f.lit("the column topic of the query says where its rows go, and the topic "),
+            target,
+            f.lit(" is read, too, so that each row would come back without an end: leave the column out, or rename it"),
+        )
+        target = f.when(target.isin(list(reads.names)), f.raise_error(text)).otherwise(target)
+    return rows.select(*wanted, target.alias("topic"))
 
 
 def _query(spark: SparkSession, query: str) -> DataFrame:
@@ -212,6 +226,10 @@ def run(arguments: argparse.Namespace) -> int:
         raise PipelineError("give --to-topic or --to-table, not both")
     if not arguments.batch:
         _check(arguments.to_topic, arguments.to_table, arguments.checkpoint, arguments.mode)
+        if arguments.to_topic:
+            # What a batch publishes it does not read.
+            options, network = common.topics_of(arguments).all_options, common.network_options(arguments)
+            check_loop(options, arguments.to_topic, network, "--to-topic")
     bodies.check_decoding(arguments)
     query = _read(arguments.query)
     common.check_places(arguments, "to_table", "checkpoint")
@@ -261,6 +279,7 @@ def run(arguments: argparse.Namespace) -> int:
         checkpoint=common.place_of(arguments, arguments.checkpoint) if arguments.checkpoint else None,
         new_query=arguments.new_query,
         mode=arguments.mode,
+        reads=Reads.of(common.topics_of(arguments).all_options, network),
         once=arguments.once,
         every=arguments.every,
         quiet=False,

@@ -75,6 +75,14 @@ _OF_CLOUD = re.compile("169[.]254[.]169[.]254|metadata|latest/api/token|IMDS|oau
 _IMPATIENT = {"max_retries": "1", "retry_timeout": "5s", "timeout": "5s", "connect_timeout": "5s"}
 
 
+def expanded(path: Path) -> Path:
+    """Return a path with the folder that ``~`` or ``~NAME`` stands for. PipelineError if there is none."""
+    try:
+        return path.expanduser()
+    except RuntimeError as exc:
+        raise PipelineError(f"{path}: no folder is known here for {path.parts[0]}: write the whole path") from exc
+
+
 @dataclass(frozen=True)
 class Place:
     """A folder of a file system or of an object store."""
@@ -96,7 +104,7 @@ class Place:
         if scheme == "file":
             return Place(str(Path(_path_of(text)).absolute()))
         if not scheme:
-            return Place(str(Path(text).expanduser().absolute()))
+            return Place(str(expanded(Path(text)).absolute()))
         scheme = _SCHEMES.get(scheme, scheme)
         if scheme not in _KNOWN or "://" not in text:
             raise PipelineError(f"{text}: a place is a path, or a URI of file, s3 (s3a), gs, abfss or hdfs")
