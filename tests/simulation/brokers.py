@@ -1463,11 +1463,14 @@ class Run:
         body = json.dumps({"max-attempts": 2}).encode()
         status, answer = yield node, "PUT", "/channel/config?topic=hard&channel=a", body
         assert status == 200, answer
+        hard = self.ledger.book(node.name, "hard", "a")
+        assert hard is not None
+        hard.max_attempts = 2
         brief = self.ledger.open(node.name, "brief", "a", node.durability).topic
         brief.ttl = TTL
         brief.books.clear()
         dead = self.ledger.topics[node.name, "hard.a.dead"]
-        dead.dead_letters_of = self.ledger.book(node.name, "hard", "a")
+        dead.dead_letters_of = hard
         # It is looked at for what it releases; its own messages are others' copies.
         dead.books.clear()
 
