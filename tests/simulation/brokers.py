@@ -8,7 +8,8 @@ the system calls below them are simulated. Held all the time:
 
 - what is delivered was published there, under one id for ever, and every id has one body
 - nothing comes early, nothing that was finished comes again, attempts count one by one, no more in flight than RDY
-- no task, callback or call of the kernel raised; no turn of a loop makes more calls than it may
+- no task, callback or call of the kernel raised; no turn of a loop makes more calls than it may, a start by the files
+  that it finds
 - a node stops only when it is told to, or when its disk fails; then it starts again
 - an error that nobody foresees costs one connection or lane
 - marks, blocks and files of a broker are as its modules say (``inside``)
