@@ -349,8 +349,7 @@ class Consumer(_Nsq):
                 # It may never arrive, or after the timeout.
                 book.maybe_later[body] = self.run.world.seconds
             else:
-                book.not_before[body] = (self.run.world.seconds + seconds, self.run.world.seconds)
-                book.asked_by[body] = self
+                book.requeue(body, self.run.world.seconds, seconds, self)
                 self._last_wishes[body] = self.run.world.seconds
         self.send(b"REQ %b %d\n" % (id, round(seconds * 1000)))
 

@@ -8,7 +8,8 @@ the system calls below them are simulated. Held all the time:
 
 - what is delivered was published there, under one id for ever, and every id has one body
 - nothing comes early, nothing that was finished comes again, attempts count one by one, no more in flight than RDY
-- no task, callback or call of the kernel raised; no turn of a loop makes more calls than it may
+- no task, callback or call of the kernel raised; no turn of a loop makes more calls than it may, a start by the files
+  that it finds
 - a node stops only when it is told to, or when its disk fails; then it starts again
 - an error that nobody foresees costs one connection or lane
 - marks, blocks and files of a broker are as its modules say (``inside``)
@@ -46,6 +47,7 @@ import pytest
 from flintmq import kernel
 from flintmq.broker import backup
 from flintmq.broker.http.lane import HttpConnection
+from flintmq.broker.net import sockets as sockets_module
 from flintmq.broker.net.lanes import PublishLane
 from flintmq.broker.net.session import Session
 from flintmq.broker.storage import journal as journal_module
@@ -53,12 +55,13 @@ from flintmq.broker.storage import log as log_module
 from flintmq.broker.storage import mover as mover_module
 from flintmq.broker.storage import store as store_module
 from flintmq.broker.storage import syncer as syncer_module
+from flintmq.lookup import daemon as lookup_module
 
 from .actors import Body, Consumer, Flooder, Http, Producer, Reader, Request, Talk, _Client, _records
 from .cluster import SECOND, SYNC_TIMEOUT, Lookupd, Nsqd
 from .inside import Inside
 from .ledger import FORGOTTEN_BY_A_KILL, LATENCY, Book, Ledger, LogReader, Sent, TopicBook
-from .machine import Machine
+from .machine import Machine, Workers
 from .network import Network
 from .world import Busy, Stuck, World
 
@@ -68,10 +71,12 @@ MSG_TIMEOUT = 1.5
 TTL = 2.0
 #: Virtual seconds without a delivery after which nothing more will come.
 PATIENCE = 12.0
-#: System calls that one turn of a loop may make.
+#: System calls that one turn of a loop may make, once its process serves.
 MOST_CALLS = 3_000
-#: Descriptors that a node may hold beside its connections.
-MOST_FILES = 420
+#: Descriptors that a node may hold beside its connections and the files of messages, for which its store has a limit.
+MOST_FILES = 60
+#: That limit, unless a seed has a lower one, and the one for connections: those of a process with 2,048 descriptors.
+MOST_SEGMENTS, MOST_CONNECTIONS = 400, 1_536
 #: Seconds that a block of messages may stay in memory that nobody needs.
 IDLE = 0.7
 #: Bytes that a connection may hold for a client that does not read them.
@@ -1471,11 +1476,14 @@ class Run:
         body = json.dumps({"max-attempts": 2}).encode()
         status, answer = yield node, "PUT", "/channel/config?topic=hard&channel=a", body
         assert status == 200, answer
+        hard = self.ledger.book(node.name, "hard", "a")
+        assert hard is not None
+        hard.max_attempts = 2
         brief = self.ledger.open(node.name, "brief", "a", node.durability).topic
         brief.ttl = TTL
         brief.books.clear()
         dead = self.ledger.topics[node.name, "hard.a.dead"]
-        dead.dead_letters_of = self.ledger.book(node.name, "hard", "a")
+        dead.dead_letters_of = hard
         # It is looked at for what it releases; its own messages are others' copies.
         dead.books.clear()
 
@@ -1573,8 +1581,8 @@ class Run:
             client.close()
         world.run_for(0.05)
         for node in self.nsqds:
-            if node.machine is not None and len(node.machine._open) > MOST_FILES:
-                world.violated(f"descriptors: {node.name} has {len(node.machine._open)} open")
+            # All clients have gone.
+            self._check_descriptors(node, 0)
         starts = [node.starts for node in self.nsqds]
         for node in self.nsqds:
             node.stop()
@@ -1695,15 +1703,27 @@ class Run:
                 if path in before:
                     self.world.violated(f"files: {where} keeps {path}, which nobody needs")
 
+    def _check_descriptors(self, node: Nsqd, connections: int) -> None:
+        """The store has no more files of messages open than it may and are in use; and there is little else."""
+        machine, broker = node.machine, node.broker
+        if machine is None or broker is None:
+            return
+        assert isinstance(broker.disk, Workers)
+        files = broker.store._files
+        used = sum(segment.pins > 0 for segment in files)
+        if len(files) > broker.store._most_files + used:
+            self.world.violated(f"descriptors: {node.name} has {len(files)} files of messages open, and uses {used}")
+        others = len(machine._open) - connections - len(files) - broker.disk.closes
+        if others > MOST_FILES:
+            self.world.violated(f"descriptors: {node.name} has {others} open beside its connections and messages")
+
     def check(self) -> None:
         """What must hold after every step."""
         for node in self.nsqds:
             machine, broker = node.machine, node.broker
             if machine is None or machine.dead or broker is None or not node.up:
                 continue
-            files = len(machine._open) - len(broker.sessions)
-            if files > MOST_FILES:
-                self.world.violated(f"descriptors: {node.name} has {files} open beside its connections")
+            self._check_descriptors(node, len(broker.sessions))
             if machine.most_tries > MOST_TRIES:
                 self.world.violated(
                     f"tries: {node.name} has tried to make a file {machine.most_tries} times in a second"
@@ -1840,10 +1860,12 @@ def _limits(patch: pytest.MonkeyPatch, rng: random.Random) -> None:
             for limit, value in (("SLICED_FROM", 6), ("SLICE", 3), ("RECORD_BYTES", 3_000)):
                 if isinstance(getattr(module, limit, None), int):
                     patch.setattr(module, limit, value)
+    files = MOST_SEGMENTS
     if scarce or rng.random() < 0.5:
-        _, rest = store_module.shares_of_descriptors()
         files = 2 if scarce else rng.choice([2, 3, 6])
-        patch.setattr(store_module, "shares_of_descriptors", lambda: (files, rest))
+    # Not what the system allows this process: the same seed makes the same calls on every machine.
+    for module in (store_module, sockets_module, lookup_module):
+        patch.setattr(module, "shares_of_descriptors", lambda: (files, MOST_CONNECTIONS))
 
 
 @contextlib.contextmanager

@@ -27,6 +27,8 @@ __all__ = ["Lookupd", "Nsqd"]
 
 SECOND = 1_000_000_000
 SYNC_TIMEOUT = 0.3
+#: System calls that one turn of a start may make: at least, and more for each file that it finds.
+START_CALLS, START_CALLS_PER_FILE = 600, 20
 
 
 class _Node:
@@ -129,6 +131,8 @@ class Nsqd(_Node):
         self.damaged = False
         self.failed_starts = 0
         self.hostname = name
+        #: Files that the last start found.
+        self.found = 0
         self.sync_seconds = run.rng.choice([0.0005, 0.002, 0.02])
         self.loss = random.Random(f"{run.seed} {name} losses")
 
@@ -150,6 +154,8 @@ class Nsqd(_Node):
         machine.name = self.hostname
         if self._tree is not None:
             machine.tree = self._tree
+        self.loop.serving = False
+        self.found = len(machine._files(machine.tree))
         self.death = "kill"
         if self.crash_next is not None:
             calls, self.death = self.crash_next
@@ -180,7 +186,7 @@ class Nsqd(_Node):
             self.death = "exit"
             machine.die()
             return
-        self.up = True
+        self.up = self.loop.serving = True
         self.run.inside.started(self)
         try:
             await broker.wait_closed()
@@ -249,6 +255,10 @@ class Nsqd(_Node):
         elif self._has_ended and machine._open:
             left = [path.name for _, path in machine._open.values()]
             run.world.violated(f"{self.name} has stopped with open descriptors: {left}")
+        assert self.loop is not None
+        calls = self.loop.most_calls_of_start
+        if calls > START_CALLS + START_CALLS_PER_FILE * self.found:
+            run.world.violated(f"turn: one turn of a start of {self.name} made {calls} calls, with {self.found} files")
         self._bury(silently=power)
         run.reached[{"exit": "clean stop", "fault": "stop by a fault"}.get(self.death, self.death)] += 1
         self._tree = machine.tree

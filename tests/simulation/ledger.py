@@ -131,6 +131,10 @@ class Book:
     maybe_later: dict[bytes, float] = field(default_factory=dict)
     #: Who asked last that it comes later.
     asked_by: dict[bytes, Consumer] = field(default_factory=dict)
+    #: Attempts after which a message dies; 0: no limit.
+    max_attempts: int = 0
+    #: Of ``not_before``: those requeued at their last attempt, which are on their way to the dead-letter topic.
+    dying: set[bytes] = field(default_factory=set)
     #: Grows whenever a delivery may have been lost on its way.
     shaken: int = 0
     #: Somebody takes messages and is late, or silent, about it: attempts may grow by more than one from here on.
@@ -155,6 +159,25 @@ class Book:
         self.finished.add(body)
         if self.during is not None:
             self.during[body] = None
+
+    def requeue(self, body: bytes, at: float, seconds: float, by: Consumer) -> None:
+        """A REQ is sent by who holds it."""
+        self.not_before[body] = (at + seconds, at)
+        self.asked_by[body] = by
+        seen = self.seen.get(body)
+        if self.max_attempts and seen is not None and seen.attempts >= self.max_attempts:
+            self.dying.add(body)
+        else:
+            self.dying.discard(body)
+
+    def revive(self) -> None:
+        """The process has ended: messages without a dead letter on the device come back.
+
+        The delay of a REQ at the last attempt is ignored, so they may come at once.
+        """
+        for body in self.dying & self.not_before.keys():
+            self.maybe_later[body] = self.not_before.pop(body)[1]
+        self.dying.clear()
 
     def forget(self, body: bytes) -> None:
         """It may be stored anew: with another id, not yet delivered, and not finished."""
@@ -392,9 +415,10 @@ class Ledger:
             )
         if book.paused_at is not None and now > book.paused_at + LATENCY:
             world.violated(f"paused: {where} delivers {now - book.paused_at:.3f} s after it was paused")
-        # The copy of a dead letter that was sent back, whose attempts begin anew, is not bound by a delay.
-        sent_back = book.topic.redriven and attempts == 1
-        if now < book.not_before.get(body, (0.0, 0.0))[0] - 1e-6 and settled and not sent_back:
+        if book.topic.redriven and attempts == 1:
+            # The copy of a dead letter that was sent back, whose attempts begin anew, is not bound by a delay.
+            book.not_before.pop(body, None)
+        if now < book.not_before.get(body, (0.0, 0.0))[0] - 1e-6 and settled:
             self._early(book, body, f"early: {where} delivers what was requeued for later: {body[:60]!r}")
         if body in book.seen:
             self.redelivered += 1
@@ -500,6 +524,7 @@ class Ledger:
             for book in topic.books.values():
                 book.shaken += 1
                 book.held.clear()
+                book.revive()
         self.loosen(node)
 
     def killed(self, node: str, pauses: float, stored: dict[str, set[bytes]], keys: dict[str, set[bytes]]) -> None:
@@ -576,6 +601,7 @@ class Ledger:
             for name, book in list(topic.books.items()):
                 book.held.clear()
                 book.shaken += 1
+                book.revive()
                 if book.paused_at is not None and book.paused_at >= pauses:
                     book.paused_at = None
                 # Only the delivery that was under way is not counted.

@@ -70,8 +70,10 @@ class Loop(selector_events.BaseSelectorEventLoop):
         self._call_cost = call_cost
         self._calls = 0
         self._signals: dict[int, Callable[[], object]] = {}
-        #: System calls of the longest turn.
-        self.most_calls = 0
+        #: It serves. A start reads all files that it finds in one turn, and nobody waits for it.
+        self.serving = True
+        #: System calls of the longest turn that served, and of the longest one of a start.
+        self.most_calls = self.most_calls_of_start = 0
         #: Called after a turn in which something was written to a file.
         self.wrote: Callable[[], object] = lambda: None
         self.world = world
@@ -127,6 +129,7 @@ class Loop(selector_events.BaseSelectorEventLoop):
         self._thread_id = threading.get_ident()
         events._set_running_loop(self)
         before = 0 if self.machine is None else self.machine.calls
+        serving = self.serving
         profile = sys.getprofile()
         if self._call_cost:
             sys.setprofile(self._count)
@@ -138,7 +141,10 @@ class Loop(selector_events.BaseSelectorEventLoop):
                 calls, self._calls = self._calls, 0
                 self.world.pass_time(calls * self._call_cost)
             if self.machine is not None:
-                self.most_calls = max(self.most_calls, self.machine.calls - before)
+                if serving:
+                    self.most_calls = max(self.most_calls, self.machine.calls - before)
+                else:
+                    self.most_calls_of_start = max(self.most_calls_of_start, self.machine.calls - before)
                 if self.machine.writes and not self.machine.dead:
                     self.machine.writes = 0
                     self.wrote()

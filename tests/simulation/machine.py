@@ -394,6 +394,11 @@ class Workers(Disk):
         slow = 10 if urgency == SPARE else 1
         machine.world.after(machine._rng.uniform(0, slow * machine.work_seconds), self._serve)
 
+    @property
+    def closes(self) -> int:
+        """Files that were deleted, and wait for a thread that closes them."""
+        return sum(getattr(work, "func", None) == self.close_file for _, _, work, _ in self._queue)
+
     def _serve(self) -> None:
         if self.system.dead or not self._queue:
             return

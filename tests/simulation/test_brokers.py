@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import resource
 import subprocess
 import sys
 from collections import Counter
@@ -61,6 +62,15 @@ def test_the_same_seed_makes_the_same_calls_in_every_process_and_in_both_forms_o
 def test_another_process_with_other_addresses_and_hashes_makes_the_same_calls(seed: int) -> None:
     """A set of objects has another order in each process: what goes through one must not depend on it."""
     assert run_seed(seed, STEPS).trace == traced(seed, STEPS, PYTHONHASHSEED=str(seed + 1))
+
+
+@pytest.mark.parametrize("descriptors", [64, 1 << 20])
+def test_a_machine_that_allows_other_descriptors_makes_the_same_calls(
+    descriptors: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    trace = run_seed(8, 80).trace
+    monkeypatch.setattr(resource, "getrlimit", lambda which: (descriptors, descriptors))
+    assert run_seed(8, 80).trace == trace
 
 
 def test_a_failure_is_shrunk_to_the_steps_that_it_needs(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -101,3 +101,60 @@ def test_a_key_is_known_again_once_its_repeat_was_answered() -> None:
     told.repeat()
     told.deliver(NEW)
     assert told.kinds == ["finished", "attempts"]
+
+
+class Dying(Told):
+    """The same of a channel with a limit of two attempts: its consumer asks for the message in five seconds."""
+
+    def __init__(self, *, attempts: int) -> None:
+        self.world = World(1)
+        self.ledger = Ledger(self.world)
+        self.book = self.ledger.open("nsqd0", "plain", "a", "fsync")
+        self.book.max_attempts = 2
+        self.world.run_for(1)
+        self.ledger.publish(Sent(BODY, "nsqd0", "plain", self.world.seconds))
+        for count in range(1, attempts + 1):
+            self.deliver(OLD, count)
+        self.book.held.clear()
+        by: Any = SimpleNamespace(over=True)
+        self.book.requeue(BODY, self.world.seconds, 5.0, by)
+        self.world.run_for(1)
+
+
+def end(told: Told, how: str) -> None:
+    if how == "kill":
+        told.ledger.killed("nsqd0", 0.3, {}, {})
+    elif how == "power":
+        told.ledger.lost_power("nsqd0", 0.3)
+    else:
+        told.ledger.stopped("nsqd0")
+
+
+@pytest.mark.parametrize("how", ["kill", "power", "exit"])
+def test_the_delay_of_the_last_attempt_is_ignored_when_an_end_brings_the_message_back(how: str) -> None:
+    told = Dying(attempts=2)
+    end(told, how)
+    told.deliver(OLD, attempts=3)
+    assert told.kinds == []
+
+
+@pytest.mark.parametrize("how", ["kill", "power", "exit"])
+def test_the_delay_of_an_earlier_attempt_outlives_the_end_of_a_process(how: str) -> None:
+    told = Dying(attempts=1)
+    end(told, how)
+    told.deliver(OLD, attempts=2)
+    assert told.kinds == ["early"]
+
+
+def test_what_dies_does_not_come_early_while_its_process_lives() -> None:
+    told = Dying(attempts=2)
+    told.deliver(OLD, attempts=3)
+    assert told.kinds == ["early"]
+
+
+def test_a_dead_letter_that_was_sent_back_is_not_bound_by_the_delay_of_its_last_attempt() -> None:
+    told = Dying(attempts=2)
+    told.book.topic.redriven = True
+    told.deliver(NEW, attempts=1)
+    told.deliver(NEW, attempts=2)
+    assert told.kinds == []
