@@ -268,7 +268,7 @@ def _table(found: Sequence[Reader], queries: Sequence[Query], batches: Sequence[
         for one in found
     ]
     if not rows:
-        return "\n".join([*lines, "nobody reads these logs"]) + "\n"
+        return "\n".join([*lines, "no readers: no Spark query has a position in these logs"]) + "\n"
     return "\n".join([*lines, *_columns(rows, ("READER", "TOPIC", "NODE"))]) + "\n"
 
 
