@@ -458,8 +458,9 @@ class Front:
         finally:
             for consumer in consumers:
                 consumer.close()
-        await patiently(asyncio.wait([consumer.closed for consumer in consumers]))
         if not self._is_full and any(consumer.link.cause == PUBLISH_REFUSED for consumer in consumers):
+            # One that was never connected has no end to wait for.
+            await patiently(asyncio.wait([consumer.closed for consumer in consumers if consumer.port]))
             return False
         if trouble:
             # Nobody knows whether what is missing is lost.
